@@ -100,8 +100,6 @@ bench: $(INSTALLED)
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_trainers.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_megatron.py
 	$(BIN)/python benchmarks/bench_layered.py
-	$(BIN)/python benchmarks/bench_simulator.py
-	$(BIN)/python benchmarks/bench_scaling.py --plot ""
 	$(BIN)/python benchmarks/bench_checkpoint.py
 
 # With the environment of .venv where it is set up, else with $(PYTHON) as it is: a machine with a GPU
@@ -123,6 +121,7 @@ $(DOCS_VENV)/.installed: constraints.txt
 
 # From runs on this machine, which should have nothing else to do.
 docs-figures: $(INSTALLED)
+	$(BIN)/python docs/figures/zero3.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/overlap.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python docs/figures/ledger.py
 	OMP_NUM_THREADS=1 $(BIN)/python docs/figures/losses.py

@@ -1,9 +1,9 @@
 """How much less is a round of patches than the full weights, in time and bytes?
 
 A transformer on gloo ranks of this machine changes a share of its bfloat16 values before each
-measurement. Then they leave the model: as patches (`changes`), packed into messages of a wire
-(`packed`), written to a folder (`folder`); gathered by `stream_full` in bfloat16; or gathered as a
-full state dict in host memory. The floor, `cast`, casts every rank's main shards, once over memory,
+measurement. Then they leave the model: as patches (`changes`), and packed as bytes (`packed`);
+gathered by `stream_full` in bfloat16; or gathered as a full state dict in host memory. The floor,
+`cast`, casts every rank's main shards, once over memory,
 and does nothing else. What a receiver does is not measured. The ways take turns in each round, so a
 ratio is within one round; the slowest rank counts. Processor time (all threads, all ranks) stands
 beside it: other work on the machine disturbs it less.
@@ -12,7 +12,6 @@ beside it: other work on the machine disturbs it less.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,27 +31,11 @@ from common import (
 from engines import Transformer, TransformerBlock
 
 from layerzero import ZeRO3
-from layerzero.checkpoint import (
-    DeltaStream,
-    DeltaWriter,
-    get_model_state_dict,
-    send_patches,
-    stream_full,
-)
+from layerzero.checkpoint import DeltaStream, get_model_state_dict, stream_full
 
 SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
-NAMES = ("cast", "changes", "packed", "folder", "stream_full", "full_state_dict")
+NAMES = ("cast", "changes", "packed", "stream_full", "full_state_dict")
 BARS = {"changes of stream_full": 0.25, "changes of full_state_dict": 0.1}
-
-
-class Sink:
-    """Counts bytes and drops them."""
-
-    def send_bytes(self, buf: bytes, /) -> None:
-        pass
-
-    def recv_bytes(self) -> bytes:
-        raise NotImplementedError
 
 
 def main() -> None:
@@ -64,9 +47,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-delta-") as folder:
-        results = run_on_ranks(args.world_size, measure, args, folder)
-    report(args, results)
+    report(args, run_on_ranks(args.world_size, measure, args))
 
 
 def change(model: torch.nn.Module, share: float) -> None:
@@ -77,7 +58,7 @@ def change(model: torch.nn.Module, share: float) -> None:
             parameter[chosen] = parameter[chosen] * 1.25 + 2.0**-10
 
 
-def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     width, layers = SIZES[args.size]
     torch.manual_seed(0)
     transformer = Transformer(width, layers, heads=8, max_length=128)
@@ -85,18 +66,13 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     model = ZeRO3(transformer, auto_wrap_policy={TransformerBlock})
     torch.manual_seed(dist.get_rank())
     stream = DeltaStream(model)
-    writer = DeltaWriter(folder, stream)
-    nbytes: dict[str, list[int]] = {name: [] for name in ("changes", "packed", "folder")}
-    steps = iter(range(10**6))
+    nbytes: dict[str, list[int]] = {name: [] for name in ("changes", "packed")}
 
     def changes() -> None:
         nbytes["changes"].append(sum(patch.nbytes for patch in stream.changes()))
 
     def packed() -> None:
-        nbytes["packed"].append(send_patches(stream.changes(), Sink()))
-
-    def to_folder() -> None:
-        nbytes["folder"].append(writer.write(next(steps)))
+        nbytes["packed"].append(sum(len(patch.to_bytes()) for patch in stream.changes()))
 
     def cast() -> None:
         for parameter in model.parameters():
@@ -110,7 +86,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         get_model_state_dict(model, full=True, cpu_offload=True)
 
     ways: dict[str, Callable[[], None]] = dict(
-        zip(NAMES, (cast, changes, packed, to_folder, streamed, full_state_dict), strict=True)
+        zip(NAMES, (cast, changes, packed, streamed, full_state_dict), strict=True)
     )
 
     def timed(name: str) -> float:
@@ -145,7 +121,7 @@ def report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     of_full = {name: ratio(took[name], took["full_state_dict"]) for name in NAMES}
     shares = {
         name: Spread.of([sum(each) / full for each in zip(*found, strict=True)])
-        for name in ("changes", "packed", "folder")
+        for name in ("changes", "packed")
         for found in [[result["nbytes"][name] for result in results]]
     }
     print(f"{full / 2e6:.0f} M parameters on {len(results)} ranks, {args.share:.1%} changed")
@@ -170,7 +146,7 @@ def report(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     snapshot = sum(result["snapshot_nbytes"] for result in results)
     print(f"snapshots of all ranks: {snapshot / full:.4f} of the full bytes")
     print("bytes: of the full weights in bfloat16, all ranks together")
-    print(f"bars: {BARS}, at 2 % bytes 0.11 (changes) and 0.08 (packed, folder)")
+    print(f"bars: {BARS}, at 2 % bytes 0.11 (changes) and 0.08 (packed)")
     print_json(
         {
             "benchmark": "delta",

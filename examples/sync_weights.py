@@ -18,6 +18,7 @@ import json
 import secrets
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import Empty, Queue
@@ -31,14 +32,7 @@ from lm_model import Block, ByteTransformer
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint import (
-    DeltaStream,
-    Patch,
-    apply_delta,
-    receive_patches,
-    send_patches,
-    stream_full,
-)
+from layerzero.checkpoint import DeltaStream, Patch, apply_delta, stream_full
 
 RANKS = 2
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -56,6 +50,26 @@ def digest(tensors: dict[str, Tensor]) -> str:
         found.update(name.encode())
         found.update(tensors[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+# A channel is anything with send_bytes and recv_bytes that keeps messages whole and in order ----
+
+
+def send_patches(patches: Iterable[Patch], channel: Connection) -> int:
+    """Send a round, one message for each patch and an empty one at the end; returns its bytes."""
+    nbytes = 0
+    for patch in patches:  # A patch counts as sent when the next one is asked for.
+        data = patch.to_bytes()
+        channel.send_bytes(data)
+        nbytes += len(data)
+    channel.send_bytes(b"")
+    return nbytes
+
+
+def receive_patches(channel: Connection) -> Iterator[Patch]:
+    """Yield the patches of a round as they arrive."""
+    while message := channel.recv_bytes():
+        yield Patch.from_bytes(message)
 
 
 # The trainer ----------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ a process group. See README.md for its use, docs/internals/life_of_a_parameter.m
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from layerzero import errors, optim
 from layerzero.config import (
     BackwardPrefetch,
     MixedPrecision,
@@ -17,30 +16,65 @@ from layerzero.config import (
     PrefetchPolicy,
     ReductionPolicy,
 )
-from layerzero.model_functions import pregather, register_forward_method, units
 from layerzero.ops import native_status
-from layerzero.optim import GradScaler, global_norm
-from layerzero.parallel import ParallelManager
-from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
-from layerzero.rewrap import rewrap
+from layerzero.rewrap import rewrap  # The module of that name would take the function's place.
 from layerzero.step.states import Hold
-from layerzero.uneven.context import join
 from layerzero.version import __version__
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
-    from layerzero import checkpoint
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from layerzero import checkpoint, errors, optim
+    from layerzero.fsdp import (
+        FSDPModule,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from layerzero.memory_plan import plan_memory
+    from layerzero.model_functions import pregather, register_forward_method, units
+    from layerzero.optim import GradScaler, global_norm
+    from layerzero.parallel import ParallelManager
+    from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
     from layerzero.step_ledger import ledger
+    from layerzero.uneven.context import join
+
+_LAZY = {
+    "ActivationCheckpointing": "layerzero.plan",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "FSDPModule": "layerzero.fsdp",
+    "GradScaler": "layerzero.optim",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "ParallelManager": "layerzero.parallel",
+    "ShardingPlan": "layerzero.plan",
+    "fully_shard": "layerzero.fsdp",
+    "global_norm": "layerzero.optim",
+    "join": "layerzero.uneven.context",
+    "ledger": "layerzero.step_ledger",
+    "plan_memory": "layerzero.memory_plan",
+    "pregather": "layerzero.model_functions",
+    "register_forward_method": "layerzero.model_functions",
+    "register_fsdp_forward_method": "layerzero.fsdp",
+    "share_comm_ctx": "layerzero.fsdp",
+    "shard_with_plan": "layerzero.plan",
+    "units": "layerzero.model_functions",
+}
+"""Module of each name that is imported on first use, because training alone does not need it."""
+_SUBMODULES = {"checkpoint", "errors", "optim", "parallel", "plan"}
+"""Submodules that are imported on first use."""
 
 __all__ = [
     "ActivationCheckpointing",
     "BackwardPrefetch",
+    "CPUOffloadPolicy",
     "CollectiveError",
+    "FSDPModule",
     "GradScaler",
     "Hold",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelManager",
     "PrefetchPolicy",
@@ -50,6 +84,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "errors",
+    "fully_shard",
     "global_norm",
     "join",
     "ledger",
@@ -58,18 +93,22 @@ __all__ = [
     "plan_memory",
     "pregather",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "rewrap",
     "shard_with_plan",
+    "share_comm_ctx",
     "units",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: training alone needs none of these.
-    if name == "checkpoint":
-        return importlib.import_module("layerzero.checkpoint")
-    if name == "plan_memory":
-        return importlib.import_module("layerzero.memory_plan").plan_memory
-    if name == "ledger":
-        return importlib.import_module("layerzero.step_ledger").ledger
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _SUBMODULES:
+        return import_module(f"layerzero.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_SUBMODULES})

@@ -18,13 +18,11 @@ _SHOWN = 12
 """Number of names that are listed; the rest is only counted."""
 
 
-def log_units(module: nn.Module, root: RootState, is_first: bool) -> None:
+def log_units(module: nn.Module, root: RootState) -> None:
     """Log units, placements, dtypes and prefetching of a model that was just wrapped.
 
-    Returns at once on other ranks than the first, and if level INFO is off.
+    Reads all of its modules: called only on the first rank, and if level INFO is on.
     """
-    if not is_first or not _logger.isEnabledFor(logging.INFO):
-        return
     lines = [_summary(module, root), *_placements(root.units), *_padding(root.units)]
     lines += _precisions(module, root.units)
     optional = names_of_optional(root.units[0])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
 from layerzero.build import argument_warnings
+from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
 from layerzero.build.wrap import WrapPolicy
@@ -32,29 +34,24 @@ from layerzero.config import (
     Verify,
 )
 from layerzero.flat.parameter_info import get_info
-from layerzero.log import log_units
-from layerzero.memory_budget import MemoryChoice, learn
-from layerzero.optim import attach, nonfinite, torch_norm
-from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
-from layerzero.optim.in_backward import StepInBackward
-from layerzero.optional.optional_units import make_root
-from layerzero.state_dict import (
-    foreign_methods,
-    module_state,
-    optimizer_shards,  # noqa: F401  # watches every optimizer
-)
-from layerzero.state_dict.whole import patch_torch
+from layerzero.flat.placement import Placement
+from layerzero.optim import attach, torch_norm
+from layerzero.optional.make_root import make_root
+from layerzero.state_dict import foreign_methods, module_state
+from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.root import RootState, UnshardHandle, root_of
 from layerzero.step.sharded_params import remember_root
-from layerzero.step.summon import SummonOptions, summon
 from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
-from layerzero.step.unit_view import UnitView
 from layerzero.uneven.joinable import JoinableModel
 from layerzero.verify import context_for
-from layerzero.verify.signature import step_signature
 from layerzero.wrapper import ModuleWrapper
 
+if TYPE_CHECKING:
+    from layerzero.memory_budget import MemoryChoice
+    from layerzero.optim.clip import Clipped
+
+_logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
@@ -195,38 +192,20 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         _refuse_inner_budget(module)
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
-        plan, arguments = plan_on_every_rank(module, given, unknown)
-        topology = agree_on_topology(plan, arguments)
-        parts = Parts(
-            make_root=make_root,
-            make_context=context_for(arguments.verify),
-            name_in_state_dicts=module_state.install,
-        )
-        root = build(plan, topology, arguments, parts)
-        self._become(module, root)
+        sharded = shard_in_place(module, given, unknown)
+        self._become(module, sharded.root)
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
-        self.__dict__["_kept_whole"] = [p for p in module.parameters() if get_info(p) is None]
-        if arguments.on_nonfinite is not None:
-            nonfinite.install(root, arguments.on_nonfinite, self.__dict__["_kept_whole"])
-        guards.install(module, root)
-        foreign_methods.install(module)
-        argument_warnings.warn(module, arguments, plan, topology.placement)
-        log_units(module, root, topology.placement.is_first)
-        attach.watch()
-        torch_norm.install()
-        patch_torch()
+        self.__dict__["_kept_whole"] = sharded.kept_whole
         self.__dict__["_learner"] = None
-        if arguments.memory_budget is not None:
-            self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)
+        budget = sharded.arguments.memory_budget
+        if budget is not None:
+            from layerzero.memory_budget import learn
+
+            self.__dict__["_learner"] = learn(sharded.root, sharded.placement, budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
-        # Only the outermost module holds root state; drop those of ZeRO3 modules inside it.
-        for unit in root.units:
-            unit.module.__dict__.pop(_ROOT, None)
-        module.__dict__[_ROOT] = root
-        root.wrapper_ref = weakref.ref(self)
-        remember_root(root)
+        keep_root(module, root, self)
         set_unit(self, root.units[0])
         self._become_wrapper_of(module)
 
@@ -364,6 +343,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             ValueError: without `optimizer`, two optimizers have the same parameter.
             RuntimeError: inside forward or backward.
         """
+        from layerzero.verify.signature import step_signature
+
         kept = {id(parameter) for parameter in self.__dict__["_kept_whole"]}
         whole = [(name, p) for name, p in self.module.named_parameters() if id(p) in kept]
         return step_signature(self._root_state, whole, optimizer)
@@ -384,8 +365,12 @@ class ZeRO3(JoinableModel, ModuleWrapper):
                 stepped last. None: switch back to `optimizer.step()`.
         """
         root = self._root_state
-        step = None if optimizer is None else StepInBackward(optimizer, root.units).step_unit
-        root.reducer.call_on_delivered(step)
+        if optimizer is None:
+            root.reducer.call_on_delivered(None)
+        else:
+            from layerzero.optim.in_backward import StepInBackward
+
+            root.reducer.call_on_delivered(StepInBackward(optimizer, root.units).step_unit)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
@@ -403,6 +388,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
+        from layerzero.optim.clip import clip_grad_norm_
+
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
             gradients.root.join.before_clip(self._unit, max_norm, norm_type)
@@ -439,6 +426,8 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         Raises:
             RuntimeError: inside forward, backward or another `summon_full_params`.
         """
+        from layerzero.step.summon import SummonOptions, summon
+
         options = SummonOptions(
             writeback=writeback,
             rank0_only=rank0_only,
@@ -462,11 +451,77 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's forward begins, instead of those recorded next."""
+        from layerzero.step.unit_view import UnitView
+
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
+        from layerzero.step.unit_view import UnitView
+
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
+
+
+class Sharded(NamedTuple):
+    """A module that `shard_in_place` has sharded."""
+
+    root: RootState
+    placement: Placement
+    """Placement of the whole model."""
+    arguments: Arguments
+    kept_whole: list[nn.Parameter]
+    """Parameters that are not sharded."""
+
+
+def shard_in_place(
+    module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
+) -> Sharded:
+    """Shard a module, which stays the same object; units inside it join its root. Collective.
+
+    The caller passes the root to `keep_root`.
+
+    Args:
+        given: the arguments of `ZeRO3` by name.
+        unknown: keyword arguments that `ZeRO3` does not have.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `ZeRO3`.
+    """
+    plan, arguments = plan_on_every_rank(module, given, unknown)
+    topology = agree_on_topology(plan, arguments)
+    parts = Parts(
+        make_root=make_root,
+        make_context=context_for(arguments.verify),
+        name_in_state_dicts=module_state.install,
+    )
+    root = build(plan, topology, arguments, parts)
+    kept_whole = [p for p in module.parameters() if get_info(p) is None]
+    if arguments.on_nonfinite is not None:
+        from layerzero.optim import nonfinite
+
+        nonfinite.install(root, arguments.on_nonfinite, kept_whole)
+    guards.install(module, root)
+    foreign_methods.install(module)
+    argument_warnings.warn(module, arguments, plan, topology.placement)
+    if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
+        from layerzero.log import log_units
+
+        log_units(module, root)
+    attach.watch(_import_watchers)
+    torch_norm.install()
+    patch_torch()
+    return Sharded(root, topology.placement, arguments, kept_whole)
+
+
+def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
+    """Let `module` own the root as long as it lives; the model counts as wrapped while `wrapper`,
+    which may be the same, lives."""
+    # Only the outermost module holds root state; drop those of models that joined this one.
+    for unit in root.units:
+        unit.module.__dict__.pop(_ROOT, None)
+    module.__dict__[_ROOT] = root
+    root.wrapper_ref = weakref.ref(wrapper)
+    remember_root(root)
 
 
 def _refuse_inner_budget(module: nn.Module) -> None:
@@ -478,8 +533,17 @@ def _refuse_inner_budget(module: nn.Module) -> None:
             )
 
 
+def _import_watchers() -> None:
+    """Import what looks at optimizers of sharded parameters; their imports register them."""
+    from layerzero.guards import element_wise  # noqa: F401
+    from layerzero.optim import after_failure, scaler  # noqa: F401
+    from layerzero.state_dict import optimizer_shards  # noqa: F401
+
+
 def gradients_to_clip(model: ZeRO3) -> Clipped:
     """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
+    from layerzero.optim.clip import clipped, refuse_used
+
     root = model._root_state
     refuse_used(root)
     return clipped(root, model._subtree(), model._kept_whole)

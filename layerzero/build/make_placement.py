@@ -27,7 +27,7 @@ def make_placement(
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
-    All ranks must have made equally many process groups: comm/group_names.py.
+    All ranks must have made equally many process groups: comm/new_groups.py.
 
     Args:
         group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh

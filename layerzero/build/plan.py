@@ -20,7 +20,7 @@ from layerzero.build.shared_memory import refuse_shared_memory
 from layerzero.build.unit_arguments import UnitArguments, effective_offload
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
-from layerzero.step.graph_modes import check_compiled
+from layerzero.step.module_guards import check_compiled
 from layerzero.step.structure import Ignored
 from layerzero.step.unwrap import left_units, nested_ignored, unwrap
 

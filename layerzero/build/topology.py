@@ -21,7 +21,7 @@ from layerzero.build.optional import agree_on_optional
 from layerzero.build.plan import WrapPlan, plan_wrapping
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.gather_texts import gather_texts
-from layerzero.comm.group_names import agree_on_group_names
+from layerzero.comm.new_groups import agree_on_group_names
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
     ShardGroup,

@@ -7,15 +7,10 @@ what changed of them.
 """
 
 from layerzero.checkpoint.delta.apply import apply_delta
-from layerzero.checkpoint.delta.channel import RankChannel, receive_patches, send_patches
-from layerzero.checkpoint.delta.folder_reader import DeltaReader
-from layerzero.checkpoint.delta.folder_writer import DeltaWriter
 from layerzero.checkpoint.delta.patch import DeltaError, Patch
 from layerzero.checkpoint.delta.stream import DeltaStream
-from layerzero.checkpoint.delta.vllm import vllm_patch
 from layerzero.checkpoint.loading import load
-from layerzero.checkpoint.save_handle import SaveHandle
-from layerzero.checkpoint.saving import save
+from layerzero.checkpoint.saving import SaveHandle, save
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.get_state_dict import get_model_state_dict, get_optimizer_state_dict
 from layerzero.state_dict.parameter_shard import ParameterShard
@@ -25,22 +20,16 @@ from layerzero.state_dict.stream import stream_full
 __all__ = [
     "CheckpointError",
     "DeltaError",
-    "DeltaReader",
     "DeltaStream",
-    "DeltaWriter",
     "ParameterShard",
     "Patch",
-    "RankChannel",
     "SaveHandle",
     "apply_delta",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "load",
-    "receive_patches",
     "save",
-    "send_patches",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "stream_full",
-    "vllm_patch",
 ]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.run_names import remember_run
+from layerzero.watch.diagnosis import remember_run
 
 
 class ModelNumber(NamedTuple):

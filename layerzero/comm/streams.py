@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from layerzero.flat.device_streams import stream_interface
-from layerzero.watch.at_exit import end_at_exit
 from layerzero.watch.events import Event as Event
 from layerzero.watch.events import PooledEvent, event_pool
+from layerzero.watch.thread import end_at_exit
 
 
 class Waitable(Protocol):

@@ -19,7 +19,7 @@ is written only when the pass has ended (step/deliver.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,8 +32,7 @@ from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.pair_input import PairInput
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
-from layerzero.flat.sum_dtype import sum_dtype
+from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
@@ -301,10 +300,7 @@ class GradientBuffer:
             self._outgoing.allocate()
 
     def collect(
-        self,
-        unsharded_params: Sequence[nn.Parameter],
-        keep_accumulating: bool = False,
-        pack: Callable[..., object] = pack_,
+        self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False
     ) -> None:
         """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
@@ -313,7 +309,6 @@ class GradientBuffer:
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
                 it ends in `buffer` or in `pair`, ready to be sent.
-            pack: what fills `buffer` if nothing waits; does what `pack_` does.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
@@ -324,9 +319,9 @@ class GradientBuffer:
             self.holds_sum = True
             return
         if not self.holds_sum:
-            area, fill = (self._sum, pack_) if keep_accumulating else (self._outgoing, pack)
+            area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
-            fill(area.tensor, gradients, self._segments)
+            pack_(area.tensor, gradients, self._segments)
             self.holds_sum = True
             return
         if self._sum is self._earlier.area:

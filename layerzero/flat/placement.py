@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from layerzero.flat.groups import ShardGroup
 
 Outer = Literal["zero1", "replicate", "shard"]
@@ -180,3 +182,13 @@ class Placement:
         return tuple(
             group for group in (*outer, self.shard_group) if group is not None and group.size > 1
         )
+
+
+def sum_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """float32, or wider if one of `dtypes` is."""
+    widest = torch.float32
+    for dtype in dtypes:
+        # torch raises for float8, which is narrower.
+        if dtype.itemsize > 1:
+            widest = torch.promote_types(widest, dtype)
+    return widest

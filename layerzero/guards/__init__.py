@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.guards import element_wise as element_wise  # Looks at optimizers from here on.
 from layerzero.guards.lost_writes import FirstForward, LostWrites
 from layerzero.guards.stray_gradients import StrayGradients
 from layerzero.guards.surroundings import Surroundings

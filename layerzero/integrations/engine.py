@@ -38,8 +38,7 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of, split_
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.optim import attach
 from layerzero.optim.clip import clip_factor, clip_grad_norm_, clipped
-from layerzero.plan.checkpointing import is_mode, split_act_ckpt
-from layerzero.plan.optional_names import optional_by_name
+from layerzero.plan.activations import is_mode, split_act_ckpt
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     PRECISION_OPTIONS,
@@ -50,7 +49,8 @@ from layerzero.plan.options import (
 from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import names as list_names
-from layerzero.plan.yaml_file import load as load_yaml
+from layerzero.plan.resolve import optional_by_name
+from layerzero.plan.sharding_plan import load_yaml
 from layerzero.state_dict.foreign_methods import refuse_pieces
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, ordered_units, root_of

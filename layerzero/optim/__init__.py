@@ -4,16 +4,32 @@ An element-wise optimizer (SGD, Adam, AdamW, ...) needs nothing from here. Norms
 decisions that all ranks share do.
 """
 
-# Imported for their effect: they register functions for optimizers of sharded parameters.
-from layerzero.optim import after_failure as after_failure
-from layerzero.optim.adamw import AdamW
-from layerzero.optim.decay import decay_groups
-from layerzero.optim.lion import Lion
-from layerzero.optim.nonempty import nonempty_parameters
-from layerzero.optim.norm import global_norm
-from layerzero.optim.scaler import GradScaler
-from layerzero.optim.sgd import SGD
-from layerzero.optim.whole_tensor import WholeTensorOptimizer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from layerzero.optim.adamw import AdamW
+    from layerzero.optim.decay import decay_groups
+    from layerzero.optim.lion import Lion
+    from layerzero.optim.nonempty import nonempty_parameters
+    from layerzero.optim.norm import global_norm
+    from layerzero.optim.scaler import GradScaler
+    from layerzero.optim.sgd import SGD
+    from layerzero.optim.whole_tensor import WholeTensorOptimizer
+
+_LAZY = {
+    "SGD": "sgd",
+    "AdamW": "adamw",
+    "GradScaler": "scaler",
+    "Lion": "lion",
+    "WholeTensorOptimizer": "whole_tensor",
+    "decay_groups": "decay",
+    "global_norm": "norm",
+    "nonempty_parameters": "nonempty",
+}
+"""File of each name, imported on first use."""
 
 __all__ = [
     "SGD",
@@ -25,3 +41,14 @@ __all__ = [
     "global_norm",
     "nonempty_parameters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,6 +1,6 @@
 """Detects every torch optimizer that is given sharded parameters, and runs callbacks on it.
 
-Callbacks are registered once, at import:
+Callbacks are registered once, when the file that has them is imported:
 
     @attach.on_sharded_params
     def _show_shards(optimizer): ...      # it has just been given its first sharded parameter
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -37,6 +38,11 @@ _LOOKED = "_layerzero_looked"
 
 _on_sharded_params: list[_Function] = []
 _on_first_step: list[_Function] = []
+_before_first: list[Callable[[], None]] = []
+"""Functions that `watch` was given; each is called before the next attachment, then dropped."""
+
+attached: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Live optimizers that have been given sharded parameters."""
 
 
 def on_sharded_params(function: _Function) -> _Function:
@@ -60,8 +66,15 @@ def holds_sharded_params(optimizer: torch.optim.Optimizer) -> bool:
     return any(_has_sharded_param(group) for group in optimizer.param_groups)
 
 
-def watch() -> None:
-    """Start checking the parameters of optimizers. Called before any sharded parameter exists."""
+def watch(before_first: Callable[[], None] | None = None) -> None:
+    """Start checking the parameters of optimizers. Called before any optimizer has a sharded one.
+
+    Args:
+        before_first: imports the files that register callbacks; called when an optimizer is next
+            given sharded parameters.
+    """
+    if before_first is not None and before_first not in _before_first:
+        _before_first.append(before_first)
     if not hasattr(torch.optim.Optimizer.add_param_group, _ATTACHED):
         _look_after("add_param_group")
         _look_after("__setstate__")
@@ -144,7 +157,10 @@ def _has_sharded_param(group: dict[str, Any]) -> bool:
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     if _ATTACHED in optimizer.__dict__:
         return
+    while _before_first:
+        _before_first.pop()()
     setattr(optimizer, _ATTACHED, True)
+    attached.add(optimizer)
     for function in _on_sharded_params:
         function(optimizer)
     waiting = list(_on_first_step)

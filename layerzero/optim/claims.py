@@ -16,15 +16,8 @@ from torch import nn
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import attach
 
-_holding: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Live optimizers with sharded parameters."""
 _alone: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Those whose parameters no other may step."""
-
-
-@attach.on_sharded_params
-def _remember(optimizer: torch.optim.Optimizer) -> None:
-    _holding.add(optimizer)
+"""Live optimizers whose parameters no other may step."""
 
 
 def refuse_taken(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -33,9 +26,9 @@ def refuse_taken(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Param
         ValueError: another optimizer that is alive has one of these sharded parameters; names both.
     """
     wanted = {id(each) for each in parameters if get_info(each) is not None}
-    if _first_taken(optimizer, wanted, _holding) is not None:
+    if _first_taken(optimizer, wanted, attach.attached) is not None:
         gc.collect()  # An optimizer in a reference cycle may be alive without a user.
-        _refuse(optimizer, wanted, _holding)
+        _refuse(optimizer, wanted, attach.attached)
 
 
 def claim(optimizer: torch.optim.Optimizer) -> None:
@@ -45,7 +38,7 @@ def claim(optimizer: torch.optim.Optimizer) -> None:
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
     """Its parameters are free again: it could not be made."""
-    _holding.discard(optimizer)
+    attach.attached.discard(optimizer)
     _alone.discard(optimizer)
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.placement import Placement
-from layerzero.flat.sum_dtype import sum_dtype
+from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.comm.collectives import gather_small
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
-from layerzero.flat.sum_dtype import sum_dtype
+from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.sharded_params import Owner, owner_of_each, owners

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from layerzero.optim.norm import global_norm
 from layerzero.step.sharded_params import owner_of_each
 
 _MARK = "_layerzero_global"
@@ -38,6 +37,8 @@ def install() -> None:
         like = None if torch.compiler.is_compiling() else _parameters_of(tensors)
         if like is None:
             return former(tensors, norm_type, error_if_nonfinite, foreach)
+        from layerzero.optim.norm import global_norm
+
         norm = global_norm(tensors, norm_type, like=like)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(

@@ -3,6 +3,7 @@
     optional_units.py   the extension that a model with optional units has; makes its root
     places.py      where in a pass optional units came before; pure Python
     agreement.py   what all ranks do next; one small exchange on the host
+    meeting.py     the same without anything learned, for `uneven/`
     schedule.py, reductions.py   what the scheduler and the reducer consult before collectives
     creation_times.py   which units are done when a recomputation begins; pure Python
 

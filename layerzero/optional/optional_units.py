@@ -1,9 +1,8 @@
-"""OptionalUnits: units that a rank may skip, and `make_root`, which gives them to a model."""
+"""OptionalUnits: units that a rank may skip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -30,42 +29,17 @@ def exchange_of(root: RootState) -> Exchange:
     return Exchange(placement, root.operations, on_device)
 
 
-def make_root(
-    units: Sequence[Unit],
-    *,
-    regions: OptionalRegions | None,
-    make: Callable[..., RootState] = RootState,
-    make_exchange: Callable[[RootState], Exchange] = exchange_of,
-    **arguments: Any,
-) -> RootState:
-    """The root of `units`; without `regions` (None) no unit is optional.
-
-    Collective where the exchange makes new groups.
-
-    Args:
-        make: makes a root, from the units and `arguments`.
-    """
-    root = make(units, **arguments)
-    if regions is not None:
-        handles = [handle for index in regions.region_of for handle in units[index].handles]
-        # Otherwise there is nothing to gather, or nobody to agree with.
-        if any(handle.placement.num_ranks > 1 for handle in handles):
-            OptionalUnits(root, regions, make_exchange(root)).begin(root)
-    return root
-
-
 class OptionalUnits(Extension):
     """Has the ranks of a model ask an `Agreement` before each collective."""
 
-    _agreement_class = Agreement
-    _schedule_class = AgreedSchedule
-    _reductions_class = AgreedReductions
+    region_of: Mapping[int, str]
+    """Index of each optional unit, and the name of its region."""
 
     def __init__(self, root: RootState, regions: OptionalRegions, exchange: Exchange) -> None:
         """The units of `regions` are optional between `begin` and `end`, and no others."""
         units, scheduler, reducer = root.units, root.scheduler, root.reducer
         self._units = units
-        self._regions = regions
+        self.region_of = regions.region_of
         self._context = root.context
         self._backward = root.backward
         self._times = CreationTimes()
@@ -75,15 +49,15 @@ class OptionalUnits(Extension):
             agreed = reducer.agreed if event % 2 else scheduler.agreed
             agreed.take_part(units[event // 2])
 
-        self.agreement = self._agreement_class(
+        self.agreement = Agreement(
             exchange,
             regions.region_of,
             label_of=lambda index: units[index].label,
             take_part=take_part,
             before_event=lambda: scheduler.agreed.before_event(),
         )
-        self.reductions = self._reductions_class(root, regions, self.agreement)
-        self.schedule = self._schedule_class(root, regions, self.agreement, self.reductions)
+        self.reductions = AgreedReductions(root, regions, self.agreement)
+        self.schedule = AgreedSchedule(root, regions, self.agreement, self.reductions)
 
     def begin(self, root: RootState) -> None:
         """From now on. Between passes."""
@@ -92,7 +66,7 @@ class OptionalUnits(Extension):
         root.scheduler.agree(self.schedule)
         root.reducer.agreed = self.reductions
         for unit in self._units:
-            unit.set_optional(unit.index in self._regions.region_of)
+            unit.set_optional(unit.index in self.region_of)
         self.reductions.expect_sums()
 
     def end(self, root: RootState) -> None:

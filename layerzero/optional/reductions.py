@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from layerzero.build.regions import OptionalRegions
 from layerzero.optional.agreement import Agreement
+from layerzero.step.context import RuntimeContext
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.states import TrainingState
@@ -47,6 +48,10 @@ class AgreedReductions:
         return self._reducer.requires_sync or (
             self._reducer.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
         )
+
+    def concerns(self, unit: Unit) -> bool:
+        """Whether ranks agree on which of its gradients exist."""
+        return unit.is_optional
 
     def before_reduction(self, unit: Unit) -> bool:
         """Whether this rank reduces the unit now."""
@@ -126,7 +131,7 @@ class AgreedReductions:
     def presence(self) -> list[bool]:
         """For each parameter of `_agreed_reductions`, in order of issue: whether this rank had a
         gradient."""
-        return _flags(self._agreed_reductions())
+        return flags_of(self._agreed_reductions())
 
     def exchange_presence(
         self, reductions: list[Reduction]
@@ -135,11 +140,11 @@ class AgreedReductions:
         agreed = [each for each in reductions if self._is_agreed(each)]
         rest = [each for each in reductions if not self._is_agreed(each)]
         others = self._reducer.exchange_presence(rest) if rest else list
-        flags = _flags(agreed)
+        flags = flags_of(agreed)
         table = self._agreement.answers
         if not (table and len(table[0]) == len(flags)):
             table = self._agreement.gather(flags)
-        counts = _counts(agreed, table)
+        counts = counts_of(agreed, table)
 
         def answer() -> list[tuple[Reduction, set[int]]]:
             found = {id(reduction): present for reduction, present in others()}
@@ -147,23 +152,25 @@ class AgreedReductions:
                 own = counts[id(reduction.handle)]
                 found[id(reduction)] = {index for index, count in own.items() if count}
                 if self.averages_participants and reduction.unit.is_optional:
-                    self._scale(reduction, own)
+                    scale_to(reduction, own, self._context)
             return [(reduction, found[id(reduction)]) for reduction in reductions]
 
         return answer
 
-    def _scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
-        """Turn a mean over all ranks into one over those that had a gradient."""
-        if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
-            return  # A sum; or one rank alone.
-        number = reduction.handle.placement.num_averaged
-        self._context.streams.wait_on_host(reduction.landed)
-        reduction.handle.gradients.scale_parts_(
-            reduction.chunk, {i: number / c for i, c in counts.items() if c not in (0, number)}
-        )
+
+def scale_to(reduction: Reduction, counts: dict[int, int], context: RuntimeContext) -> None:
+    """Turn a mean over all ranks into one over so many, for each parameter."""
+    if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
+        return  # A sum; or one rank alone.
+    number = reduction.handle.placement.num_averaged
+    context.streams.wait_on_host(reduction.landed)
+    reduction.handle.gradients.scale_parts_(
+        reduction.chunk, {i: number / c for i, c in counts.items() if c not in (0, number)}
+    )
 
 
-def _flags(reductions: Iterable[Reduction]) -> list[bool]:
+def flags_of(reductions: Iterable[Reduction]) -> list[bool]:
+    """For each parameter of the reductions: whether this rank had a gradient."""
     return [
         index in reduction.present
         for reduction in reductions
@@ -171,7 +178,7 @@ def _flags(reductions: Iterable[Reduction]) -> list[bool]:
     ]
 
 
-def _counts(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, dict[int, int]]:
+def counts_of(reductions: list[Reduction], table: list[list[bool]]) -> dict[int, dict[int, int]]:
     """For each flat parameter (by id) and parameter of it: how many ranks had a gradient.
 
     A unit may be reduced twice in a pass; a rank counts once.

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from layerzero.comm.group_names import agree_on_group_names
-from layerzero.comm.new_groups import new_group, options_like
+from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import describe_group, resolve_process_groups
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 

@@ -3,7 +3,7 @@
 See docs/reference/plans.md.
 """
 
-from layerzero.plan.checkpointing import ActivationCheckpointing
+from layerzero.plan.activations import ActivationCheckpointing
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 

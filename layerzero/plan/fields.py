@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
-from layerzero.plan.checkpointing import ActivationCheckpointing
+from layerzero.plan.activations import ActivationCheckpointing
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     PRECISION_OPTIONS,

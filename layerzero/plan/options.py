@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,7 @@ from layerzero.config import (
     prefetch_depth,
 )
 from layerzero.flat.groups import LONGEST_TIMEOUT
-from layerzero.plan.checkpointing import read_act_ckpt
+from layerzero.plan.activations import read_act_ckpt
 from layerzero.zero3 import ZeRO3
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
@@ -135,45 +135,11 @@ def read_options(
 def _read_value(name: str, value: Any) -> Any:
     if name in DTYPE_OPTIONS:
         return read_dtype(name, value)
-    if name == "cast_forward_inputs":
+    if name in _FLAGS:
         return read_bool(name, value)
-    if name == "mixed_precision":
-        return _read_mixed_precision(value)
-    if name == "cpu_offload":
-        return read_cpu_offload(value)
-    if name == "offload":
-        return _read_policy(name, value, {})
-    if name == "act_ckpt":
-        return read_act_ckpt(value)
-    if name == "reshard_after_forward":
-        return value if callable(value) else check_reshard_after_forward(value)
-    if name == "gradient_reduction":
-        check_gradient_reduction(value)
-    if name == "forward_prefetch":
-        prefetch_depth(value, name)
-    if name == "limit_all_gathers":
-        GatherBudget.parse(value, default_units=1)
-    if name == "accumulation":
-        check_accumulation(value)
-    if name == "backward_prefetch":
-        return _read_backward_prefetch(value)
-    if name == "timeout":
-        return _read_timeout(value)
-    if name == "zero3_size":
-        check_zero3_size(value)
-    if name == "outer":
-        check_outer(value)
-    if name == "optional_mean":
-        check_optional_mean(value)
-    if name == "verify":
-        check_verify(value)
-    if name == "on_nonfinite":
-        check_on_nonfinite(value)
-    if name == "memory_budget":
-        check_memory_budget(value, reshards=True, prefetch_is_default=True)
-    if name in ("deterministic", "sync_module_states"):
-        read_bool(name, value)
-    return value
+    if name in _CHECKS:
+        _CHECKS[name](value)
+    return _READERS[name](value) if name in _READERS else value
 
 
 def read_dtype(name: str, value: Any) -> torch.dtype | None:
@@ -208,53 +174,47 @@ def _read_mixed_precision(value: Any) -> MixedPrecision:
     value = to_precision(value, nn.Module()).units
     if value is None or isinstance(value, MixedPrecision):
         return value or MixedPrecision()
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"mixed_precision: expected a MixedPrecision or a mapping of its fields, got {value!r}"
-        )
-    known = [each.name for each in fields(MixedPrecision)]
-    for name in value:
-        if name not in known:
-            raise ValueError(
-                f"mixed_precision: unknown field {name!r}{near_matches(str(name), known)}; "
-                f"expected {known}"
-            )
-    arguments: dict[str, Any] = {
-        name: read_dtype(f"mixed_precision.{name}", each) if name in DTYPE_OPTIONS else each
-        for name, each in value.items()
-    }
-    return MixedPrecision(**arguments)
+    given = dict(_arguments("mixed_precision", value, MixedPrecision))
+    for name in given.keys() & set(DTYPE_OPTIONS):
+        given[name] = read_dtype(f"mixed_precision.{name}", given[name])
+    return MixedPrecision(**given)
 
 
-def read_cpu_offload(value: Any) -> OffloadPolicy:
-    """Parse `cpu_offload`: a bool, or a mapping of `OffloadPolicy` arguments.
-
-    True and a mapping offload parameters, and with them gradients and optimizer state.
-    """
+def _read_cpu_offload(value: Any) -> OffloadPolicy:
+    """True and a mapping offload parameters, and with them gradients and optimizer state."""
     if isinstance(value, bool) or value is None:
         return OffloadPolicy(params=bool(value))
-    return _read_policy("cpu_offload", value, {"params": True})
+    return _read_policy("cpu_offload", value, params=True)
 
 
-def _read_policy(name: str, value: Any, defaults: Mapping[str, bool]) -> OffloadPolicy:
+def _read_policy(name: str, value: Any, **defaults: bool) -> OffloadPolicy:
     value = to_offload(value)
-    if isinstance(value, OffloadPolicy):
-        return value
-    if value is None:
-        return OffloadPolicy()
+    if value is None or isinstance(value, OffloadPolicy):
+        return value or OffloadPolicy()
+    given = _arguments(name, value, OffloadPolicy)
+    for argument, setting in given.items():
+        read_bool(f"{name}.{argument}", setting)
+    return OffloadPolicy(**{**defaults, **given})
+
+
+def _arguments(name: str, value: Any, cls: Any) -> Mapping[str, Any]:
+    """`value` as a mapping of arguments of `cls`.
+
+    Raises:
+        TypeError, ValueError: it is no mapping, or has an unknown argument.
+    """
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}: expected an OffloadPolicy or a mapping of its arguments, got {value!r}"
+            f"{name}: expected a {cls.__name__} or a mapping of its arguments, got {value!r}"
         )
-    known = [each.name for each in fields(OffloadPolicy)]
-    for argument, setting in value.items():
+    known = [each.name for each in fields(cls)]
+    for argument in value:
         if argument not in known:
             raise ValueError(
                 f"{name}: unknown argument {argument!r}{near_matches(str(argument), known)}; "
                 f"expected {known}"
             )
-        read_bool(f"{name}.{argument}", setting)
-    return OffloadPolicy(**{**defaults, **value})
+    return value
 
 
 def _read_backward_prefetch(value: Any) -> BackwardPrefetch | None:
@@ -276,6 +236,36 @@ def _read_timeout(value: Any) -> timedelta | None:
     if not value <= LONGEST_TIMEOUT.total_seconds():  # Not so of NaN, too.
         raise ValueError(f"timeout: expected seconds of at most 100 years, got {value!r}")
     return timedelta(seconds=value)
+
+
+def _read_reshard(value: Any) -> Any:
+    return value if callable(value) else check_reshard_after_forward(value)
+
+
+_FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "gradient_reduction": check_gradient_reduction,
+    "forward_prefetch": lambda value: prefetch_depth(value, "forward_prefetch"),
+    "limit_all_gathers": lambda value: GatherBudget.parse(value, default_units=1),
+    "accumulation": check_accumulation,
+    "zero3_size": check_zero3_size,
+    "outer": check_outer,
+    "optional_mean": check_optional_mean,
+    "verify": check_verify,
+    "on_nonfinite": check_on_nonfinite,
+    "memory_budget": lambda value: check_memory_budget(value, True, prefetch_is_default=True),
+}
+"""Functions that raise for a bad value."""
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "mixed_precision": _read_mixed_precision,
+    "cpu_offload": _read_cpu_offload,
+    "offload": lambda value: _read_policy("offload", value),
+    "act_ckpt": read_act_ckpt,
+    "reshard_after_forward": _read_reshard,
+    "backward_prefetch": _read_backward_prefetch,
+    "timeout": _read_timeout,
+}
+"""Functions that convert a value."""
 
 
 def _refuse_given_twice(where: str, options: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import broadcast_from_first
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
@@ -26,7 +25,8 @@ from layerzero.zero3 import ZeRO3
 def keep_buffers_equal(model: ZeRO3, ignored_modules: Iterable[nn.Module]) -> None:
     """Install hooks that broadcast the first rank's buffers before calls of `model`.
 
-    Not collective itself; the hooks are. A model without buffers gets none.
+    Not collective itself; the hooks are. A model without buffers gets none. They are hooks of the
+    wrapper, which run around the model's forward, not around its submodules'.
     """
     ignored = {id(inside) for top in ignored_modules for inside in top.modules()}
     places = [
@@ -36,27 +36,20 @@ def keep_buffers_equal(model: ZeRO3, ignored_modules: Iterable[nn.Module]) -> No
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    is_due = True
+
+    def before_forward(wrapper: nn.Module, args: object) -> None:
+        if is_due:
+            buffers = (module._buffers.get(name) for module, name in places)
+            broadcast_buffers(_root_of(wrapper), buffers)
+
+    def after_forward(wrapper: nn.Module, args: object, outputs: Any) -> None:
+        nonlocal is_due
+        is_due = torch.is_grad_enabled() and _root_of(wrapper).reducer.requires_sync
+
     if places:
-        sync = _BufferSync(places)
-        model.register_forward_pre_hook(sync.before_forward)
-        model.register_forward_hook(sync.after_forward)
-
-
-class _BufferSync:
-    """Hooks of the wrapper: they run around the model's forward, not around its submodules'."""
-
-    def __init__(self, places: list[tuple[nn.Module, str]]) -> None:
-        self._places = places
-        self._is_due = True
-
-    def before_forward(self, model: nn.Module, args: object) -> None:
-        if self._is_due:
-            buffers = [module._buffers.get(name) for module, name in self._places]
-            _take_first(_root_of(model), [local_of(each) for each in buffers if each is not None])
-
-    def after_forward(self, model: nn.Module, args: object, outputs: Any) -> None:
-        requires_sync = _root_of(model).reducer.requires_sync
-        self._is_due = torch.is_grad_enabled() and requires_sync
+        model.register_forward_pre_hook(before_forward)
+        model.register_forward_hook(after_forward)
 
 
 def _root_of(model: nn.Module) -> RootState:
@@ -67,25 +60,21 @@ def _root_of(model: nn.Module) -> RootState:
 
 @remembers_failure
 @torch.no_grad()
-def _take_first(root: RootState, buffers: list[torch.Tensor]) -> None:
+def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -> None:
     """Broadcast the first rank's values: one message for each dtype along each axis.
 
     Collective over the model's ranks; blocks the host.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in buffers:
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        if buffer is not None:
+            by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
+    placements = (handle.placement for unit in root.units for handle in unit.handles)
+    groups = next(((placement.data_parallel or placement).groups for placement in placements), ())
     for dtype, alike in by_dtype.items():
         flat = torch.cat([buffer.reshape(-1).to(root.device) for buffer in alike])
         name = f"buffers in {dtype}".replace("torch.", "")
-        broadcast_from_first(
-            flat, _groups_of(root), partial(root.operations.next, "synchronisation", name)
-        )
+        broadcast_from_first(flat, groups, partial(root.operations.next, "synchronisation", name))
         parts = flat.split([buffer.numel() for buffer in alike])
         for buffer, value in zip(alike, parts, strict=True):
             buffer.copy_(value.view(buffer.shape))
-
-
-def _groups_of(root: RootState) -> tuple[ShardGroup, ...]:
-    groups = (handle.placement.groups for unit in root.units for handle in unit.handles)
-    return next(groups, ())

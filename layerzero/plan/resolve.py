@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ def names(fqns: Sequence[str], most: int = 4) -> str:
     return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
 
 
-def named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, without the parts that wrappers add to names.
 
     `nn.Module.named_modules` is not used, because a model may override it without
@@ -115,14 +115,23 @@ def named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
     for name, child in root._modules.items():
         if child is not None:
             inside = prefix if name in WRAPPER_NAMES else f"{prefix}.{name}" if prefix else name
-            yield from named_modules(child, inside)
+            yield from _named_modules(child, inside)
+
+
+def _by_name(root: nn.Module) -> dict[str, nn.Module]:
+    """The modules inside `root`; of a wrapper and the module inside it, the wrapper."""
+    found: dict[str, nn.Module] = {}
+    for fqn, module in _named_modules(root):
+        if fqn:
+            found.setdefault(fqn, module)
+    return found
 
 
 def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every parameter under each of its names, without the parts that wrappers add to names."""
     return [
         (f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, module in named_modules(root)
+        for prefix, module in _named_modules(root)
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
@@ -157,11 +166,7 @@ class _Resolver:
         self._plan = plan
         self._root = root
         self._is_sharded = get_unit(root) is not None
-        self._modules: dict[str, nn.Module] = {}
-        for fqn, module in named_modules(root):
-            # A wrapper and the module inside it have the same name here; the wrapper is taken.
-            if fqn:
-                self._modules.setdefault(fqn, module)
+        self._modules = _by_name(root)
         self._ignored: set[int] = set()
         self._unit_rows: list[Row] = []
 
@@ -415,11 +420,56 @@ class _Resolver:
         row = Row(key, text, [fqn for fqn in known if pattern.match(fqn) is not None])
         self.result.rows.append(row)
         if not row.fqns:
-            kind = "parameter" if key == "ignored_parameters" else "module"
-            # With their numbers replaced by {*}, all members of a series count as one suggestion.
-            series = [re.sub("[0-9]+", "{*}", fqn) for fqn in known]
-            self.result.errors.append(
-                f"{key}: {text!r} matches no {kind}{near_matches(text, [*series, *known])}; a "
-                f"pattern must match a whole name of named_{kind}s()"
-            )
+            self.result.errors.append(_no_match(key, text, known))
         return row
+
+
+def _no_match(key: str, text: str, known: Iterable[str]) -> str:
+    """The message for a pattern that matches none of the known names."""
+    kind = "parameter" if key == "ignored_parameters" else "module"
+    # With their numbers replaced by {*}, all members of a series count as one suggestion.
+    series = [re.sub("[0-9]+", "{*}", fqn) for fqn in known]
+    return (
+        f"{key}: {text!r} matches no {kind}{near_matches(text, [*series, *known])}; a pattern must "
+        f"match a whole name of named_{kind}s()"
+    )
+
+
+def optional_by_name(root: nn.Module, listed: Any) -> Iterator[nn.Module]:
+    """The `optional_modules` argument of `ZeRO3(root)`: each name replaced by what it matches.
+
+    For adapters whose users configure a model that does not exist yet. Of what a name or pattern
+    matches, modules inside another one are left out. Raises while it is iterated, which `ZeRO3`
+    does where it can raise on every rank.
+
+    Args:
+        listed: names, patterns or modules.
+
+    Raises:
+        TypeError: not an iterable of these.
+        ValueError: a name matches nothing; lists near matches.
+    """
+    if isinstance(listed, (str, nn.Module)) or not isinstance(listed, Iterable):
+        got = type(listed).__name__ if isinstance(listed, nn.Module) else repr(listed)
+        raise TypeError(f"optional_modules: expected a list of names or modules, got {got}")
+    for each in listed:
+        if isinstance(each, str):
+            yield from _outermost(root, each)
+        else:
+            yield each
+
+
+def _outermost(root: nn.Module, text: str) -> Iterator[nn.Module]:
+    try:
+        pattern = NamePattern.parse(text)
+    except ValueError as error:
+        raise ValueError(f"optional_modules: {error}") from None
+    known = _by_name(root)
+    found = [module for name, module in known.items() if pattern.match(name) is not None]
+    if not found:
+        raise ValueError(_no_match("optional_modules", text, known))
+    inside: set[int] = set()
+    for module in found:
+        if id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            yield module

@@ -21,11 +21,10 @@ from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
-from layerzero.plan.explain import applied
 from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
-from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.plan.sharding_plan import ShardingPlan, ahead
 from layerzero.plan.units import PlannedUnits, planned_units
 from layerzero.step.root import root_of
 from layerzero.step.unit import Unit, get_unit
@@ -97,8 +96,33 @@ def shard_with_plan(
         depths = planned.depth(plan.num_forward), planned.depth(plan.num_backward)
         root_of(root_unit).scheduler.set_depths(*depths)
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", applied(plan, root_unit.module, bool(own), depths))
+        logger.info("%s", _applied(plan, root_unit.module, bool(own), depths))
     return sharded
+
+
+def _applied(
+    plan: ShardingPlan, module: nn.Module, by_model: bool, depths: tuple[int, int] | None
+) -> str:
+    """How a plan was applied, for the log.
+
+    Args:
+        by_model: whether the model sharded itself (`fully_shard`).
+        depths: units to prefetch in forward and in backward; None: the model set its prefetch
+            lists itself.
+    """
+    options = {name: value for name, value in plan.options.items() if value is not None}
+    lines = [
+        f"shard_with_plan: {type(module).__name__}"
+        + (f" by its own fully_shard; {options}" if by_model else f", {options or 'all defaults'}")
+    ]
+    lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
+    lines += [f"optional: {', '.join(plan.optional)}"] if plan.optional else []
+    lines += ["pregather: all units before each forward"] if plan.pregather else []
+    if depths is None:
+        lines.append("prefetch lists set by the model's set_modules_to_prefetch")
+    else:
+        lines.append(ahead(*depths))
+    return "\n  ".join(lines)
 
 
 def _check_optional(root_unit: Unit, resolved: Resolved) -> None:

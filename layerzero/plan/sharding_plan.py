@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 from torch import nn
 
 from layerzero.build.argument_types import check_module
-from layerzero.plan.explain import explain
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
-from layerzero.plan.resolve import resolve
-from layerzero.plan.yaml_file import load
+from layerzero.plan.resolve import Resolved, Row, names, resolve
+from layerzero.plan.units import PlannedUnits, num_parameters, planned_units
+from layerzero.zero3 import ZeRO3
+
+_DEEPEST = 64
+"""Lists and mappings inside each other, in a YAML file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class ShardingPlan(PlanFields):
             ImportError: PyYAML is not installed.
             ValueError, TypeError: as `from_dict`, or not YAML; the message names the file.
         """
-        plan = load(Path(path))
+        plan = load_yaml(Path(path))
         try:
             return cls.from_dict(plan)
         except (TypeError, ValueError) as error:
@@ -108,4 +112,100 @@ class ShardingPlan(PlanFields):
         Not collective; does not change the model, which may be sharded. Problems that `validate`
         would report are listed at the end.
         """
-        return explain(self, model)
+        resolved = resolve(self, model)
+        module = model.module if isinstance(model, ZeRO3) else model
+        planned = planned_units(self, module, resolved)
+        own = ""
+        if callable(getattr(module, "fully_shard", None)):
+            own = f" ({type(module).__name__}.fully_shard may override this)"
+        lines = [
+            f"{len(planned.units)} units of {type(module).__name__}{own}",
+            ahead(planned.depth(self.num_forward), planned.depth(self.num_backward)),
+            "",
+            *_table(resolved, planned),
+        ]
+        if resolved.problems:
+            lines += ["", *(f"problem: {text}" for text in resolved.problems)]
+        return "\n".join(lines)
+
+
+def ahead(forward: int, backward: int) -> str:
+    """What is prefetched, as a line of text; both numbers are in units."""
+    return f"prefetched along recorded orders: {forward} units in forward, {backward} in backward"
+
+
+def _table(resolved: Resolved, planned: PlannedUnits) -> Iterator[str]:
+    numels = {unit.fqn: num_parameters(unit) for unit in planned.units}
+    table = [
+        ("pattern", "field", "matched", "used", "parameters", "names"),
+        ("(root)", "", "1", "1", f"{numels['']:,}", ""),
+    ]
+    for row in resolved.rows:
+        is_units = row.key == "apply_modules"
+        numel = f"{sum(numels.get(fqn, 0) for fqn in row.used):,}" if is_units else ""
+        found = str(len(row.fqns)), str(len(row.used)), numel, "; ".join(_names(row, resolved))
+        table.append((row.pattern, row.key, *found))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for number in (2, 3, 4):
+            padded[number] = line[number].rjust(widths[number])
+        yield "  ".join(padded).rstrip()
+
+
+def _names(row: Row, resolved: Resolved) -> Iterator[str]:
+    if row.used:
+        hooks = {unit.fqn: unit.hook for unit in resolved.units}
+        is_hook = row.key == "hook_modules"
+        yield names(
+            [f"{f} by {hook.fqn}" if is_hook and (hook := hooks.get(f)) else f for f in row.used]
+        )
+    for reason, fqns in row.notes.items():
+        yield f"not {names(fqns)}: {reason}"
+
+
+def load_yaml(path: Path) -> Any:
+    """The content of a YAML file as plain data; no other objects are constructed.
+
+    Raises:
+        ImportError: PyYAML is not installed.
+        ValueError: not YAML, or a duplicate key (PyYAML would silently take the last one).
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or pass the plan's fields to "
+            "ShardingPlan.from_dict"
+        ) from error
+
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader that raises for duplicate keys."""
+
+        def fetch_flow_collection_start(self, token_class: Any) -> None:
+            # PyYAML's time grows with the square of the depth.
+            if self.flow_level == _DEEPEST:
+                raise RecursionError
+            super().fetch_flow_collection_start(token_class)
+
+    def construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        # Keys that a merge key (<<) brings in may be overridden, so they do not count.
+        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [loader.construct_object(key, deep=True) for key in nodes]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                line = nodes[index].start_mark.line + 1
+                raise ValueError(f"{path}: line {line}: the key {key!r} occurs twice")
+        loader.flatten_mapping(node)
+        return dict(loader.construct_pairs(node, deep=True))
+
+    UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct_mapping)
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{path}: not YAML: {error}; put quotes around a pattern that starts with '*' or '{{', "
+            "or has braces inside [...] or {...}"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{path}: lists or mappings are nested too deeply for a plan") from None

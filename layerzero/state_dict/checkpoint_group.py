@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
-from layerzero.comm.group_names import agree_on_group_names
-from layerzero.comm.new_groups import new_group
+from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
     DEFAULT_TIMEOUT,

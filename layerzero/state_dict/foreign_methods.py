@@ -27,7 +27,6 @@ from torch import nn
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.root import root_of
 from layerzero.step.states import TrainingState
-from layerzero.step.summon import SummonOptions, summon
 from layerzero.step.unwrap import units_inside
 
 _METHOD = "save_pretrained"
@@ -148,6 +147,8 @@ class _Merging(_StandIn):
         units = units_inside(self.module)
         if all(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
             return self.own(*args, **kwargs)
+        from layerzero.step.summon import SummonOptions, summon
+
         what = f"{self._name}.{self._method}"
         options = SummonOptions(
             writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.parameter_info import ParameterInfo, get_info
-from layerzero.state_dict.names import extent_of
 from layerzero.state_dict.owners import remember
-from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.step.root import root_if_alive
 from layerzero.step.states import ShardState, TrainingState
 from layerzero.step.unit import Unit
+
+if TYPE_CHECKING:
+    from layerzero.state_dict.parameter_shard import ParameterShard
 
 
 def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:
@@ -138,6 +139,9 @@ def _take_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
 
 def shard_of(sharded_param: nn.Parameter, local: torch.Tensor) -> ParameterShard:
     """`local`, of the shape of `sharded_param`, as a shard of a tensor with the original shape."""
+    from layerzero.state_dict.names import extent_of
+    from layerzero.state_dict.parameter_shard import ParameterShard
+
     info = _info_of(sharded_param)
     return ParameterShard(local, extent_of(info), info.range, weakref.ref(sharded_param))
 
@@ -158,6 +162,9 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     Raises:
         ValueError: `value` is none of these.
     """
+    from layerzero.state_dict.names import extent_of
+    from layerzero.state_dict.parameter_shard import ParameterShard
+
     info = _info_of(sharded_param)
     extent, (start, stop) = extent_of(info), info.range
     if isinstance(value, DTensor):

@@ -1,15 +1,11 @@
 """Replaces shards in a state dict by full tensors, also inside torch's `full_state_dict=True`.
 
-torch's `get_state_dict` gathers the DTensors and ShardedTensors of a `state_dict()`, and passes on
-any other tensor. `patch_torch` inserts a step before it that gathers our shards
-(docs/internals/decisions/0019-torch-gathers-our-shards.md).
+torch_gather.py has torch's own functions call `gather_shards`.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +16,6 @@ from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts
 from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
-
-_PATCHED = "_gathers_layerzero_shards"
 
 
 def gather_shards(
@@ -80,29 +74,3 @@ def _replace(value: Any, full: dict[int, torch.Tensor | None]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_replace(item, full) for item in value)
     return full[id(value)] if isinstance(value, ParameterShard) else value
-
-
-def patch_torch() -> None:
-    """Make torch's `get_state_dict` and its relatives gather shards where they gather DTensors."""
-    from torch.distributed import _state_dict_utils  # Not at import: it loads many modules.
-
-    original = _state_dict_utils._gather_state_dict
-    if not hasattr(original, _PATCHED):
-        _state_dict_utils._gather_state_dict = _patched(original)
-    user = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if user is not None:  # Otherwise it imports the new one from the module above.
-        user._gather_state_dict = _state_dict_utils._gather_state_dict  # type: ignore[attr-defined]
-
-
-def _patched(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-        ours = gather_shards(
-            state_dict,
-            cpu_offload=options.get("cpu_offload", False),
-            ranks_only=options.get("ranks_only", ()),
-        )
-        return original(ours, **options)
-
-    setattr(gather_state_dict, _PATCHED, True)
-    return gather_state_dict

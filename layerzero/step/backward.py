@@ -91,6 +91,8 @@ class Backward:
             # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
             prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
+        for begin_backward in self._extensions.begin_backward:
+            begin_backward(unit)
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
         """The pass that autograd runs now; registers a new one."""
@@ -134,6 +136,8 @@ class Backward:
         ended = BackwardPass(graph_task=-1, makes_graph=False, is_recorded=True)
         ended.forwards[forward_pass] = None
         self._reducer.begin_backward()
+        for unit in self._units:
+            unit.follow_requires_grad(lays_out=True)
         self._scheduler.recorder.begin(("backward", forward_pass.order))
         self._passes.append(ended)
         self._context.set_in_backward(True)
@@ -251,7 +255,8 @@ class Backward:
             # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
-            self._reducer.deliver()
+            with self._context.profile("deliver", "model"):
+                self._reducer.deliver()
             self._reducer.commit()
             self._complete(ended, first)
         except BaseException as error:

@@ -48,6 +48,16 @@ class Extension:
     def trainable_changed(self, unit: Any) -> None:
         """Other parameters of the unit require grad than before."""
 
+    def begin_backward(self, unit: Any) -> None:
+        """The backward of a call of `unit` begins; the unit is unsharded."""
+
+    def begin_action(self, action: str, unit: str) -> None:
+        """The engine begins to do something for the unit with this label: the ranges of
+        docs/howto/profile.md. An extension has both this method and `end_action`, or neither."""
+
+    def end_action(self, action: str, unit: str) -> None:
+        """The action has ended. Not called if it raised; then `before_abort` is."""
+
 
 class Extensions:
     """The extensions of one model: for each event, the methods to call."""
@@ -61,6 +71,9 @@ class Extensions:
     end_call: _Events
     after_forward: _Events
     trainable_changed: _Events
+    begin_backward: _Events
+    begin_action: _Events
+    end_action: _Events
 
     def __init__(self) -> None:
         self._all: list[Extension] = []
@@ -73,6 +86,9 @@ class Extensions:
     def remove(self, extension: Extension) -> None:
         self._all.remove(extension)
         self._bind()
+
+    def of(self, kind: type[Extension]) -> list[Extension]:
+        return [each for each in self._all if isinstance(each, kind)]
 
     def _bind(self) -> None:
         for event in type(self).__annotations__:

@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo
 from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.calls import ForwardCall
-from layerzero.step.graph_modes import check_compile, is_compiled
+from layerzero.step.module_guards import check_compile, is_compiled
 from layerzero.step.root import root_of
 from layerzero.step.states import TrainingState
 from layerzero.step.tensors import cast_floating, find_tensors, move

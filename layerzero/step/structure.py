@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.names import clean_name
-from layerzero.step.graph_modes import check_compiled
+from layerzero.step.module_guards import check_compiled
 from layerzero.step.unit import Unit, get_unit
 
 _children_of = itemgetter("_modules")

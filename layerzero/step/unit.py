@@ -21,10 +21,9 @@ from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.flat.views import ParameterViews
-from layerzero.step import saved_casts
+from layerzero.step.autocast import SavedCast, fill_casts, free_casts
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
-from layerzero.step.saved_casts import SavedCast
 from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
 
 _UNIT = "_layerzero_unit"
@@ -159,6 +158,10 @@ class Unit:
             raise RuntimeError(f"{self.label}: its module was deleted")
         return module
 
+    def move_to(self, module: nn.Module) -> None:
+        """Take `module` for the unit's own from now on."""
+        self._module_ref = weakref.ref(module)
+
     @property
     def owners(self) -> list[nn.Module]:
         """The unit's own module, and every module that shows one of its parameters."""
@@ -239,6 +242,9 @@ class Unit:
 
     def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
         self.options = replace(self.options, reshard_after_forward=value)
+
+    def set_gradient_scale(self, scale: float) -> None:
+        self.options = replace(self.options, gradient_scale=scale)
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional
@@ -326,7 +332,7 @@ class Unit:
                     handle.wait_for_unshard()
             self._set_shard_state(ShardState.UNSHARDED)
             if self.saved_casts:
-                saved_casts.fill(self.saved_casts)
+                fill_casts(self.saved_casts)
 
     def reshard(self, regathered_this_step: bool = False) -> None:
         """Free the unsharded parameters, regardless of holds. Waits for a gather under way first.
@@ -348,7 +354,7 @@ class Unit:
             for handle in self.handles:
                 handle.reshard()
             if self.saved_casts:
-                saved_casts.free(self.saved_casts)
+                free_casts(self.saved_casts)
         context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
 

@@ -6,21 +6,19 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from layerzero.comm.new_groups import new_group
-from layerzero.optim.scaler import GradScaler
-from layerzero.optional.optional_units import exchange_of
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
-from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.running_join import RunningJoin
-from layerzero.uneven.scalers import JoinedScalers
-from layerzero.uneven.state import JoinState
+
+if TYPE_CHECKING:
+    from layerzero.optim.scaler import GradScaler
+    from layerzero.uneven.running_join import RunningJoin
 
 _GROUP, _EXCHANGE = "_join_group", "_join_exchange"
 
@@ -119,6 +117,12 @@ def enter(
         ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
         RuntimeError: the model is inside another join.
     """
+    from layerzero.optional.optional_units import exchange_of
+    from layerzero.uneven.optimizers import JoinedOptimizers
+    from layerzero.uneven.running_join import RunningJoin
+    from layerzero.uneven.scalers import JoinedScalers
+    from layerzero.uneven.state import JoinState
+
     root = model._root_state
     _check(model, root, optimizers)
     if root.join is not None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from layerzero.config import Verify
 from layerzero.step.context import RuntimeContext
-from layerzero.verify.context import VerifiedContext
 
 __all__ = ["context_for"]
 
@@ -18,4 +17,6 @@ def context_for(verify: Verify | None) -> Callable[..., RuntimeContext]:
     """What makes the `RuntimeContext` of a model."""
     if verify is None:
         return RuntimeContext
+    from layerzero.verify.context import VerifiedContext
+
     return functools.partial(VerifiedContext, every=1 if verify == "always" else _SAMPLED_EVERY)

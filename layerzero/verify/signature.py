@@ -15,7 +15,6 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -36,12 +35,6 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 _MODULUS = 1 << 64
 _BLOCK = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-
-@attach.on_sharded_params
-def _note(optimizer: torch.optim.Optimizer) -> None:
-    _optimizers.add(optimizer)
 
 
 def step_signature(
@@ -133,12 +126,12 @@ def _chosen(root: RootState, optimizer: Optimizers) -> list[torch.optim.Optimize
             f"step_signature: two optimizers have parameter {info.fqn!r}; pass the one that counts "
             "as optimizer="
         )
-    return [each for each in list(_optimizers) if ours & set(map(id, _members(each)))]
+    return [each for each in list(attach.attached) if ours & set(map(id, _members(each)))]
 
 
 def _doubly_held(ours: set[int]) -> nn.Parameter | None:
     seen: set[int] = set()
-    for each in list(_optimizers):
+    for each in list(attach.attached):
         for parameter in _members(each):
             if id(parameter) in ours and id(parameter) in seen:
                 return parameter

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.watch.run_names import own_connection
+from layerzero.watch.diagnosis import own_connection
 from layerzero.watch.slow_waits import SlowWaits, Waiting, pause_for
 from layerzero.watch.thread import run_periodically
 

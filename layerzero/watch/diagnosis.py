@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.run_names import live_runs
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
@@ -28,6 +28,8 @@ _STORE_GRACE_S = 1.0
 """Seconds added to it, for a store that answers late or never."""
 _BEGAN = time.time()
 """Start of this process. A rank that has no run name yet ignores reports older than this."""
+_runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Names of this process's runs, one per process group."""
 
 
 class CollectiveError(RuntimeError):
@@ -194,3 +196,24 @@ class _Reports:
         self._runs |= runs  # Includes names of groups that this rank is not in.
         if report["waits_for"] not in (None, *self.ranks):
             self.ranks.append(report["waits_for"])
+
+
+def remember_run(group: dist.ProcessGroup, run: str) -> None:
+    """Record the run name that the ranks of `group` agreed on (model_numbers.py)."""
+    _runs[group] = run
+
+
+def live_runs() -> set[str]:
+    """Run names of all groups that still exist."""
+    return set(_runs.values())
+
+
+def own_connection() -> dist.Store:
+    """A new connection to the default group's store, so that a thread's request does not hold up
+    the main thread's.
+
+    Raises:
+        RuntimeError, ValueError: there is no default group, or its store cannot be cloned.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone()  # type: ignore[attr-defined]

@@ -1,21 +1,32 @@
-"""A thread that checks an object periodically, as long as the object lives."""
+"""A thread that checks an object periodically, as long as the object lives.
+
+Threads end before the interpreter does: a daemon thread that comes back from C++ while Python is
+torn down is ended by unwinding its stack. C++ answers that with `terminate`: the process aborts,
+though all of its work is done.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from layerzero.watch.at_exit import end_at_exit
-from layerzero.watch.cuda_driver import ignore_captures_of_other_threads
+from layerzero.watch.events import ignore_captures_of_other_threads
 
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
+_LIMIT_S = 1.0
+"""Bound on the wait for all threads together: a dead peer must not keep the process."""
+_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def run_periodically(
@@ -84,3 +95,18 @@ def _run(
                 _logger.error("%s could not check, and goes on: %s", thread, text)
             has_failed = True
         del owner
+
+
+def end_at_exit(thread: threading.Thread, stop: Callable[[], object]) -> None:
+    """Call `stop` at exit, upon which the thread ends, and wait for it for a moment."""
+    _stops[thread] = stop
+
+
+@atexit.register
+def _end_all() -> None:
+    stops = dict(_stops)
+    for stop in stops.values():
+        stop()
+    deadline = time.monotonic() + _LIMIT_S
+    for thread in stops:
+        thread.join(max(deadline - time.monotonic(), 0.0))

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose
+from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.run_names import own_connection
 from layerzero.watch.slow_waits import is_half_time, warn_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 

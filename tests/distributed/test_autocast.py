@@ -617,7 +617,7 @@ def _log() -> str:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.step.cast_watch")
+    logger = logging.getLogger("layerzero.step.autocast")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = zero3(FrozenParts, Block)

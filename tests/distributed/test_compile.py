@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
 from layerzero.flat.names import and_wrapped
-from layerzero.step import graph_modes
+from layerzero.step import module_guards
 from layerzero.step.root import root_of
 from layerzero.step.unit import get_unit
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -309,7 +309,7 @@ def _refused(where: str) -> Any:
 
 def _graph_modes() -> None:
     """What is said of the arguments on a device; no graph is recorded."""
-    with mock.patch.object(graph_modes, "_has_graphs", lambda device: True):
+    with mock.patch.object(module_guards, "_has_graphs", lambda device: True):
         model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
         for asked in GRAPHS:
             with _refused("the root unit"):

@@ -1,9 +1,8 @@
-"""Sinks of a DeltaStream on real ranks: folders, ranks, and processes outside of the group."""
+"""Sinks of a DeltaStream on real ranks, as in the examples: a folder, and a wire that breaks."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from multiprocessing.connection import Client, Listener
@@ -15,21 +14,15 @@ import torch
 import torch.distributed as dist
 
 from layerzero import ZeRO3
-from layerzero.checkpoint import (
-    DeltaError,
-    DeltaReader,
-    DeltaStream,
-    DeltaWriter,
-    RankChannel,
-    apply_delta,
-    receive_patches,
-    send_patches,
-)
-from layerzero.checkpoint.delta import folder_writer
+from layerzero.checkpoint import DeltaError, DeltaStream, apply_delta
 from tests.distributed.test_delta import expected
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from delta_folder import DeltaReader, DeltaWriter
+from sync_weights import receive_patches, send_patches
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,7 +53,7 @@ def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
 def _folder(root: str) -> None:
     os.fsync = lambda _: None  # type: ignore[assignment]  # Disks differ; not what is tested here.
     model, stream = model_and_stream()
-    writer = DeltaWriter(root, stream, file_bytes=150)
+    writer = DeltaWriter(root, stream)
     reader, tensors = DeltaReader(root), zeros_like(expected(model))
     begun = expected(model)  # with the weights of the start: no full()
     follower = DeltaReader(root)
@@ -83,22 +76,19 @@ def _folder(root: str) -> None:
         change(model)
         writer.write(step)
         everyone_read(step, f"step {step}")
-    with pytest.raises(DeltaError, match="has written changes of step 5, and was to write step 5"):
+    with pytest.raises(DeltaError, match="changes of step 5 is there; steps rise"):
         writer.write(5)
     # One rank fails: its round is repeated as a whole, and nobody reads a step of some ranks.
     change(model)
-    close = folder_writer.DeltaWriter._close
     if dist.get_rank() == 1:
 
-        def fails(self: Any, step: int, kind: str, part: int, is_last: bool, *rest: Any) -> int:
-            if is_last:
-                raise OSError("no space left on device")
-            return close(self, step, kind, part, is_last, *rest)
+        def fails(_: int) -> None:
+            raise OSError("no space left on device")
 
-        folder_writer.DeltaWriter._close = fails  # type: ignore[method-assign]
+        works, os.fsync = os.fsync, fails  # type: ignore[assignment]
         with pytest.raises(OSError, match="no space"):
             writer.write(6)
-        folder_writer.DeltaWriter._close = close  # type: ignore[method-assign]
+        os.fsync = works
     else:
         writer.write(6)
     dist.barrier()
@@ -156,79 +146,6 @@ def test_a_folder_takes_few_bytes(tmp_path: Path) -> None:
     run_ranks(2, _sizes, str(tmp_path))
 
 
-def _to_a_rank() -> None:
-    """Ranks 0 and 1 train; rank 2 receives from both."""
-    group = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        torch.manual_seed(0)
-        model = ZeRO3(Mlp(width=100), group, auto_wrap_policy={Block})
-        stream = DeltaStream(model)
-        channel = RankChannel(2)
-        send_patches(stream.full(), channel)
-        nbytes = 0
-        for _ in range(3):
-            change(model, 0.02)
-            nbytes += send_patches(stream.changes(), channel)
-        values = expected(model)
-        full = sum(2 * value.numel() for value in values.values())
-        assert nbytes <= 3 * 0.08 * full / 2 * 1.1
-        if dist.get_rank() == 0:
-            dist.send_object_list([values], 2)
-        return
-    channels = [RankChannel(rank) for rank in (0, 1)]
-    tensors: Tensors = {}
-    for _ in range(4):
-        for channel in channels:
-            for patch in receive_patches(channel):
-                new = torch.zeros(patch.shape, dtype=patch.values.dtype)
-                apply_delta({**tensors, patch.name: tensors.setdefault(patch.name, new)}, patch)
-    found: list[Any] = [None]
-    dist.recv_object_list(found, 0)
-    for name, value in found[0].items():
-        assert_bitwise(tensors[name], value, name)
-    with pytest.raises(ValueError, match="expected another rank of the group"):
-        RankChannel(2)
-
-
-def test_one_rank_receives_from_the_others() -> None:
-    run_ranks(3, _to_a_rank)
-
-
-OUTSIDE = """
-import sys, torch
-from multiprocessing.connection import Client
-from layerzero.checkpoint import apply_delta, receive_patches
-assert not torch.distributed.is_initialized()
-tensors = torch.load(sys.argv[1])
-with Client(sys.argv[2], "AF_UNIX", authkey=b"delta") as channel:
-    for _ in range(3):
-        for patch in receive_patches(channel):
-            apply_delta(tensors, patch)
-torch.save(tensors, sys.argv[1])
-"""
-
-
-def _to_another_process(folder: str) -> None:
-    model, stream = model_and_stream()
-    path = f"{folder}/tensors"
-    torch.save(zeros_like(expected(model)), path)
-    address = f"{folder}/socket"
-    with Listener(address, "AF_UNIX", authkey=b"delta") as listener:
-        consumer = subprocess.Popen([sys.executable, "-c", OUTSIDE, path, address])
-        channel = listener.accept()
-        send_patches(stream.full(), channel)
-        for _ in range(2):
-            change(model)
-            send_patches(stream.changes(), channel)
-        assert consumer.wait(30) == 0
-    check(torch.load(path), model, "another process")
-
-
-@pytest.mark.slow  # Another process loads torch.
-def test_a_process_outside_of_the_group_receives_through_a_socket(tmp_path: Path) -> None:
-    run_ranks(1, _to_another_process, str(tmp_path))
-
-
 def _broken_wire(folder: str) -> None:
     """The consumer closes in the middle: the round is interrupted, and the next one repeats it."""
     model, stream = model_and_stream(patch_bytes=50)
@@ -267,15 +184,3 @@ def _broken_wire(folder: str) -> None:
 
 def test_a_broken_wire_interrupts_the_round(tmp_path: Path) -> None:
     run_ranks(1, _broken_wire, str(tmp_path))
-
-
-def _senders(root: str) -> None:
-    _, stream = model_and_stream()
-    with pytest.raises(ValueError, match=r"rank 0 is not among the senders \[3\]"):
-        DeltaWriter(root, stream, senders=[3])
-    with pytest.raises(ValueError, match="file_bytes"):
-        DeltaWriter(root, stream, file_bytes=0)
-
-
-def test_a_writer_that_no_reader_would_wait_for_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, _senders, str(tmp_path))

@@ -23,13 +23,17 @@ from tests.harness.ranks import run_ranks
 HOWTO = DOCS / "howto"
 # recipes.md has a test of its own, by section.
 PAGES = sorted(path.name for path in HOWTO.glob("*.md") if path.name != "recipes.md")
-NEEDS = {"hugging_face.md": ["transformers"], "megatron.md": ["megatron.core"]}
+NEEDS = {
+    "hugging_face.md": ["transformers"],
+    "lora.md": ["peft", "transformers"],
+    "megatron.md": ["megatron.core"],
+}
 
 
 @contextlib.contextmanager
 def _surroundings(page: str, folder: str) -> Iterator[dict[str, Any]]:
     """What a page takes for granted beyond the names that all of them have."""
-    if page == "hugging_face.md":
+    if page in ("hugging_face.md", "lora.md"):
         yield _a_llama_folder(folder)
     elif page == "megatron.md":
         with _megatron() as names:
@@ -201,16 +205,19 @@ def test_the_planned_peak_is_that_of_the_c_library(num_ranks: int, zero3_size: i
 # README.md ------------------------------------------------------------------------------------
 
 
-def _readme(example: str, folder: Path) -> None:
+def _readme(example: str, folder: Path) -> int:
     os.chdir(folder)
+    names: dict[str, Any] = {}
     with mock.patch.object(dist, "init_process_group") as init:  # There is one.
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example, "README.md", "exec"), names)
     init.assert_called_once_with("gloo")
     assert not dist.is_initialized()
+    return names["step"]
 
 
 def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     [example] = python_blocks((REPOSITORY / "README.md").read_text())
-    assert len(example.splitlines()) <= 24
-    run_ranks(2, _readme, example, tmp_path)
+    assert len(example.splitlines()) <= 36
+    assert run_ranks(2, _readme, example, tmp_path) == [10, 10]
     assert (tmp_path / "run" / "latest").read_text() == "step-00000010\n"
+    assert run_ranks(3, _readme, example, tmp_path) == [20, 20, 20], "it resumes on other ranks"

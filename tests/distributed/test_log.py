@@ -80,7 +80,8 @@ def _logs() -> tuple[list[str], list[str], list[str]]:
     model = shard_with_plan(Model(), plan)
     planned = records.take("INFO")
     logger.setLevel(logging.DEBUG)
-    model(torch.ones(2, WIDTH)).sum().backward()
+    for _ in range(2):  # The first forward records the order, along which the second prefetches.
+        model(torch.ones(2, WIDTH)).sum().backward()
     return wrapped, planned, records.take("DEBUG")
 
 

@@ -127,6 +127,7 @@ def _findings_of_pairs() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_accesses_of_two_models_are_ordered() -> None:
     for found in run_fake_ranks((0, 3), 4, _findings_of_pairs, timeout=120):
         assert found == {}

@@ -19,7 +19,7 @@ import layerzero
 from layerzero import ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.build import topology
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
-from layerzero.plan.optional_names import optional_by_name
+from layerzero.plan.resolve import optional_by_name
 from tests.distributed.test_optional_modules import counted_exchanges
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.compare import assert_trains_alike

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.watch import desync, run_names
+from layerzero.watch import desync, diagnosis
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 
@@ -226,7 +226,7 @@ def _fails_beside(store_path: Path, is_second: bool) -> str | None:
         os._exit(7)
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(1, 4))
-    assert len(run_names.live_runs()) == 1
+    assert len(diagnosis.live_runs()) == 1
     return str(caught.value)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.checkpoint import CheckpointError, DeltaStream, DeltaWriter, load, save
+from layerzero.checkpoint import CheckpointError, load, save
 from layerzero.checkpoint.__main__ import main as command
 from tests.harness.ranks import run_ranks
 
@@ -87,15 +87,11 @@ class Model(nn.Module):
 
 
 def write_all(folder: Path, mask: int) -> dict[str, int]:
-    """Modes of all that a save, a delta folder and a conversion write."""
+    """Modes of all that a save and a conversion write."""
     os.umask(mask)
     model = ZeRO3(Model())
     optimizer = torch.optim.AdamW(model.parameters())
-    stream = DeltaStream(model)
     checkpoint = save(folder / "new" / "root", model, optimizer).path
-    writer = DeltaWriter(folder / "new" / "deltas", stream)
-    writer.write_full(0)
-    writer.write(1)
     command(["convert", str(checkpoint), str(folder / "new" / "converted")])
     return {
         str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)

@@ -1,4 +1,4 @@
-"""examples/sync_weights.py: a consumer generates with the weights of two ranks that train."""
+"""examples/sync_weights.py and delta_folder.py: a consumer has the weights of ranks that train."""
 
 from __future__ import annotations
 
@@ -14,15 +14,29 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--steps", "4", "--layers", "1", "--width", "64", "--seq", "16", "--tokens", "2"]
 
 
-def test_the_consumer_ends_with_the_bits_of_the_trainer_and_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
+    for module in (multiprocessing, torch.multiprocessing):
+        # Their processes are forked from the server, which has loaded torch.
+        monkeypatch.setattr(module, "get_context", lambda _: ranks.context)
+
+
+def test_a_reader_of_the_folder_ends_with_the_bits_of_the_trainer(
+    examples: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import delta_folder
+
+    with ranks.server_finds_the_repository():
+        delta_folder.main(["--steps", "2"])
+    assert "the reader has the bits of the trainer's weights" in capsys.readouterr().out
+
+
+def test_the_consumer_ends_with_the_bits_of_the_trainer_and_a_picture(
+    tmp_path: Path, examples: None
+) -> None:
     import sync_weights
 
-    for module in (multiprocessing, torch.multiprocessing):
-        # Its processes are forked from the server, which has loaded torch.
-        monkeypatch.setattr(module, "get_context", lambda _: ranks.context)
     picture = tmp_path / "deep" / "picture.png"
     with ranks.server_finds_the_repository():
         found = sync_weights.main([*SMALL, "--picture", str(picture)])

@@ -6,7 +6,7 @@ import ctypes
 
 
 class FakeRuntime:
-    """Stands in for `layerzero.flat.pinned.DeviceRuntime`."""
+    """Stands in for `layerzero.flat.host_memory.DeviceRuntime`."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses

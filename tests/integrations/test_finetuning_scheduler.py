@@ -202,6 +202,7 @@ def _phases_on_ranks(tmp_path: Path) -> tuple[list[float], dict[str, Tensor], li
     return model.losses, full(model), watch.epochs
 
 
+@pytest.mark.slow
 @float64_by_default()  # sums of one process and of two ranks have other orders
 def test_three_phases_are_those_of_one_process_with_restores_inside_phases(tmp_path: Path) -> None:
     results = run_ranks(RANKS, _phases_on_ranks, tmp_path, in_float64=True)

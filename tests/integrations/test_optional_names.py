@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerzero.plan.optional_names import optional_by_name
+from layerzero.plan.resolve import optional_by_name
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.harness.regions import recorded_regions

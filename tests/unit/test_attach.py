@@ -37,6 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     found = Calls()
     monkeypatch.setattr(attach, "_on_sharded_params", [])
     monkeypatch.setattr(attach, "_on_first_step", [])
+    monkeypatch.setattr(attach, "_before_first", [])
     attach.on_sharded_params(found.met.append)
     attach.on_first_step(found.stepping.append)
     attach.watch()

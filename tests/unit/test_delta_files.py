@@ -1,32 +1,25 @@
-"""Packed patches: what is written is read, and nothing that is half-written, damaged or a link."""
+"""Packed patches, and examples/delta_folder.py: nothing half-written, damaged or a link is read."""
 
 from __future__ import annotations
 
 import json
 import os
+import struct
+import sys
 import zlib
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from layerzero.checkpoint import (
-    DeltaError,
-    DeltaReader,
-    Patch,
-    receive_patches,
-    send_patches,
-    vllm_patch,
-)
-from layerzero.checkpoint.delta import folder_file
-from layerzero.checkpoint.delta.folder_names import DeltaFile, set_current
-from layerzero.checkpoint.delta.packing import chain_of, pack, row_of, unpack
+from layerzero.checkpoint import DeltaError, Patch
 from tests.unit.test_delta_receiver import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from delta_folder import DeltaReader, framed, replace
 
 BF16 = torch.bfloat16
 STREAM = "0123456789ab"
@@ -55,99 +48,94 @@ PATCHES = [
 WIDTHS = [1, 0, 0, 1, 4, 8, 8, 0, 0, 0]
 
 
+def head_of(data: bytes) -> tuple[list[Any], int]:
+    """The head of a packed patch, and where it ends; as docs/reference/delta_format.md says."""
+    length, crc = struct.unpack_from("<II", data)
+    assert crc == zlib.crc32(data[8:])
+    return json.loads(data[8 : 8 + length]), 8 + length
+
+
+def with_head(data: bytes, head: bytes) -> bytes:
+    """The packed patch with another head, and the checksum that fits."""
+    body = head + data[head_of(data)[1] :]
+    return struct.pack("<II", len(head), zlib.crc32(body)) + body
+
+
 def test_patches_survive_packing_in_as_few_bytes_as_their_gaps_need() -> None:
     for given, width in zip(PATCHES, WIDTHS, strict=True):
-        row, data = pack(given)
-        assert row.width == width
-        assert len(data) == width * (len(given.indices) - 1) + given.values.nbytes
-        found = unpack(row_of(json.loads(json.dumps(row))), chain_of(given), memoryview(data))
+        data = given.to_bytes()
+        head, end = head_of(data)
+        assert head[6] == width
+        assert len(data) - end == width * (len(given.indices) - 1) + given.values.nbytes
+        found = Patch.from_bytes(data)
         assert same(found, given) or found.values.isnan().all()
 
 
 @pytest.mark.parametrize(
-    "forged",
+    ("at", "forged"),
     [
-        {"first": 1 << 63},
-        {"numel": 10**40},
-        {"shape": [1 << 62, 1 << 62]},
-        {"shape": [1] * 65},
-        {"after": -1},
-        {"before": 1 << 70},
-        {"aliases": "ab"},
-        {"number": True},
+        (4, 1 << 63),
+        (5, 10**40),
+        (5, 3),
+        (2, [1 << 62, 1 << 62]),
+        (2, [1] * 65),
+        (3, "F4"),
+        (7, 1 << 70),
+        (1, "ab"),
+        (8, ["s", "c", 0, ["a"], 1, -1, 0, 0]),
+        (8, ["s", "c", 0, ["a"], True, 0, 0, 0]),
+        (8, ["s", "c", 0, "a", 1, 0, 0, 0]),
+        (8, ["s", "c"]),
     ],
     ids=str,
 )
-def test_a_forged_row_is_none(forged: dict[str, Any]) -> None:
-    row, _ = pack(PATCHES[0])
-    assert row_of(list(row)) == row
-    with pytest.raises(ValueError, match="not the row of a patch"):
-        row_of(list(row._replace(**forged)))
+def test_a_forged_head_is_refused(at: int, forged: Any) -> None:
+    data = PATCHES[0].to_bytes()
+    head, _ = head_of(data)
+    assert same(Patch.from_bytes(with_head(data, json.dumps(head).encode())), PATCHES[0])
+    head[at] = forged
+    with pytest.raises(DeltaError, match="no packed patch"):
+        Patch.from_bytes(with_head(data, json.dumps(head).encode()))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.02, 0.03])
 def test_packed_bytes_are_few(share: float) -> None:
     chosen = torch.rand(10**6) < share
     given = patch(1, indices=chosen.nonzero().view(-1).tolist(), shape=(10**6,))
-    row, data = pack(given)
-    assert len(data) + len(json.dumps(row)) <= 4 * share * 1.1 / 2 * 2 * 10**6
+    assert len(given.to_bytes()) <= 4 * share * 1.1 / 2 * 2 * 10**6
 
 
-def test_a_pipe_carries_a_round() -> None:
-    ours, theirs = Pipe()
-    nbytes = send_patches(iter(PATCHES[:6]), ours)
-    send_patches([], ours)
-    assert [p.link.number for p in receive_patches(theirs)] == [1, 2, 3, 4, 5, 6]
-    assert not list(receive_patches(theirs)) and nbytes > 500
-    ours.send_bytes(b"E[3]")
-    with pytest.raises(DeltaError, match="0 patches arrived of 3"):
-        list(receive_patches(theirs))
-    for message in (b"", b"P", b"X[]", b"C[1]", b"C", b"E", b"E[[", b'C["a","b","c",["d"]]'):
-        ours.send_bytes(message)
-        with pytest.raises(DeltaError, match="damaged message"):
-            list(receive_patches(theirs))
-    ours.close()
-    with pytest.raises(EOFError):
-        list(receive_patches(theirs))
+def test_any_damage_of_a_packed_patch_is_found() -> None:
+    data = PATCHES[4].to_bytes()
+    damaged = [flipped(data, at) for at in range(len(data))]
+    damaged += [data[:n] for n in range(len(data))] + [data + b"\0"]
+    for each in damaged:
+        with pytest.raises(DeltaError, match="damaged"):
+            Patch.from_bytes(each)
 
 
-def test_a_damaged_message_is_refused() -> None:
-    sent: list[bytes] = []
-
-    class Wire:
-        def send_bytes(self, buf: bytes, /) -> None:
-            sent.append(bytes(buf))
-
-        def recv_bytes(self) -> bytes:
-            return sent.pop(0)
-
-    send_patches(PATCHES[4:5], Wire())
-    for at in range(1, len(sent[1])):
-        damaged = bytearray(sent[1])
-        damaged[at] ^= 1
-        kept = list(sent)
-        sent[1] = bytes(damaged)
-        try:
-            (found,) = receive_patches(Wire())
-        except DeltaError:
-            pass
-        else:  # A bit of the name, a number of the chain: no bytes of indices or values.
-            assert torch.equal(found.values, PATCHES[4].values)
-        sent[:] = kept
+def test_a_packed_patch_can_be_read_with_json_and_numpy_alone() -> None:
+    for given in PATCHES[:5]:
+        data = given.to_bytes()
+        (name, _, _, dtype, first, numel, width, *_), end = head_of(data)
+        gaps = data[end : end + width * (numel - 1)]
+        steps_ = np.frombuffer(gaps, f"<u{width}") if width else np.ones(numel - 1, np.int64)
+        indices = np.concatenate([[first], first + np.cumsum(steps_.astype(np.int64))])
+        assert indices.tolist() == given.indices.tolist() and (name, dtype) == ("a", "BF16")
+        assert data[end + len(gaps) :] == given.values.view(torch.uint8).numpy().tobytes()
 
 
 def link(number: int, sender: int = 0, **options: Any) -> Patch:
     return patch(number, stream=STREAM, sender=sender, chain=f"c{sender}", **options)
 
 
-def write(root: Path, step: int, kind: str, sender: int, patches: list[Patch], **name: Any) -> Path:
+def write(root: Path, step: int, kind: str, sender: int, patches: list[Patch]) -> Path:
     folder = root / STREAM
     folder.mkdir(parents=True, exist_ok=True)
-    set_current(root, STREAM, sender)
-    file = DeltaFile(step, kind, sender, name.get("part", 0), name.get("is_last", True))
-    path = folder / file.name
-    chain = chain_of(patches[0]) if patches else None
-    folder_file.write_file(path, [pack(each) for each in patches], chain, [0, 1])
+    rank = f"r{sender:05d}-of-00002"
+    path = folder / f"{step:010d}-{kind}-{rank}"
+    replace(path, framed(patches), rank)
+    replace(root / "current", [STREAM.encode()], rank)
     return path
 
 
@@ -158,10 +146,11 @@ def fresh() -> dict[str, Tensor]:
 def steps(root: Path) -> None:
     """full() after step 3 from two ranks, then steps 4 and 5; rank 1 has not finished step 5."""
     for sender in (0, 1):
-        for part in (0, 1):
-            places = range(6 * sender + 3 * part, 6 * sender + 3 * part + 3)
-            full = link(7, sender, after=7, indices=places, part=part, parts=2)
-            write(root, 3, "full", sender, [full], part=part, is_last=part == 1)
+        parts = [
+            link(7, sender, after=7, indices=range(at, at + 3), part=part, parts=2)
+            for part, at in enumerate((6 * sender, 6 * sender + 3))
+        ]
+        write(root, 3, "full", sender, parts)
         write(root, 4, "changes", sender, [link(8, sender, indices=[6 * sender])])
     write(root, 5, "changes", 0, [link(9, indices=[1]), link(10, indices=[2])])
 
@@ -187,19 +176,16 @@ def test_a_step_is_read_once_all_ranks_have_written_it(tmp_path: Path) -> None:
 def test_a_half_written_file_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(tmp_path)
 
-    def fails(path: Path, data: bytes) -> None:
-        path.write_bytes(data[: len(data) // 2])
+    def fails(_: int) -> None:
         raise OSError("no space left")
 
     before = sorted(os.listdir(tmp_path / STREAM))
-    monkeypatch.setattr(folder_file, "write_durably", fails)
-    with pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(os, "fsync", fails)
         write(tmp_path, 5, "changes", 1, [link(9, 1, indices=[7])])
     assert sorted(os.listdir(tmp_path / STREAM)) == before
     # A process that was killed leaves the hidden file.
-    (tmp_path / STREAM / f"{folder_file.HIDDEN}0000000005-changes-r00001-0000.last").write_bytes(
-        b""
-    )
+    (tmp_path / STREAM / ".writing-0000000005-changes-r00001-of-00002").write_bytes(b"")
     assert DeltaReader(tmp_path).apply(fresh()) == 4
 
 
@@ -210,18 +196,14 @@ def test_any_damage_is_found_before_anything_is_written(tmp_path: Path) -> None:
         whole = path.read_bytes()
         for damaged in (
             *(flipped(whole, at) for at in range(0, len(whole), 7)),
-            *(whole[:n] for n in (0, 7, 8, 100, len(whole) - 1)),
+            *(whole[:n] for n in (7, 8, 60, len(whole) - 1)),
             whole + b"\0",
         ):
             path.write_bytes(damaged)
             tensors = fresh()
-            try:
+            with pytest.raises(DeltaError, match=path.name):
                 DeltaReader(tmp_path).apply(tensors)
-            except DeltaError as error:
-                assert path.name in str(error)
-                assert not tensors["a"].any(), "something was written"
-            else:  # Spaces behind the header.
-                assert damaged[:8] == whole[:8] and whole.find(b"   ") > 0
+            assert not tensors["a"].any(), "something was written"
         path.write_bytes(whole)
     assert DeltaReader(tmp_path).apply(fresh()) == 4
 
@@ -247,14 +229,14 @@ def test_links_and_ways_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     moved.rename(victim)
     for name in ("../root", "..", "/etc", "", f"{STREAM}/.."):
         (root / "current").write_text(name)
-        with pytest.raises(DeltaError, match="expected the name of a stream"):
+        with pytest.raises(DeltaError, match="which is no stream"):
             DeltaReader(root).apply(fresh())
     (root / "current").unlink()
     (root / "current").symlink_to(victim)
     with pytest.raises(DeltaError, match="symbolic link"):
         DeltaReader(root).apply(fresh())
     (root / "current").unlink()
-    set_current(root, STREAM, 0)
+    (root / "current").write_text(STREAM)
     (root / STREAM).rename(tmp_path / STREAM)
     (root / STREAM).symlink_to(tmp_path / STREAM)
     with pytest.raises(DeltaError, match="symbolic link"):
@@ -263,40 +245,6 @@ def test_links_and_ways_out_of_the_folder_are_refused(tmp_path: Path) -> None:
 
 def test_files_of_other_ranks_or_streams_under_a_name_are_refused(tmp_path: Path) -> None:
     steps(tmp_path)
-    path = write(tmp_path, 5, "changes", 1, [link(9, 0)])
-    with pytest.raises(DeltaError, match=r"r00001-0000.last.* has patches of rank 0"):
+    write(tmp_path, 5, "changes", 1, [link(9, 0)])
+    with pytest.raises(DeltaError, match=r"r00001-of-00002: has .*rank 0"):
         DeltaReader(tmp_path).apply(fresh())
-    path.unlink()
-    with pytest.raises(FileExistsError, match="every step is written once"):
-        write(tmp_path, 4, "changes", 1, [link(8, 1)])
-    (tmp_path / STREAM / "0000000003-full-r00001-0000.safetensors").unlink()
-    with pytest.raises(DeltaError, match=r"full of step 3, rank 1: has parts \[1\]"):
-        DeltaReader(tmp_path).apply(fresh())
-
-
-def test_the_file_can_be_read_with_safetensors_and_numpy_alone(tmp_path: Path) -> None:
-    """As docs/reference/delta_format.md describes it."""
-    given = [link(1, indices=[1, 4, 9]), link(2, indices=range(2, 6))]
-    path = write(tmp_path, 1, "changes", 0, given)
-    tensors = safetensors.torch.load_file(path)
-    with safetensors.safe_open(path, "pt") as opened:
-        metadata = opened.metadata()
-    gaps, values = (tensors[name].numpy().tobytes() for name in ("gaps", "values"))
-    for row, patch_ in zip(json.loads(metadata["patches"]), given, strict=True):
-        name, _, _, dtype, first, numel, width, crc = row[:8]
-        own, gaps = gaps[: width * (numel - 1)], gaps[width * (numel - 1) :]
-        mine, values = values[: 2 * numel], values[2 * numel :]
-        assert zlib.crc32(own + mine) == crc and dtype == "BF16" and name == "a"
-        steps_ = np.frombuffer(own, f"<u{width}") if width else np.ones(numel - 1, np.int64)
-        indices = np.concatenate([[first], first + np.cumsum(steps_.astype(np.int64))])
-        assert indices.tolist() == patch_.indices.tolist()
-        assert mine == patch_.values.view(torch.uint8).numpy().tobytes()
-    assert not gaps and not values
-
-
-def test_vllm_takes_names_and_32_bit_flat_indices() -> None:
-    name, indices, values = vllm_patch(PATCHES[0], lambda name: f"model.{name}")
-    assert name == "model.a" and indices.dtype == torch.int32 and indices.tolist() == [1, 7]
-    assert torch.equal(values, PATCHES[0].values) and vllm_patch(PATCHES[0]).name == "a"
-    with pytest.raises(DeltaError, match="32-bit"):
-        vllm_patch(PATCHES[5])

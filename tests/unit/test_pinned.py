@@ -13,8 +13,7 @@ import torch
 
 from layerzero import notices
 from layerzero.flat import host_memory as host
-from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.pinned import DeviceRuntime, registered, runtime_of
+from layerzero.flat.host_memory import DeviceRuntime, HostMemory, registered, runtime_of
 from tests.harness.host_memory import FakeRuntime
 
 CPU = torch.device("cpu")

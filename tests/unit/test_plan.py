@@ -183,7 +183,7 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
         ({"cpu_offload": {"pinned": True}}, "cpu_offload: unknown argument 'pinned'; near"),
         ({"defaults": {"auto_wrap_policy": None}}, "apply_modules is the policy"),
         ({"defaults": {"limit_all_gathers": 0}}, "at least 1 unit, got 0"),
-        ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "unknown field 'dtype'"),
+        ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "unknown argument 'dtype'"),
         ({"defaults": {"offload": {}, "cpu_offload": True}}, "are both given"),
         ({"param_dtype": "bf16", "defaults": {"param_dtype": "fp16"}}, "param_dtype=torch.bfloat16 "
          "and, in defaults, param_dtype=torch.float16 are both given"),

@@ -23,16 +23,16 @@ from layerzero.comm.pending import Operation
 
 PACKAGE = Path(layerzero.__file__).parent
 ALLOWED = {
-    "watch/cuda_driver.py": "calls of the CUDA driver, for events that have a CUDA handle",
+    "watch/events.py": "calls of the CUDA driver, for events that have a CUDA handle",
     "build/argument_types.py": "an example of a device, in a message",
     "build/device.py": "a comparison, in a message",
-    "flat/pinned.py": "torch binds the calls that register memory for CUDA and HIP alone",
+    "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
     "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
     "ops/__init__.py": "the kernels that csrc/ has",
     "ops/native.py": "the kernels that csrc/ has",
     "parallel/context.py": "torch has that attention for CUDA alone",
-    "step/graph_modes.py": "names of options of torch.compile",
+    "step/module_guards.py": "names of options of torch.compile",
     "wrapper.py": "names of methods of nn.Module",
 }
 

@@ -20,7 +20,7 @@ import torch
 
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.groups import ShardGroup
-from layerzero.watch import cuda_driver, watchdog
+from layerzero.watch import events, watchdog
 from layerzero.watch.events import EventPool
 from layerzero.watch.thread import run_periodically
 from layerzero.watch.watchdog import Watchdog
@@ -232,7 +232,7 @@ class CudaEvent:
 
 def test_the_thread_leaves_captures_of_others_alone(module: Module, monkeypatch) -> None:
     driver = Driver({})
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(events, "_driver", lambda: driver)
     dog = make_dog(functools.partial(EventPool().record, Stream(module)))
     gather(dog)
     wait_until(lambda: bool(Event.queried_on))
@@ -243,18 +243,18 @@ def test_the_thread_leaves_captures_of_others_alone(module: Module, monkeypatch)
 
 def test_cuda_events_are_queried_by_the_driver(monkeypatch) -> None:
     driver = Driver({1: 0, 2: 600, 3: 700})
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
-    assert cuda_driver.is_done(CudaEvent(1))
-    assert not cuda_driver.is_done(CudaEvent(2))
+    monkeypatch.setattr(events, "_driver", lambda: driver)
+    assert events.is_done(CudaEvent(1))
+    assert not events.is_done(CudaEvent(2))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        cuda_driver.is_done(CudaEvent(3))
+        events.is_done(CudaEvent(3))
 
 
 def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
-    assert cuda_driver._driver() is None or torch.cuda.is_available()
-    cuda_driver.ignore_captures_of_other_threads()
+    assert events._driver() is None or torch.cuda.is_available()
+    events.ignore_captures_of_other_threads()
     with pytest.raises(OSError, match="libz-that-nobody-loaded"):
-        ctypes.CDLL("libz-that-nobody-loaded.so", mode=cuda_driver.os.RTLD_NOLOAD)
+        ctypes.CDLL("libz-that-nobody-loaded.so", mode=events.os.RTLD_NOLOAD)
 
 
 def test_pauses_between_checks_grow_from_the_first_to_the_longest() -> None:

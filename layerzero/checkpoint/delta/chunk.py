@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -207,3 +207,23 @@ class Chunk:
     def _piece_at(self, place: int) -> Piece:
         pieces = self.source.pieces
         return next((p for p in pieces if 0 <= place - p.offset < p.numel), pieces[0])
+
+
+def carry_over(former: Iterable[Chunk], chunks: Iterable[Chunk]) -> None:
+    """Copy the parts of snapshots that stay on this rank. Elements that come from other ranks are
+    unknown, and so are sent again."""
+    places: dict[str, list[tuple[Chunk, Piece]]] = {}
+    for chunk in former:
+        for piece in chunk.source.pieces:
+            places.setdefault(piece.names[0], []).append((chunk, piece))
+    for chunk in chunks:
+        for piece in chunk.source.pieces:
+            for old, was in places.get(piece.names[0], ()):
+                begin = max(was.start, piece.start)
+                numel = min(was.start + was.numel, piece.start + piece.numel) - begin
+                if was.extent == piece.extent and old.dtype == chunk.dtype and numel > 0:
+                    source, target = begin - was.start + was.offset, begin - piece.start
+                    target += piece.offset
+                    chunk.take_from(
+                        slice(target, target + numel), old, slice(source, source + numel)
+                    )

@@ -8,6 +8,7 @@ for another one.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,11 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.delta.apply import crc_of
-from layerzero.checkpoint.delta.chunk import Chunk, Scratch
+from layerzero.checkpoint.delta.chunk import Chunk, Scratch, carry_over
 from layerzero.checkpoint.delta.patch import Link, Patch
 from layerzero.checkpoint.delta.pieces import Piece, sources_of, whole_parameters
-from layerzero.checkpoint.delta.resharding import carry_over
-from layerzero.checkpoint.delta.stream_name import agreed_name
 from layerzero.config import parse_nbytes
 from layerzero.ops.reference import DTYPES
 from layerzero.state_dict.names import Names, named_buffers
@@ -30,6 +29,8 @@ from layerzero.step.handle import FlatParamHandle
 from layerzero.step.states import TrainingState
 
 _INDEX_NBYTES = 8
+_numbers = itertools.count()
+"""Numbers the streams of this process."""
 
 
 class _Pending(NamedTuple):
@@ -37,7 +38,7 @@ class _Pending(NamedTuple):
 
     chunk: Chunk
     places: torch.Tensor
-    """Of a chunk's elements, those of the pending ones from `begin` on."""
+    """Indices in the chunk; the pending ones start at `begin`."""
     begin: int
 
 
@@ -102,7 +103,7 @@ class DeltaStream:
         for chunk in self._chunks:
             chunk.take_snapshot()
         self._anchor = self._chunks[0].source.pieces[0].names if self._chunks else ()
-        self.name = agreed_name()
+        self.name = _agreed_name()
         self.sender = dist.get_rank() if dist.is_initialized() else 0
         self.round = 0
         self._chain = secrets.token_hex(6)
@@ -274,3 +275,19 @@ def _make_patch(
     piece: Piece, indices: torch.Tensor, values: torch.Tensor, link: Link, before: int | None
 ) -> Patch:
     return Patch(piece.names[0], indices, values, piece.extent.shape, piece.names[1:], link, before)
+
+
+def _agreed_name() -> str:
+    """The same random name on all ranks whose n-th call this is. Not collective.
+
+    The first rank that calls stores its name, and the others find it there. If the default group's
+    store cannot do that, every rank has a name of its own.
+    """
+    number, own = next(_numbers), secrets.token_hex(6)
+    if not dist.is_initialized():
+        return own
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return bytes(store.compare_set(f"layerzero/delta/{number}", "", own)).decode()
+    except (RuntimeError, NotImplementedError):
+        return own

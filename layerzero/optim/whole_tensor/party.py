@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.collectives import exchange_on_host, gather_small
-from layerzero.comm.group_names import agree_on_group_names
-from layerzero.comm.new_groups import new_group, options_like
+from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import ShardGroup, describe_group, make_shard_group, mesh_groups
 from layerzero.flat.placement import Placement

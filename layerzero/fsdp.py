@@ -1,0 +1,503 @@
+"""fully_shard: torch's function of that name over this engine; modules are sharded in place.
+
+Each call makes one unit of the parameters that earlier calls left, and the model as it is so far:
+units of modules inside join it, as those of a nested `ZeRO3` do. So a block that has no root around
+it is a model of its own, and parameters are shards as soon as the call returns.
+
+Note [Modules of a list]
+    A list of modules is one unit, whose module is the first of them; calls of each gather it. The
+    engine builds it from a `_Together` around them, which stays until a call for a module around
+    them, which gives its parameters the names that they have there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from layerzero.build.device import current_accelerator
+from layerzero.flat.names import clean_name
+from layerzero.flat.parameter_info import get_info, rename
+from layerzero.flat.views import ParameterViews, Slot
+from layerzero.step import hooks, module_guards
+from layerzero.step.extension import Extension
+from layerzero.step.root import RootState, UnshardHandle, root_of
+from layerzero.step.states import Hold
+from layerzero.step.unit import Unit, set_unit, unset_unit
+from layerzero.step.unit_view import UnitView
+from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
+
+_STATE = "_layerzero_fully_shard"
+_MICRO_BATCHES = int(Hold.MICRO_BATCHES)
+T = TypeVar("T")
+"""A module, or a list of modules."""
+
+
+@dataclass(eq=False)
+class _State:
+    """One call of `fully_shard`; each module of a list has the same."""
+
+    unit: Unit
+    is_auto: bool
+    """Whether the unit is kept full between forward and backward if, and only if, it is a root."""
+    members: tuple[weakref.ref[nn.Module], ...] = ()
+    """The modules of a list; (): a single module."""
+    around: nn.Module | None = None
+    """See Note [Modules of a list]."""
+    requires_sync: bool = True
+    requires_all_reduce: bool = True
+
+
+def fully_shard(
+    module: T,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> T:
+    """Shard the parameters of a module that no earlier call has sharded; see torch's `fully_shard`.
+
+    Collective over the mesh; every rank must call it for the same modules in the same order, those
+    inside before those around. In place: the module keeps its identity, names, methods and
+    attributes; its class becomes a subclass of its own and of `FSDPModule`. `parameters()` returns
+    this rank's shards, as described in `ZeRO3`.
+
+    Parameters on the meta device become shards without values: a later `to_empty` with an
+    initialisation, or a load, must write them before the first forward.
+
+    Args:
+        module: a module; or several, which are gathered together, whenever one of them is called.
+        mesh: one axis, or two: (replicate, shard). None: all ranks, on the accelerator if there is
+            one. Parameters and buffers are moved to its device.
+        reshard_after_forward: True: free the unit after its forward. False: keep it until its
+            backward. None: True, but False for a unit that no other one is around. An int: keep
+            1/int of it, so that backward gathers over that many neighbours.
+        shard_placement_fn: accepted if it returns None or Shard(0) for each parameter.
+        mp_policy: torch's `MixedPrecisionPolicy`, or a `MixedPrecision`.
+        offload_policy: torch's `CPUOffloadPolicy` and `OffloadPolicy`, or our `OffloadPolicy`.
+        ignored_params: parameters that stay whole, and whose gradients are not reduced.
+
+    Returns:
+        `module`.
+
+    Raises:
+        NotImplementedError: `dp_mesh_dims`, another `shard_placement_fn`, or an int with two axes.
+        ValueError, TypeError: another argument is wrong; also as `ZeRO3`.
+        RuntimeError: the module is sharded already.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fully_shard: dp_mesh_dims: cut the data-parallel axes out of the mesh: "
+            'mesh=mesh["dp"], or mesh["replicate", "shard"]'
+        )
+    given_modules: Any = [module] if isinstance(module, nn.Module) else module
+    modules = _outermost(list(given_modules))
+    for each in modules:
+        _check_module(each)
+    top = modules[0] if len(modules) == 1 else _Together(modules)
+    _check_placements(top, shard_placement_fn)
+    ignored = ignored_params or set()
+    given = {
+        **_defaults(),
+        "module": top,
+        "process_group": mesh,
+        **_resharding(mesh, reshard_after_forward),
+        "mixed_precision": mp_policy,
+        "offload": offload_policy,
+        "ignored_parameters": [p for p in top.parameters() if p in ignored],
+        "param_init_fn": "later" if _has_meta(top) else None,
+        "device": _device(mesh),
+        # As torch adds up micro-batches: before anything is sent.
+        "accumulation": "unsharded",
+    }
+    root = shard_in_place(top, given, {}).root
+    state = _State(root.units[0], is_auto=reshard_after_forward is None)
+    if isinstance(top, _Together):
+        state.members = tuple(map(weakref.ref, modules))
+        state.around = top
+        _become_entries(top, modules, root)
+    keep_root(modules[0], root, modules[0])
+    for each in modules:
+        each.__dict__[_STATE] = state
+        kind: Any = type(each)
+        # `torch.compile` returns a module whose `__setattr__` would set it on the one inside.
+        object.__setattr__(each, "__class__", _class_of(kind))
+    inside = _states(top)
+    inside.pop(state, None)
+    for other in inside:
+        _join(other, top)
+    _follow_flags(root)
+    return module
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """The modules of a list, without those inside another one of it."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard: expected modules, got a {type(module).__name__}")
+    if not modules:
+        raise ValueError("fully_shard: got an empty list of modules")
+    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in dict.fromkeys(modules) if id(module) not in inside]
+
+
+def _check_module(module: nn.Module) -> None:
+    name = type(module).__name__
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if is_container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward, such as this "
+            f"{name}: nothing would gather its parameters; call it for each member"
+        )
+    if _STATE in module.__dict__:
+        raise RuntimeError(f"fully_shard: this {name} is sharded already; call it once for each")
+
+
+def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | None) -> None:
+    for name, parameter in top.named_parameters() if function is not None else ():
+        if get_info(parameter) is None:
+            found = function(parameter)  # type: ignore[misc]
+            if found is not None and found != Shard(0):
+                raise NotImplementedError(
+                    f"fully_shard: shard_placement_fn returned {found} for {name!r}; parameters "
+                    "are split as flat elements, in the order of Shard(0), whose values are the "
+                    "same: leave it out, or give experts an expert-data group with ZeRO3"
+                )
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    parameters = inspect.signature(ZeRO3.__init__).parameters
+    skipped = ("self", "unknown")
+    return {name: each.default for name, each in parameters.items() if name not in skipped}
+
+
+def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
+    """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: expected a DeviceMesh or None, got {mesh!r}")
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard: expected a mesh of one or two axes, got {mesh}")
+    if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ValueError(f"fully_shard: a mesh of two axes needs mesh_dim_names, got {mesh}")
+    has_copies = mesh is not None and mesh.ndim == 2
+    arguments: dict[str, Any] = {"outer": "replicate"} if has_copies else {}
+    if value is None or isinstance(value, bool):
+        return {**arguments, "reshard_after_forward": bool(value)}
+    size = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    if not isinstance(value, int) or value < 1 or size % value:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward: expected a bool, None or a divisor of {size}, "
+            f"the ranks that share a unit, got {value!r}"
+        )
+    if value in (1, size):
+        return {**arguments, "reshard_after_forward": value == size}
+    if has_copies:
+        raise NotImplementedError(
+            f"fully_shard: reshard_after_forward={value} with a mesh of two axes; use True or False"
+        )
+    return {"zero3_size": value, "outer": "shard", "reshard_after_forward": "compute_shard"}
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(each.is_meta for of in (module.parameters, module.buffers) for each in of())
+
+
+def _device(mesh: DeviceMesh | None) -> torch.device | str:
+    return mesh.device_type if mesh is not None else current_accelerator() or "cpu"
+
+
+# Units --------------------------------------------------------------------------------------
+
+
+class _Together(nn.Module):
+    """The modules of a list, under numbers."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, module in enumerate(modules):
+            self.add_module(str(number), module)
+
+    def forward(self) -> NoReturn:
+        raise NotImplementedError("its modules are called, each by itself")
+
+
+def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootState) -> None:
+    """Have calls of each of `modules`, instead of `top`, unshard the unit of `top`."""
+    unit = root.units[0]
+    unset_unit(top)
+    set_unit(modules[0], unit)
+    unit.move_to(modules[0])
+    for module in modules:
+        hooks.install_on_calls(module, unit)
+        module_guards.install(module)
+
+
+def _states(module: Any) -> dict[_State, None]:
+    """The states of this module and those inside it, outermost first."""
+    found = (part.__dict__.get(_STATE) for part in module.modules())
+    return dict.fromkeys(state for state in found if state is not None)
+
+
+def _join(state: _State, top: nn.Module) -> None:
+    """The unit has joined the model of `top`."""
+    if state.is_auto:
+        state.unit.set_reshard_after_forward(True)
+    if state.members:
+        _name(state, top)
+        state.around = None
+
+
+def _name(state: _State, top: nn.Module) -> None:
+    """Give the parameters of a list of modules the names that they have in `top`."""
+    names = {id(p): clean_name(name) for name, p in top.named_parameters()}
+    slots: dict[int, list[Slot]] = {}
+    members = [module for ref in state.members if (module := ref()) is not None]
+    parts = dict.fromkeys(part for member in members for part in member.modules())
+    for part in parts:
+        for name, parameter in part._parameters.items():
+            slots.setdefault(id(parameter), []).append(Slot(part, name))
+    views = ParameterViews()
+    for handle in state.unit.handles:
+        pairs = zip(handle.sharded_params, handle.unsharded_params, handle.fqns, strict=True)
+        handle.fqns = [names.get(id(sharded), fqn) for sharded, _, fqn in pairs]
+        for index, fqn in enumerate(handle.fqns):
+            sharded, full = handle.sharded_params[index], handle.unsharded_params[index]
+            rename(sharded, fqn)
+            views.add(fqn, slots[id(sharded)], sharded, full)
+    state.unit.views = views
+
+
+# Methods ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _class_of(cls: Any) -> Any:
+    """`cls` with the methods of `FSDPModule`: one class for all modules of `cls`, so that code
+    compiled for one of them fits the others."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+class FSDPModule:
+    """Methods of a module that `fully_shard` sharded, as torch documents them.
+
+    `recurse`: for the units inside it as well.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Containers make parts of themselves by their class: `blocks[1:]`.
+        return cls.__mro__[2](*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters. Collective. With `async_op`, they are shown after a
+        `wait()` on the handle returned, or in the next forward."""
+        unit = _state(self).unit
+        return root_of(unit).unshard_explicitly(unit, async_op)
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters. Not collective."""
+        _state(self).unit.reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: backward passes add up gradients on each rank; the first one after True reduces.
+
+        In a forward it must be the same for all units of a model.
+        """
+        for state in self._chosen(recurse):
+            state.requires_sync = state.requires_all_reduce = bool(requires_gradient_sync)
+        self._follow_flags()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: with a mesh of two axes, gradients add up after they were reduced over the shard
+        axis. In a forward it must be the same for all units of a model."""
+        for state in self._chosen(recurse):
+            state.requires_all_reduce = bool(requires_all_reduce)
+        self._follow_flags()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change it from the next forward on. The same on every rank; between steps."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._chosen(recurse):
+            state.is_auto = False
+            state.unit.set_reshard_after_forward(reshard_after_forward)
+            root_of(state.unit).scheduler.recorder.forget()
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """False: keep units full from their forward on, until a forward with changed weights."""
+        for state in self._chosen(recurse):
+            unit = state.unit
+            (unit.end_hold if reshard_after_backward else unit.hold)(_MICRO_BATCHES)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these when this unit's forward begins, instead of those recorded next."""
+        UnitView(_state(self).unit).set_modules_to_forward_prefetch(_unit_modules(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these when this unit's backward begins, instead of those recorded next."""
+        UnitView(_state(self).unit).set_modules_to_backward_prefetch(_unit_modules(modules))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
+        _state(self).unit.set_gradient_scale(1.0 / factor)
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Order what follows, gathers included, after an event of the optimizer's stream."""
+        event.wait()
+
+    def reset_iter_state(self) -> None:
+        """Drop the gradients of a step that failed, those of earlier micro-batches included."""
+        unit = _state(self).unit
+        root = root_of(unit)
+        if root.units[0] is not unit:
+            raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
+        root.abort()
+        root.give_up_step()
+
+    # Nothing depends on these here; arguments as in torch.
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: every backward waits for its reductions."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect: reductions are sums, scaled afterwards."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: a parameter without a gradient on some ranks counts as zeros there."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: a unit is gathered in backward, unless it is full."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """No effect: one reduction is in flight."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """No effect: gathers and reductions use the mesh's group."""
+
+    # Refused.
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        _refuse("set_custom_all_gather", "units are gathered into their own flat buffers")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        _refuse("set_custom_reduce_scatter", "use MixedPrecisionPolicy(reduce_dtype=...)")
+
+    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
+        _refuse("set_all_reduce_hook", "register hooks on parameters, which get reduced gradients")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        if enable:
+            _refuse("set_allocate_memory_from_process_group_for_comm", "leave it out")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        _refuse("set_symm_mem_for_comm", "leave it out")
+
+    def _chosen(self, recurse: bool) -> Iterable[_State]:
+        return _states(self) if recurse else [_state(self)]
+
+    def _follow_flags(self) -> None:
+        for root in {root_of(state.unit) for state in _states(self)}:
+            _follow_flags(root)
+
+
+def _follow_flags(root: RootState) -> None:
+    """Have the model synchronize gradients as the flags of its units say, if these are the same."""
+    states = [state for state in _states(root.units[0].module) if root_of(state.unit) is root]
+    syncs = {state.requires_sync for state in states if state.unit.handles}
+    all_reduces = {state.requires_all_reduce for state in states if state.unit.handles}
+    for extension in root.extensions.of(_MixedFlags):
+        root.extensions.remove(extension)
+    if len(syncs) > 1 or len(all_reduces) > 1:
+        root.extensions.add(_MixedFlags())
+        return
+    placements = (handle.placement for unit in root.units for handle in unit.handles)
+    has_copies = any(placement.outer_group is not None for placement in placements)
+    in_shards = syncs == {True} and all_reduces == {False} and has_copies
+    requires_sync = syncs != {False} and not in_shards
+    reducer = root.reducer
+    if not requires_sync and in_shards is not reducer.sums_sharded:
+        if reducer.adds_up:
+            raise RuntimeError(
+                "set_requires_all_reduce: micro-batches of this step added up elsewhere before; "
+                "change it between steps"
+            )
+        reducer.decide_sums(in_shards)
+    reducer.set_requires_sync(requires_sync)
+
+
+class _MixedFlags(Extension):
+    """Refuses a backward while units of one model have different flags."""
+
+    def before_backward(self, order: tuple[int, ...]) -> None:
+        raise NotImplementedError(
+            "set_requires_gradient_sync and set_requires_all_reduce: units of one model have "
+            "different flags, but it reduces the gradients of all its units or of none; set them "
+            "on the outermost sharded module"
+        )
+
+
+def _refuse(name: str, advice: str) -> NoReturn:
+    raise NotImplementedError(f"fully_shard: {name} has no counterpart in layerzero: {advice}")
+
+
+def _state(module: Any) -> _State:
+    state: _State = module.__dict__[_STATE]
+    return state
+
+
+def _unit_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard sharded, got {type(module)}")
+    return [_state(module).unit.module for module in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make `module.method_name(...)` unshard and reshard parameters as `module(...)` does.
+
+    Does nothing to a module that is not sharded.
+
+    Raises:
+        ValueError: `module` has no such method.
+    """
+    if isinstance(module, FSDPModule):
+        if not callable(getattr(module, method_name, None)):
+            raise ValueError(f"{type(module)} does not have a method {method_name}")
+        hooks.install(module, method_name, _state(module).unit)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """No effect: each model has streams of its own, and memory is not bound to them for long.
+
+    Raises:
+        ValueError: a module is not sharded.
+    """
+    _unit_modules(modules)
