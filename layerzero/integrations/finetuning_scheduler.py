@@ -14,6 +14,7 @@ Note [What configure_model changes]
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -24,13 +25,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from layerzero import ShardingPlan
+from layerzero import ActivationCheckpointing, ShardingPlan
+from layerzero.checkpoint.adapters import some
 from layerzero.integrations.engine import (
     MODULE_OPTIONS,
-    WRAPPER_NAMES,
     clean_name,
-    is_mode,
-    list_names,
     near_matches,
     split_act_ckpt,
     warn_once,
@@ -128,7 +127,7 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             gone = [name for name in phase["params"] if name not in parameters]
             if gone:
                 raise ValueError(
-                    f"ZeRO3StrategyAdapter: phase {depth} unfreezes {list_names(gone)}, which the "
+                    f"ZeRO3StrategyAdapter: phase {depth} unfreezes {some(gone)}, which the "
                     f"module no longer has{near_matches(gone[0], parameters)}: configure_model, "
                     "which runs after the schedule is made, changed the names; change them in "
                     "__init__"
@@ -145,23 +144,19 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             self.fts_handle._fts_state._resume_fit_from_ckpt = True
 
 
-class _WithoutWrappers(nn.Module):
-    """Mixin: names of modules, and so of parameters and buffers, without the parts of wrappers."""
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in super().named_modules(*args, **kwargs):
-            yield clean_name(name), module
-
-
 def _leave_out_wrappers(module: nn.Module) -> None:
-    """Change the module's class so that names omit wrappers, if it contains any."""
-    cls = type(module)
-    if issubclass(cls, _WithoutWrappers):
-        return
-    if all(WRAPPER_NAMES.isdisjoint(each._modules) for each in module.modules()):
-        return
-    about = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    module.__class__ = type(cls.__name__, (_WithoutWrappers, cls), about)
+    """Leave the parts of wrappers out of the names of modules, and so of parameters and buffers.
+
+    Of this module alone: the method is replaced on the instance.
+    """
+    module.__dict__["named_modules"] = functools.partial(_named_without_wrappers, module)
+
+
+def _named_without_wrappers(
+    module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, inner in type(module).named_modules(module, *args, **kwargs):
+        yield clean_name(name), inner
 
 
 def _pattern(key: str, modules: set[str]) -> str:
@@ -193,11 +188,16 @@ def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known_mode(where: str, choice: Any) -> Any:
     """`act_ckpt`, with "composable" and a warning for an unknown mode, as in the scheduler."""
+    if isinstance(choice, ActivationCheckpointing):
+        return choice
     try:
         mode, arguments = split_act_ckpt(choice)
+        ActivationCheckpointing(mode=mode)
     except TypeError as error:
         raise TypeError(f"{where}: {error}") from None
-    if is_mode(mode):
+    except ValueError:
+        pass
+    else:
         return choice
     text = f"{where}: act_ckpt: unknown mode {mode!r}; 'composable' is used instead"
     warn_once(text, text)

@@ -22,7 +22,7 @@ from layerzero.parallel.mesh import make_meshes
 from layerzero.parallel.sizes import MeshSizes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
-from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, near_matches
+from layerzero.plan.options import ZERO3_OPTIONS, near_matches
 from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
@@ -258,23 +258,16 @@ class ParallelManager:
                 f"ParallelManager.parallelize: {sorted(options)} and a plan are both given; put "
                 "arguments of ZeRO3 into the plan's defaults"
             )
-        own, options_of_plan = self._own_options(), plan.options
-        same = {
-            "mixed_precision": ("mixed_precision", *PRECISION_OPTIONS),
-            "offload": ("offload", "cpu_offload"),
-            "zero3_size": ("zero3_size",),
-        }
-        for name, value in own.items():
-            for other in same[name]:
-                if other in options_of_plan:
-                    raise ValueError(
-                        f"{name}={value!r} of ParallelManager and "
-                        f"{other}={options_of_plan[other]!r} of the plan are both given; set it in "
-                        "one of them only"
-                    )
+        own = self._own_options()
         # Without `outer`, a plan casts the parameters themselves if dp x cp is one rank. A model
         # that keeps float32 weights on one mesh would lose them on another.
-        return replace(plan, defaults={"outer": "zero1", **plan.defaults, **own})
+        defaults = {"outer": "zero1", **plan.defaults, **own}
+        try:
+            if twice := sorted(own.keys() & plan.defaults.keys()):
+                raise ValueError(f"{twice} are both given")
+            return replace(plan, defaults=defaults)
+        except ValueError as error:
+            raise ValueError(f"arguments of ParallelManager and of the plan: {error}") from None
 
     # Sequences ------------------------------------------------------------------------------
 

@@ -21,10 +21,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.build.optional import names_of_optional
-from layerzero.comm.collectives import gather_small
-from layerzero.comm.pending import Operation
-from layerzero.flat.groups import make_shard_group, resolve_process_groups
+from layerzero.flat.groups import resolve_process_groups
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
+from layerzero.parallel.totals import Totals
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3, gradients_to_clip
@@ -241,12 +240,8 @@ def clip_grad_norm_(
         raise ValueError("clip_grad_norm_: expected the stages on this rank, got none")
     parts = [gradients_to_clip(stage.model) for stage in stages]
     norms = torch.stack([grad_norm(part, norm_type) for part in parts])
-    (process_group,) = resolve_process_groups(stages[0].group)
-    group = make_shard_group(process_group, norms.device, None)
-    stages[0]._root.operations.phases.cover(group)
-    # Always number 0: stages have different models, so their counters of operations differ.
-    operation = Operation("gradient norm", "the pipeline", 0)
-    norm = torch.linalg.vector_norm(gather_small(norms, group, operation), norm_type)
+    everyone = Totals(stages[0]._root, (), resolve_process_groups(stages[0].group))
+    norm = torch.linalg.vector_norm(everyone.gather("gradient norm", norms), norm_type)
     for part in parts:
         scale_gradients_(part.parameters, clip_factor(norm, max_norm))
     return norm

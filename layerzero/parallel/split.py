@@ -8,8 +8,10 @@ split.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +41,7 @@ def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
     before = _Marks.of(model)
     parallelize_module(model, mesh, dict(styles))
     before.put_back(model)
-    _equalize(model, mesh)
+    equalize(model.parameters(), mesh)  # Gradients of these are equal on all ranks.
 
 
 # Checks -----------------------------------------------------------------------------------------
@@ -165,18 +167,22 @@ def _check_tie(first: _Slot, other: _Slot) -> None:
         )
 
 
-def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcast parameters that are not split. Collective over the mesh.
+def equalize(
+    tensors: Iterable[torch.Tensor], mesh: DeviceMesh, device: torch.device | None = None
+) -> None:
+    """Broadcast the values that are not split over `mesh` from its first rank. Collective over it.
 
-    Their gradients are equal on all ranks, so they stay equal.
+    Tensors on the meta device have no values, and are left out.
+
+    Args:
+        device: where tensors of another device are sent from; None: all are on that of the mesh.
     """
-    for parameter in model.parameters():
-        is_split = isinstance(parameter, DTensor) and any(
-            placement.is_shard() for placement in parameter.placements
-        )
-        if not is_split and not parameter.is_meta:
-            local = local_of(parameter)
-            value = local.contiguous()
-            dist.broadcast(value, group=mesh.get_group(), group_src=0)
+    for tensor in tensors:
+        is_split = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+        if not is_split and not tensor.is_meta:
+            local = local_of(tensor)
+            value = (local if device is None else local.to(device)).contiguous()
+            for axis in range(mesh.ndim):
+                dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
             if value is not local:
                 local.copy_(value)

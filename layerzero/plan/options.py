@@ -282,6 +282,22 @@ def _refuse_given_twice(where: str, options: Mapping[str, Any]) -> None:
         )
 
 
+def engine_arguments(
+    options: Mapping[str, Any], base: MixedPrecision | None = None
+) -> dict[str, Any]:
+    """The options of one level as arguments of `ZeRO3`; those that it does not have are left out.
+
+    Args:
+        base: mixed precision of the level above, which those of this level change.
+    """
+    arguments = {name: value for name, value in options.items() if name in ZERO3_OPTIONS}
+    if any(name in options for name in ("mixed_precision", *PRECISION_OPTIONS)):
+        arguments["mixed_precision"] = merge_precision(base or MixedPrecision(), options)
+    if options.get("cpu_offload") is not None:
+        arguments["offload"] = options["cpu_offload"]
+    return arguments
+
+
 def merge_precision(base: MixedPrecision, options: Mapping[str, Any]) -> MixedPrecision:
     """`base` with one level of options applied to it."""
     base = options.get("mixed_precision", base)

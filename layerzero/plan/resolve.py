@@ -371,7 +371,7 @@ class _Resolver:
         """Collect warnings and errors.
 
         Modules that are sharded already, patterns without effect, `act_ckpt` on a module without
-        forward, gradients that nothing would reduce.
+        forward.
         """
         for row in self._unit_rows:
             if sharded := row.notes.get(_SHARDED):
@@ -392,27 +392,6 @@ class _Resolver:
                     f"apply_modules: {self._unit_rows[unit.pattern].pattern!r}: act_ckpt on "
                     f"{unit.fqn!r}, which has no forward; set it on the module that calls it"
                 )
-        self._check_mix()
-
-    def _check_mix(self) -> None:
-        left = {id(parameter) for parameter in self.result.ignored_parameters}
-        for module in self.result.ignored_modules:
-            left |= {id(parameter) for parameter in module.parameters()}
-        named: dict[int, tuple[str, nn.Parameter]] = {}
-        for fqn, parameter in _named_parameters(self._root):
-            named.setdefault(id(parameter), (fqn, parameter))
-        trainable = [
-            (fqn, id(parameter) in left)
-            for fqn, parameter in named.values()
-            if parameter.requires_grad and (get_info(parameter) is None or self._is_sharded)
-        ]
-        whole = [fqn for fqn, is_left in trainable if is_left]
-        if whole and len(whole) < len(trainable):
-            self.result.warnings.append(
-                f"ignored parameters require grad: {names(whole)}; the other "
-                f"{len(trainable) - len(whole)} are sharded. The engine does not reduce gradients "
-                "of ignored parameters: reduce them yourself, freeze them, or do not ignore them"
-            )
 
     def _row(self, key: str, text: str, known: Mapping[str, Any]) -> Row:
         """Add the row of a pattern with its matches; a pattern without matches is an error."""

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from layerzero.build.argument_types import check_module
 from layerzero.build.optional import optional_now
 from layerzero.build.wrap import Choice, has_forward
-from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.config import MixedPrecision
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
 from layerzero.plan.activations import checkpoint_activations
-from layerzero.plan.options import PRECISION_OPTIONS, ZERO3_OPTIONS, merge_precision
+from layerzero.plan.options import engine_arguments
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
 from layerzero.plan.sharding_plan import ShardingPlan, ahead
@@ -227,8 +227,7 @@ def _shard(
 
 def _model_arguments(plan: ShardingPlan, planned: PlannedUnits) -> dict[str, Any]:
     """Arguments of `ZeRO3` for the whole model."""
-    arguments = {name: each for name, each in plan.options.items() if name in ZERO3_OPTIONS}
-    arguments.update(_offload(plan.options))
+    arguments = engine_arguments(plan.options)
     arguments["mixed_precision"] = plan.mixed_precision
     # The depth in units; the default of `limit_all_gathers` follows from it.
     arguments["forward_prefetch"] = planned.depth(plan.num_forward)
@@ -241,24 +240,13 @@ def _unit_arguments(
     plan: ShardingPlan, unit: ResolvedUnit, experts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments in which a unit differs from the whole model."""
-    own = unit.options
-    shared_names = ("reshard_after_forward", "gradient_reduction")
-    arguments = {name: own[name] for name in shared_names if name in own}
-    arguments.update(_offload(own))
-    if any(name in own for name in ("mixed_precision", *PRECISION_OPTIONS)):
-        # `output_dtype` of the whole model does not apply to the outputs of a unit.
-        base = replace(plan.mixed_precision, output_dtype=None)
-        arguments["mixed_precision"] = merge_precision(base, own)
+    # `output_dtype` of the whole model does not apply to the outputs of a unit.
+    arguments = engine_arguments(unit.options, replace(plan.mixed_precision, output_dtype=None))
     if unit.hook is not None:
         arguments["hook_module"] = unit.hook.module
     if unit.is_expert:
         arguments.update(experts)
     return arguments
-
-
-def _offload(options: Mapping[str, Any]) -> dict[str, OffloadPolicy]:
-    policy = options.get("cpu_offload", options.get("offload"))
-    return {} if policy is None else {"offload": policy}
 
 
 def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, planned: PlannedUnits) -> None:

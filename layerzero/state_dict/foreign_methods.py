@@ -18,7 +18,8 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -144,14 +145,27 @@ class _Merging(_StandIn):
     """Collective over the ranks that share the model, outside `summon_full_params`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        units = units_inside(self.module)
-        if all(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
+        with summoned(self.module, f"{self._name}.{self._method}", writeback=True):
             return self.own(*args, **kwargs)
-        from layerzero.step.summon import SummonOptions, summon
 
-        what = f"{self._name}.{self._method}"
-        options = SummonOptions(
-            writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False
-        )
-        with summon(root_of(units[0]), units, options, what):
-            return self.own(*args, **kwargs)
+
+@contextmanager
+def summoned(module: nn.Module, what: str, *, writeback: bool) -> Iterator[None]:
+    """Show full parameters of the units inside `module`, unless `summon_full_params` does.
+
+    Collective over the ranks that share the model, at entry and exit.
+
+    Args:
+        what: the user's call, for messages.
+    """
+    units = units_inside(module)
+    if all(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
+        yield
+        return
+    from layerzero.step.summon import SummonOptions, summon
+
+    options = SummonOptions(
+        writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False
+    )
+    with summon(root_of(units[0]), units, options, what):
+        yield

@@ -502,7 +502,7 @@ def _options_of_models() -> None:
         ]:
             own = ParallelManager(**{"mixed_precision": low, **sizes, **given})
             both = ShardingPlan(apply_modules=["mlp"], **said)
-            with pytest.raises(ValueError, match="of the plan are both given"):
+            with pytest.raises(ValueError, match=r"ParallelManager and of the plan: .*both given"):
                 own.parallelize(_Small(), both, tp_plan=SMALL)
         module = _Small()
         with pytest.raises(ValueError, match="mixed_precision: given to ParallelManager"):

@@ -354,9 +354,49 @@ def _automatic(folder: str) -> None:
     assert_same_parameters(
         {name: saved[1][name] for name in sorted(kept)}, dict(sorted(kept.items()))
     )
+    _stateful_and_local(accelerator, model, root.parent)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with pytest.raises(NotImplementedError, match="register_save_state_pre_hook"):
         accelerator.save_state()
+
+
+class _Stateful:
+    """What accelerate makes of a loader with `use_stateful_dataloader` (torchdata)."""
+
+    use_stateful_dataloader = True
+    batch_sampler = None
+
+    def __init__(self) -> None:
+        self.state = {"_num_yielded": 0, "_snapshot": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
+    """A loader's place is saved; weights are not averaged as if they were whole."""
+    from accelerate.local_sgd import LocalSGD
+
+    loader = _Stateful()
+    accelerator._dataloaders.append(loader)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    loader.state = {"_num_yielded": 3, "_snapshot": {"rank": dist.get_rank()}}
+    accelerator.save_state(folder / "stateful")
+    expected, loader.state = loader.state, {}
+    accelerator.load_state(folder / "stateful")
+    assert loader.state == expected
+    accelerator._dataloaders.clear()
+    with pytest.raises(ValueError, match="1 stateful data loaders were saved, but here are 0"):
+        accelerator.load_state(folder / "stateful")
+    with (
+        pytest.raises(NotImplementedError, match="LocalSGD needs whole weights"),
+        LocalSGD(accelerator, model, local_sgd_steps=1) as local,
+    ):
+        local.step()
+    assert accelerator.reduce(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_a_mapping_may_say_the_same() -> None:
     [
         (["Block"], ["layers.0", "layers.1", "layers.2"]),
         ("DeepBlock", ["layers.1"]),
+        (f"{__name__}.DeepBlock", ["layers.1"]),
         (["layers.{*}"], ["layers.0", "layers.1", "layers.2"]),
         (["layers.{1-2}", "embedding"], ["embedding", "layers.1", "layers.2"]),
     ],
@@ -169,6 +170,9 @@ def test_a_name_that_matches_nothing_is_a_warning_with_near_ones() -> None:
         ({"process_group": 0}, ValueError, "it is Megatron's data-parallel group; use zero3_size"),
         ({"auto_wrap_policy": 0}, ValueError, "list the modules that become units in transf"),
         ({"act_ckpt": "wrapped"}, ValueError, "use recompute_granularity of the TransformerConfig"),
+        ({"offload_grads": True}, ValueError, "write offload: {grads: true}"),
+        ({"autocast_output": True}, ValueError, "write output_dtype: fp32"),
+        ({"ckpt_load_path": "a"}, ValueError, "call layerzero.checkpoint.load"),
         (
             {"mixed_precision": {}, "param_dtype": "bf16"},
             ValueError,

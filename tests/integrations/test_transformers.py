@@ -473,8 +473,15 @@ def _accelerate(folder: str) -> None:
     module.save_pretrained(
         Path(folder, "model"), is_main_process=accelerator.is_main_process, state_dict=everything
     )
-    with pytest.raises(ValueError, match="expected all parameters of the sharded model"):
-        accelerator.clip_grad_norm_([next(model.parameters())], 1.0)
+    accelerator.backward(model(input_ids=torch.arange(8).view(1, -1)).logits.square().mean())
+    with model.summon_full_params(writeback=False, with_grads=True):
+        gradients = [parameter.grad for parameter in model.parameters()]
+    own = [*model.parameters()]
+    for some, wholes in ((own[:1], gradients[:1]), (own, gradients)):
+        norm = accelerator.clip_grad_norm_(some, 1e3)
+        expected = torch.linalg.vector_norm(torch.stack([*map(torch.linalg.vector_norm, wholes)]))
+        assert_close_in_float64(norm, expected, "norm")
+    optimizer.zero_grad()
 
     shuffled, scheduler = accelerator.prepare(
         torch.utils.data.DataLoader(Sentences(), batch_size=2, shuffle=True),

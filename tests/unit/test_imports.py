@@ -168,6 +168,12 @@ def test_adapters_use_the_public_interface_and_that_for_adapters(imports: Import
             assert not inner, f"{module} imports {sorted(inner)}; expected of {sorted(FACES)}"
 
 
+def test_the_interface_for_adapters_stays_small() -> None:
+    from layerzero.integrations import engine
+
+    assert len(engine.__all__) <= 30
+
+
 def test_an_attribute_on_a_users_object_belongs_to_one_file() -> None:
     """Two files that gave one name to different things would read each other's."""
     owners: dict[str, list[str]] = {}

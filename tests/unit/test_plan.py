@@ -408,8 +408,6 @@ def freeze(module: nn.Module) -> nn.Module:
         ({"apply_modules": ["layers*"]}, r"'layers\*' matches 'layers'.*has no forward"),
         ({"apply_modules": ["re:layers"]}, r"'re:layers' matches 'layers', but a ModuleList has "
          r"no forward.*such as 'layers.\{\*\}'"),
-        ({"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}, "ignored parameters "
-         "require grad: 'head.weight', 'head.bias'; the other .* are sharded"),
     ],
     ids=str,
 )  # fmt: skip
@@ -439,8 +437,7 @@ class Stubborn(Model):
 
 def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> None:
     fields = {"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}
-    with pytest.warns(UserWarning, match=r"'head.weight', 'head.bias'; the other .* are sharded"):
-        ShardingPlan(**fields).validate(Stubborn())
+    ShardingPlan(**fields).validate(Stubborn())
     own, other = (ShardingPlan(**fields).explain(make()) for make in (Stubborn, Model))
     assert own.replace("Stubborn", "Model") == other
 

@@ -99,6 +99,7 @@ def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others
         ("layers.[0-3]", r"unexpected '\[' at 7; .*\{0-4\} a number in a range"),
         ("layers.{0,2}", r"unexpected '\{' at 7"),
         ("layers.{4-0}", r"\{4-0\} is empty; write \{0-4\}"),
+        ("layers.{0-10000}", r"\{0-10000\} has more than 10000 numbers; write \{\*\}"),
         ("layers.1{*}", r"'\{\*\}' at 8 is next to a digit"),
         ("{*}{0-4}", r"'\{0-4\}' at 3 is next to a digit or another number"),
         ("re:(", "not a regular expression: missing \\)"),

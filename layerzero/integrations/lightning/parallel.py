@@ -10,7 +10,6 @@ and count as one when samples are distributed and values reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -21,15 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from layerzero.integrations.engine import (
-    TensorParallelSplit,
-    get_info,
-    local_of,
-    new_group,
-    resolve_process_groups,
-    split_of,
-    warn_once,
-)
+from layerzero.integrations.engine import equalize, get_info, new_group, warn_once
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]
@@ -101,10 +92,12 @@ class MeshStrategy(DDPStrategy):
             return None
         return self._device_mesh[DATA]
 
-    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+    def _groups(self) -> list[dist.ProcessGroup]:
         """A group for each axis of `data_parallel_group`; none if that is all ranks."""
         group = self.data_parallel_group
-        return () if group is None else resolve_process_groups(group)
+        if isinstance(group, DeviceMesh):
+            return group.get_all_groups()
+        return [] if group is None else [group]
 
     def setup_environment(self) -> None:
         """Join the process group, and make the mesh. Collective.
@@ -145,7 +138,8 @@ class MeshStrategy(DDPStrategy):
             return init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
         # `init_device_mesh` would make a group for each rank of the world on every rank. Here each
         # rank makes only its own.
-        (everyone,) = resolve_process_groups(None)
+        everyone = dist.group.WORLD
+        assert everyone is not None, "setup_environment has joined it"
         alone = new_group([dist.get_rank()], dist.get_backend_config())
         ranks = torch.arange(data).view(data, 1)
         groups = [everyone, alone]
@@ -160,7 +154,7 @@ class MeshStrategy(DDPStrategy):
         if not groups:
             return super().distributed_sampler_kwargs
         number, place = 1, 0
-        for group in reversed(groups):
+        for group in groups:
             number *= group.size()
             place = place * group.size() + dist.get_rank(group)
         return {"num_replicas": number, "rank": place}
@@ -181,11 +175,11 @@ class MeshStrategy(DDPStrategy):
 
     # The model --------------------------------------------------------------------------------
 
-    def prepare_mesh(self, model: nn.Module, equalize: bool) -> None:
+    def prepare_mesh(self, model: nn.Module, sync_copies: bool) -> None:
         """Prepare a model for sharding. Collective over the tensor-parallel ranks.
 
         Args:
-            equalize: broadcast replicated parameters and buffers from the first of these ranks.
+            sync_copies: broadcast replicated parameters and buffers from the first of these ranks.
 
         Raises:
             ValueError: parameters are split over ranks that the model is also sharded over.
@@ -195,7 +189,7 @@ class MeshStrategy(DDPStrategy):
             for module in model.modules():
                 if isinstance(module, Metric) and module.process_group is None:
                     module.process_group = groups[0]
-        split = next(filter(None, map(_split_of, model.parameters())), None)
+        split = next(filter(None, map(_tensor_mesh_of, model.parameters())), None)
         if self._given_group is None:
             assert self._device_mesh is not None, "setup_environment has made it"
             mesh = self._device_mesh[TENSOR]
@@ -207,39 +201,23 @@ class MeshStrategy(DDPStrategy):
                     f'parallelize_module(..., self.device_mesh["{TENSOR}"], ...) in '
                     "configure_model",
                 )
-            if split is not None and mesh.size() == 1 and split.mesh.size() > 1:
+            if split is not None and mesh.size() == 1 and split.size() > 1:
                 raise ValueError(
-                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.mesh.tolist()} "
+                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} "
                     "already, but the strategy shards over all "
-                    f"ranks; pass tensor_parallel_size={split.mesh.size()} and parallelize "
+                    f"ranks; pass tensor_parallel_size={split.size()} and parallelize "
                     f'on self.device_mesh["{TENSOR}"], or pass as process_group the data-parallel '
                     "axis of your own mesh"
                 )
-        if equalize and split is not None:
-            for tensor in _whole_tensors(model):
-                self._equalize(tensor, split.mesh)
-
-    def _equalize(self, tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-        local = local_of(tensor)
-        value = local.to(self.root_device).contiguous()
-        for axis in range(mesh.ndim):
-            dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
-        if value is not local:
-            local.copy_(value)
+        if sync_copies and split is not None:
+            # Not sharded parameters: `sync_module_states` of the ZeRO3 inside decided about those.
+            own = [parameter for parameter in model.parameters() if get_info(parameter) is None]
+            equalize((*own, *model.buffers()), split, self.root_device)
 
 
-def _split_of(parameter: nn.Parameter) -> TensorParallelSplit | None:
+def _tensor_mesh_of(parameter: nn.Parameter) -> DeviceMesh | None:
+    """The mesh of a DTensor, sharded or not; None for another parameter."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh
     info = get_info(parameter)
-    return split_of(parameter) if info is None else info.tensor_parallel
-
-
-def _whole_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers with values that are replicated on the tensor-parallel ranks.
-
-    Without sharded parameters: `sync_module_states` of the ZeRO3 inside decided about those.
-    """
-    own = [parameter for parameter in model.parameters() if get_info(parameter) is None]
-    for tensor in (*own, *model.buffers()):
-        is_split = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
-        if not is_split and not tensor.is_meta:
-            yield tensor
+    return None if info is None or info.tensor_parallel is None else info.tensor_parallel.mesh

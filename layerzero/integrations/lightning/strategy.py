@@ -49,15 +49,7 @@ from layerzero.checkpoint import (
     set_optimizer_state_dict,
 )
 from layerzero.checkpoint.adapters import Names
-from layerzero.integrations.engine import (
-    WrapPolicy,
-    clip_grad_norm_,
-    clipped,
-    get_info,
-    get_unit,
-    optional_by_name,
-    root_of,
-)
+from layerzero.integrations.engine import WrapPolicy, get_unit, optional_by_name
 from layerzero.integrations.lightning.arguments import (
     DEVICE_IS_THE_TRAINERS,
     StateDictType,
@@ -81,6 +73,7 @@ from layerzero.integrations.lightning.checkpoints import (
 )
 from layerzero.integrations.lightning.parallel import MeshStrategy, Size
 from layerzero.integrations.lightning.patches import patch_lightning
+from layerzero.integrations.shared import by_number, on_first_rank
 
 _WRAPPER = "_layerzero_lightning_wrapper"
 _WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
@@ -190,9 +183,6 @@ class ZeRO3Strategy(MeshStrategy):
     @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapted(plugin)
-        if plugin is not None:
-            # Set on the instance, because users choose the plugin's class.
-            plugin.clip_grad_by_norm = self.clip_grad_by_norm
 
     def setup_environment(self) -> None:
         """Join the process group. Collective.
@@ -304,15 +294,6 @@ class ZeRO3Strategy(MeshStrategy):
         """`no_sync` of the model; Lightning enters it for all micro-batches but the last."""
         return self._sharded.no_sync()
 
-    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip this optimizer's gradients by their norm over all ranks. Collective."""
-        own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        root_unit = get_unit(self.model)
-        assert root_unit is not None, "setup has sharded it"
-        whole = [parameter for parameter in own.values() if get_info(parameter) is None]
-        root = root_of(root_unit)
-        clip_grad_norm_(clipped(root, root.units, whole, only=own), clip_val, 2.0)
-
     def teardown(self) -> None:
         """Tear down; the model stays sharded (Note [One wrapper for the life of a model])."""
         self._is_set_up, self._pending = False, None
@@ -379,19 +360,7 @@ class ZeRO3Strategy(MeshStrategy):
             make_way_for_file(Path(filepath))
             super(ZeRO3Strategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
-        self._on_first_rank(write, filepath)
-
-    def _on_first_rank(self, action: Callable[[], None], path: str | Path) -> None:
-        """Run `action` on rank 0; if it fails, all ranks raise RuntimeError. Collective."""
-        error = None
-        if self.is_global_zero:
-            try:
-                action()
-            except Exception as caught:
-                error = caught
-        failure = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
-        if failure is not None:
-            raise RuntimeError(f"{path}: rank 0 could not write it: {failure}") from error
+        on_first_rank(write, f"{filepath}: rank 0 could not write it")
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
         model = self._wrapper_or_module
@@ -401,22 +370,12 @@ class ZeRO3Strategy(MeshStrategy):
                 f"{path}: on_save_checkpoint changed the names in 'state_dict', which sharded "
                 "checkpoints take from the model itself; use state_dict_type='full'"
             )
-        optimizer: Any = None
-        if "optimizer_states" in checkpoint and self.optimizers:
-            optimizer = self._optimizers_by_name()
-        self._on_first_rank(lambda: make_way_for_folder(path), path)
+        optimizer = by_number(self.optimizers) if "optimizer_states" in checkpoint else None
+        on_first_rank(lambda: make_way_for_folder(path), f"{path}: rank 0 could not write it")
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
         save(path, model, optimizer, step=step, extra=rest, keep=1)
-
-    def _optimizers_by_name(
-        self,
-    ) -> torch.optim.Optimizer | dict[str, torch.optim.Optimizer]:
-        """The optimizer; several by their numbers in `configure_optimizers`."""
-        if len(self.optimizers) == 1:
-            return self.optimizers[0]
-        return {str(number): each for number, each in enumerate(self.optimizers)}
 
     # Checkpoints in -------------------------------------------------------------------------
 
@@ -460,7 +419,7 @@ class ZeRO3Strategy(MeshStrategy):
         if FOLDER in checkpoint:
             # This loads the weights again: `load` reads and verifies a checkpoint as a whole.
             strict = self.lightning_module.strict_loading
-            load(checkpoint[FOLDER], self.model, self._optimizers_by_name(), strict=strict)
+            load(checkpoint[FOLDER], self.model, by_number(self.optimizers), strict=strict)
             return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
@@ -471,10 +430,6 @@ class ZeRO3Strategy(MeshStrategy):
         names = Names(self.model)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             set_optimizer_state_dict(self.model, optimizer, named(state, optimizer, names))
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Does nothing: importing this file registers the name."""
 
 
 patch_lightning()

@@ -2,119 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class _Refusal(NamedTuple):
-    """A setting, a test for its unsupported values, and what to use instead."""
-
-    name: str
-    is_refused: Callable[[Any], bool]
-    instead: str
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
-_DISTRIBUTED_OPTIMIZER = (
+_OPTIMIZER_IS_SPLIT = (
     "layerzero splits the optimizer's state over all data-parallel ranks anyway: leave it off"
 )
 _OTHER_ENGINE = "it selects another engine: leave it off, or do not use ZeRO3 here"
-
-_DDP = (
-    _Refusal("use_distributed_optimizer", _is_set, _DISTRIBUTED_OPTIMIZER),
-    _Refusal("use_megatron_fsdp", _is_set, _OTHER_ENGINE),
-    _Refusal("use_custom_fsdp", _is_set, _OTHER_ENGINE),
-    _Refusal("data_parallel_sharding_strategy", lambda v: v != "no_shard", _OTHER_ENGINE),
-    _Refusal(
-        "outer_dp_sharding_strategy",
-        lambda v: v != "no_shard",
-        "use zero3_size= and outer= of ZeRO3DataParallel",
-    ),
-    _Refusal(
-        "num_distributed_optimizer_instances",
-        lambda v: v not in (None, 1),
-        "use zero3_size=, with outer='replicate' for copies of the optimizer's state",
-    ),
-    _Refusal(
-        "overlap_param_gather",
-        _is_set,
-        "parameters are always prefetched (forward_prefetch=): leave it off",
-    ),
-    _Refusal("align_param_gather", _is_set, "parameters are gathered when used: leave it off"),
-    _Refusal("fp8_param_gather", _is_set, "parameters are gathered in bf16 or fp16: leave it off"),
-    _Refusal("reuse_grad_buf_for_mxfp8_param_ag", _is_set, "there is no such buffer: leave it off"),
-    _Refusal("nccl_ub", _is_set, "buffers are not registered with NCCL: leave it off"),
-    _Refusal("fsdp_double_buffer", _is_set, "use limit_all_gathers= of ZeRO3DataParallel"),
-    _Refusal(
-        "delay_wgrad_compute",
-        _is_set,
-        "a unit is reduced when its backward ends, weight gradients included: leave it off",
-    ),
-    _Refusal(
-        "check_for_large_grads",
-        _is_set,
-        "use the norm that the optimizer's step() returns, and leave it off",
-    ),
+_WEIGHT_GRADIENTS = (
+    "a unit is reduced when its backward ends, weight gradients included: leave it off"
 )
+_IS_PREFETCHED = "parameters are always prefetched (forward_prefetch=): leave it off"
+_IN_16_BIT = "parameters are gathered in bf16 or fp16: leave it off"
 
-_MODEL = (
-    _Refusal(
-        "gradient_accumulation_fusion",
-        _is_set,
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "data_parallel_sharding_strategy": ("no_shard",),
+    "outer_dp_sharding_strategy": ("no_shard",),
+    "num_distributed_optimizer_instances": (None, 1),
+    "cuda_graph_impl": (None, "none"),
+    "optimizer": ("adam", "sgd"),
+}
+"""Values of settings that are supported; of others, those that are false."""
+_DDP = {
+    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
+    "use_megatron_fsdp": _OTHER_ENGINE,
+    "use_custom_fsdp": _OTHER_ENGINE,
+    "data_parallel_sharding_strategy": _OTHER_ENGINE,
+    "outer_dp_sharding_strategy": "use zero3_size= and outer= of ZeRO3DataParallel",
+    "num_distributed_optimizer_instances": (
+        "use zero3_size=, with outer='replicate' for copies of the optimizer's state"
+    ),
+    "overlap_param_gather": _IS_PREFETCHED,
+    "align_param_gather": "parameters are gathered when used: leave it off",
+    "fp8_param_gather": _IN_16_BIT,
+    "reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer: leave it off",
+    "nccl_ub": "buffers are not registered with NCCL: leave it off",
+    "fsdp_double_buffer": "use limit_all_gathers= of ZeRO3DataParallel",
+    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
+    "check_for_large_grads": "use the norm that the optimizer's step() returns, and leave it off",
+}
+_MODEL = {
+    "gradient_accumulation_fusion": (
         "its kernels add to `main_grad` of full parameters, which exist only while they are used: "
-        "set gradient_accumulation_fusion=False",
+        "set gradient_accumulation_fusion=False"
     ),
-    _Refusal(
-        "defer_embedding_wgrad_compute",
-        _is_set,
-        "it computes gradients after their unit was freed: leave it off",
+    "defer_embedding_wgrad_compute": (
+        "it computes gradients after their unit was freed: leave it off"
     ),
-    _Refusal(
-        "delay_wgrad_compute",
-        _is_set,
-        "a unit is reduced when its backward ends, weight gradients included: leave it off",
+    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
+    "overlap_moe_expert_parallel_comm": (
+        "it runs parts of layers outside their forward: leave it off"
     ),
-    _Refusal(
-        "overlap_moe_expert_parallel_comm",
-        _is_set,
-        "it runs parts of layers outside their forward: leave it off",
+    "cuda_graph_impl": (
+        "a graph keeps addresses of parameters, whose memory is freed and reallocated: set 'none'"
     ),
-    _Refusal(
-        "cuda_graph_impl",
-        lambda v: v not in (None, "none"),
-        "a graph keeps addresses of parameters, whose memory is freed and reallocated: set 'none'",
-    ),
-    _Refusal("fp8_param", _is_set, "parameters are gathered in bf16 or fp16: leave it off"),
-)
-
-_OPTIMIZER = (
-    _Refusal("use_distributed_optimizer", _is_set, _DISTRIBUTED_OPTIMIZER),
-    _Refusal("overlap_param_gather", _is_set, "leave it off: parameters are always prefetched"),
-    _Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        _is_set,
-        "leave it off: parameters are gathered when they are used",
-    ),
-    _Refusal(
-        "optimizer_cpu_offload",
-        _is_set,
-        "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
-    ),
-    _Refusal(
-        "use_precision_aware_optimizer",
-        _is_set,
+    "fp8_param": _IN_16_BIT,
+}
+_OPTIMIZER = {
+    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
+    "overlap_param_gather": _IS_PREFETCHED,
+    "overlap_param_gather_with_optimizer_step": _IS_PREFETCHED,
+    "optimizer_cpu_offload": "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
+    "use_precision_aware_optimizer": (
         "it belongs to Megatron's distributed optimizer: pass make_optimizer= for other dtypes of "
-        "the optimizer's state",
+        "the optimizer's state"
     ),
-    _Refusal(
-        "optimizer",
-        lambda v: v not in ("adam", "sgd"),
-        "expected 'adam' or 'sgd'; pass make_optimizer= for another one that works element-wise",
+    "optimizer": (
+        "expected 'adam' or 'sgd'; pass make_optimizer= for another one that works element-wise"
     ),
-)
+}
+"""Settings that are refused, and what to use instead."""
 
 
 def check_model_config(config: Any, ddp_config: Any) -> None:
@@ -161,8 +117,8 @@ def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
     Raises:
         ValueError: names the setting, and what to use instead.
     """
-    refusals = [r for r in _OPTIMIZER if not (has_own_optimizer and r.name == "optimizer")]
-    _refuse("OptimizerConfig", config, refusals)
+    checked = {k: v for k, v in _OPTIMIZER.items() if k != "optimizer" or not has_own_optimizer}
+    _refuse("OptimizerConfig", config, checked)
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
@@ -181,8 +137,9 @@ def check_chunks(config: Any, num_chunks: int) -> None:
         )
 
 
-def _refuse(kind: str, config: Any, refusals: Sequence[_Refusal]) -> None:
-    for name, is_refused, instead in refusals:
-        # Not every version of Megatron has every setting.
-        if hasattr(config, name) and is_refused(getattr(config, name)):
-            raise ValueError(f"{kind}.{name}={getattr(config, name)!r}: {instead}")
+def _refuse(kind: str, config: Any, refused: dict[str, str]) -> None:
+    for name, instead in refused.items():
+        value = getattr(config, name, None)  # Not every version of Megatron has every setting.
+        supported = _SUPPORTED.get(name)
+        if (value not in supported if supported else value) and hasattr(config, name):
+            raise ValueError(f"{kind}.{name}={value!r}: {instead}")

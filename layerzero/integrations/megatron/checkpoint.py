@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 
 from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import root_state_of, under_global_names
-from layerzero.integrations.engine import TrainingState, ordered_units
+from layerzero.integrations.engine import ordered_units
 from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
@@ -62,7 +62,7 @@ def sharded_state_dict(
         RuntimeError: the model is in backward, or inside `summon_full_params`.
     """
     root = root_state_of(engine, "sharded_state_dict")
-    if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in root.units):
+    if any(unit.training_state.name == "SUMMON_FULL_PARAMS" for unit in root.units):
         raise RuntimeError(
             "sharded_state_dict: inside summon_full_params the shards may be older than the full "
             "parameters; leave the context first"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from layerzero import ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.checkpoint.adapters import global_name, under_global_names
 from layerzero.integrations.engine import (
-    Placement,
     RootState,
+    Totals,
     WrapPolicy,
     broadcast_,
-    broadcast_from_first,
-    gather_small,
+    broadcast_buffers,
     get_unit,
     optional_by_name,
     root_of,
@@ -124,6 +122,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
             # Virtual stages are separate models on one process group, so the names of their
             # collectives must differ.
             self.root.operations.set_prefix(f"virtual stage {self.vp_stage}: ")
+        self._totals = Totals(self.root, self.placement.groups)
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
 
@@ -139,10 +138,9 @@ class ZeRO3DataParallel(_BaseDataParallel):
         return root_of(unit)
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Any:
         """Placement of the units that are not experts."""
-        placements = (handle.placement for unit in self.root.units for handle in unit.handles)
-        placement = next(placements)
+        placement = next(handle.placement for u in self.root.units for handle in u.handles)
         return placement.data_parallel or placement
 
     # Around the step ------------------------------------------------------------------------
@@ -206,11 +204,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
             for name, parameter in self.module.named_parameters()
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
         ]
-        root = self.root
-        anywhere = torch.tensor([float(len(names))], device=root.device)
-        for group in self.placement.groups:
-            operation = root.operations.next("gradient check", "the model", group)
-            anywhere = gather_small(anywhere, group, operation).sum(dim=0)
+        here = torch.tensor([float(len(names))], device=self.root.device)
+        anywhere = self._totals.sum("gradient check", here)
         if anywhere.item():
             raise RuntimeError(
                 f"check_for_nan_in_grad: gradients are not finite in this rank's shards of "
@@ -234,9 +229,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
                 if outer is not None and handle.placement.owned_slices > 1:
                     operation = root.operations.next("synchronisation", unit.label, outer)
                     broadcast_(handle.main_shard, outer, operation)
-        for name, buffer in self.module.named_buffers():
-            named = partial(root.operations.next, "synchronisation", f"buffer {name}")
-            broadcast_from_first(buffer, self.placement.groups, named)
+        broadcast_buffers(root, self.module.buffers())
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False

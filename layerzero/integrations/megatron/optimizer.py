@@ -23,20 +23,18 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.integrations.engine import (
-    Placement,
-    clip_factor,
-    copy_attributes,
-    get_info,
-    make_shard_group,
-)
+from layerzero.checkpoint.adapters import under_global_names
+from layerzero.integrations.engine import Totals, copy_attributes, get_info
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
-from layerzero.integrations.megatron.parameters import main_parameters, put_main_parameters
-from layerzero.integrations.megatron.ranks import MegatronRanks, Totals
+from layerzero.integrations.megatron.optimizer_checkpoint import (
+    load_optimizer_state_dict,
+    optimizer_sharded_state_dict,
+)
+from layerzero.integrations.megatron.parameters import main_parameters
+from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.several import (
     AnyOptimizer,
-    SeveralOptimizers,
     one_or_several,
     optimizers_in,
 )
@@ -201,7 +199,7 @@ def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
     )
 
 
-def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Placement:
+def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Any:
     """The placement of the whole model, whose groups visit each shard, experts' as well, once.
 
     Raises:
@@ -246,14 +244,9 @@ class ZeRO3Optimizer(MegatronOptimizer):
         self.chunks = list(chunks)
         self._device = self.chunks[0].root.device
         self._one = torch.ones(1, device=self._device)
-        placement = _common_placement(self.chunks)
-        ranks = self.chunks[0].ranks
-        timeout = placement.shard_group.timeout
-        model_parallel = [make_shard_group(group, self._device, timeout) for group in ranks.model]
-        for group in model_parallel:
-            self.chunks[0].root.operations.phases.cover(group)
-        self._totals = Totals(placement, model_parallel)
-        self._ranks = ranks
+        self._ranks = self.chunks[0].ranks
+        groups = _common_placement(self.chunks).norm_groups
+        self._totals = Totals(self.chunks[0].root, groups, self._ranks.model)
 
     def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
         """Gradients of the optimizer's parameters, grouped by device (some may be offloaded).
@@ -324,7 +317,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         Collective over all ranks of the model; blocks the host.
         """
         norm = self.get_grad_norm()
-        scale = clip_factor(norm, clip_grad)
+        scale = clip_grad / (norm + 1e-6)
         if scale < 1.0:
             for chunk in self.chunks:
                 chunk.scale_gradients(scale)
@@ -391,7 +384,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """
         if state_dict is None:
             return
-        problem, values = None, []
+        problem = None
         try:
             values = main_parameters(self.chunks, self.get_parameters(), state_dict)
         except ValueError as error:
@@ -405,7 +398,10 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 f"reload_model_params: the state dict does not fit on {num_failed} other ranks; "
                 "nothing was changed"
             )
-        put_main_parameters(self.chunks, values)
+        for chunk, own in zip(self.chunks, values, strict=True):
+            # Not the module's own method: Float16Module's takes names without its prefix.
+            named = under_global_names(chunk.module, own)
+            nn.Module.load_state_dict(chunk.module, named, strict=False)
 
     # State ----------------------------------------------------------------------------------
 
@@ -425,17 +421,14 @@ class ZeRO3Optimizer(MegatronOptimizer):
             ValueError: it is the state of other parameters, ranks or units.
         """
         if self.optimizer is not None and _SHARDS in state_dict:
-            self._check_state(state_dict[_SHARDS])
             try:
                 self.optimizer.load_state_dict(state_dict[_SHARDS])
-            except CheckpointError as error:
+            except (CheckpointError, ValueError) as error:
                 raise ValueError(
                     f"{error}. The state belongs to another rank, or to other units: use "
                     "sharded_state_dict"
                 ) from error
         elif self.optimizer is not None:
-            from layerzero.integrations.megatron.checkpoint import load_optimizer_state_dict
-
             load_optimizer_state_dict(self._engines, self.optimizer, state_dict)
         if self.grad_scaler is not None and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -448,8 +441,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
         **_: Any,
     ) -> dict[str, Any]:
         """State dict for Megatron's distributed checkpoints, in its format. Not collective."""
-        from layerzero.integrations.megatron.checkpoint import optimizer_sharded_state_dict
-
         state = optimizer_sharded_state_dict(
             self._engines, self.optimizer, model_sharded_state_dict, is_loading, metadata
         )
@@ -461,17 +452,3 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     def _scaler_state(self) -> dict[str, Any]:
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
-
-    def _check_state(self, state: Any) -> None:
-        sharded_params = self.get_parameters()
-        if isinstance(self.optimizer, SeveralOptimizers):
-            self.optimizer.check_names(state)
-        states = state.values() if isinstance(self.optimizer, SeveralOptimizers) else [state]
-        groups = [group for each in states for group in each["param_groups"]]
-        saved = [index for group in groups for index in group["params"]]
-        if len(saved) != len(sharded_params):
-            raise ValueError(
-                f"the optimizer state has {len(saved)} parameters, but this rank has "
-                f"{len(sharded_params)}: it belongs to another model, or to other ranks, for "
-                "which use sharded_state_dict"
-            )

@@ -21,14 +21,13 @@ from typing import Any
 
 from torch import nn
 
-from layerzero import MixedPrecision
 from layerzero.integrations.engine import (
-    PRECISION_OPTIONS,
+    MODULE_OPTIONS,
     ZERO3_OPTIONS,
     NamePattern,
+    engine_arguments,
     has_forward,
     load_yaml,
-    merge_precision,
     near_matches,
     optional_by_name,
     read_plan_options,
@@ -36,8 +35,7 @@ from layerzero.integrations.engine import (
 )
 
 _LAYERS = "transformer_layers"
-_IGNORED = ("ignored_modules", "ignored_parameters")
-_NAMES = (_LAYERS, *_IGNORED, "optional_modules")
+_NAMES = (_LAYERS, "ignored_modules", "ignored_parameters", "optional_modules")
 """Keys whose values are names, patterns or classes."""
 _REFUSED = {
     "process_group": "it is Megatron's data-parallel group; use zero3_size for shard groups in it",
@@ -46,9 +44,17 @@ _REFUSED = {
     "device": "Megatron places the modules",
     "param_init_fn": "Megatron initialises parameters; for other values load a checkpoint",
     "act_ckpt": "use recompute_granularity of the TransformerConfig",
+    "offload_grads": "write offload: {grads: true}",
+    "autocast_input": "write cast_forward_inputs",
+    "autocast_output": "write output_dtype: fp32",
+    "backward_reduce_scatter": "leave it out: gradients are reduced when their unit has them all",
+    "ckpt_load_path": "call layerzero.checkpoint.load, or Megatron's load_checkpoint",
 }
-_ENGINE = [name for name in ZERO3_OPTIONS if name not in (*_REFUSED, *_NAMES)]
-OPTIONS = [*_ENGINE, *PRECISION_OPTIONS, "cpu_offload", *_NAMES]
+"""Options that Megatron decides, and names of LayerZeRO's file that are others here."""
+OPTIONS = [
+    *(name for name in dict.fromkeys((*ZERO3_OPTIONS, *MODULE_OPTIONS)) if name not in _REFUSED),
+    _LAYERS,
+]
 """All valid keys."""
 _WRAPPER_PREFIX = "module."
 """Prefix of names inside Megatron's Float16Module, which users do not write."""
@@ -91,12 +97,12 @@ def for_module(
     policy = options.get("auto_wrap_policy")
     if isinstance(policy, LayerPolicy):
         policy.warn_of_unused(module, is_first)
-    modules = dict(module.named_modules())
-    parameters = dict(module.named_parameters())
-    known: tuple[Mapping[str, Any], ...] = (modules, parameters)
-    for key, named in zip(_IGNORED, known, strict=True):
+    for key, named in (
+        ("ignored_modules", module.named_modules()),
+        ("ignored_parameters", module.named_parameters()),
+    ):
         if key in options:
-            resolved[key] = _matching(key, options[key], named, is_first)
+            resolved[key] = _matching(key, options[key], dict(named), is_first)
     if "optional_modules" in options:
         found = optional_by_name(inside(module), options["optional_modules"])
         resolved["optional_modules"] = list(found)
@@ -143,23 +149,13 @@ def _read(where: str, given: Any) -> dict[str, Any]:
     for name, value in given.items():
         if name in _REFUSED:
             raise ValueError(f"{where}: {name}={value!r} cannot be an option: {_REFUSED[name]}")
-        if name not in OPTIONS:
-            raise ValueError(
-                f"{where}: unknown option {name!r} (value {value!r})"
-                f"{near_matches(str(name), OPTIONS)}; expected one of {sorted(OPTIONS)}"
-            )
     patterns = {
         name: _read_names(where, name, given[name])
         for name in _NAMES
         if given.get(name) is not None
     }
     values = {name: value for name, value in given.items() if name not in _NAMES}
-    read = read_plan_options(where, values, OPTIONS)
-    arguments = {name: value for name, value in read.items() if name in _ENGINE}
-    if any(name in read for name in PRECISION_OPTIONS):
-        arguments["mixed_precision"] = merge_precision(MixedPrecision(), read)
-    if "cpu_offload" in read:
-        arguments["offload"] = read["cpu_offload"]
+    arguments = engine_arguments(read_plan_options(where, values, OPTIONS))
     layers = patterns.pop(_LAYERS, None)
     if layers is not None:
         arguments["auto_wrap_policy"] = LayerPolicy(layers)
@@ -208,4 +204,5 @@ def _short(fqn: str) -> str:
 
 
 def _class_names(module: nn.Module) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
+    names = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
+    return [name for _, name in names] + [f"{place}.{name}" for place, name in names]

@@ -9,29 +9,27 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.adapters import local_part
-from layerzero.integrations.engine import ShardState, get_info
+from layerzero.integrations.engine import get_info
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
-
-Values = list[tuple[nn.Parameter, torch.Tensor]]
-"""Pairs of an optimizer's parameter and its new value."""
 
 
 def main_parameters(
     chunks: Sequence[ZeRO3DataParallel],
     trained: Sequence[nn.Parameter],
     state_dict: Mapping[str, Any],
-) -> Values:
-    """Find this rank's part of each trained parameter. Changes nothing; not collective.
+) -> list[dict[str, torch.Tensor]]:
+    """The value of each trained parameter, by its name in each chunk. Not collective.
 
     Raises:
         ValueError: parameters are missing or do not fit; lists the first of them by name.
     """
     wanted = {id(parameter) for parameter in trained}
-    values: Values = []
+    values: list[dict[str, torch.Tensor]] = []
     problems = []
     for number, chunk in enumerate(chunks):
         entries = _entries_of(number, len(chunks), state_dict)
         by_name = {_bare(name): value for name, value in entries.items()}
+        found = {}
         for name, parameter in chunk.module.named_parameters():
             if id(parameter) not in wanted:
                 continue
@@ -40,9 +38,11 @@ def main_parameters(
                 problems.append(f"{name} is missing")
                 continue
             try:
-                values.append((parameter, _own_part(parameter, value)))
+                _check_fits(parameter, value)
             except ValueError as error:
                 problems.append(f"{name}: {error}")
+            found[name] = value
+        values.append(found)
     if problems:
         raise ValueError(
             f"reload_model_params: the state dict does not fit: {'; '.join(problems[:4])}"
@@ -51,17 +51,6 @@ def main_parameters(
             "state_dict_for_save_checkpoint returns them; nothing was changed"
         )
     return values
-
-
-def put_main_parameters(chunks: Sequence[ZeRO3DataParallel], values: Values) -> None:
-    """Write the values that `main_parameters` found. Not collective."""
-    for chunk in chunks:
-        for unit in chunk.root.units:
-            if unit.state is not ShardState.SHARDED:
-                unit.reshard()  # Unsharded parameters hold the old weights.
-    with torch.no_grad():
-        for parameter, value in values:
-            parameter.copy_(value)
 
 
 def _entries_of(number: int, num_chunks: int, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,12 +80,11 @@ def _bare(name: str) -> str:
     return name
 
 
-def _own_part(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+def _check_fits(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if get_info(parameter) is not None:
-        return local_part(value, parameter)
-    if value.shape != parameter.shape:
+        local_part(value, parameter)
+    elif value.shape != parameter.shape:
         raise ValueError(
             f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter "
             f"{tuple(parameter.shape)}"
         )
-    return value

@@ -1,4 +1,4 @@
-"""Megatron's process groups, and sums over all ranks of a model.
+"""Megatron's process groups.
 
 The data- and context-parallel ranks, which own shards, and the tensor- and pipeline-parallel ranks
 together visit each element of a model once. Parameters that tensor-parallel ranks have copies of
@@ -7,16 +7,12 @@ count only on the first of these ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
-
-from layerzero.integrations.engine import Operation, Placement, ShardGroup, gather_small
 
 
 @dataclass(frozen=True)
@@ -90,32 +86,3 @@ class MegatronRanks:
             return False
         is_split = bool(getattr(parameter, "tensor_model_parallel", False))
         return is_split or dist.get_rank(self.tensor) == 0
-
-
-class Totals:
-    """Sums small tensors over all ranks of the model, with the same result on each."""
-
-    def __init__(self, placement: Placement, model_parallel: Sequence[ShardGroup]) -> None:
-        """
-        Args:
-            placement: placement of the whole model, the same for all chunks.
-            model_parallel: tensor- and pipeline-parallel ranks, as one group or one for each axis.
-        """
-        groups = (*placement.norm_groups, *model_parallel)
-        self._groups = tuple(group for group in groups if group.size > 1)
-        self._num_operations = 0
-
-    def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The sum of `own` over ranks, in rank order. Collective over all ranks of the model.
-
-        Args:
-            name: name of the operation in errors.
-
-        Raises:
-            CollectiveError: a rank did not take part within the timeout.
-        """
-        for group in self._groups:
-            self._num_operations += 1
-            operation = Operation(name, "the model", self._num_operations)
-            own = gather_small(own, group, operation).sum(dim=0)
-        return own

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -14,13 +15,13 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
-from layerzero.integrations.engine import current_accelerator
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer import (
     MakeOptimizer,
     ZeRO3Optimizer,
     get_zero3_optimizer,
 )
+from layerzero.integrations.megatron.options import for_module, read_options
 from layerzero.integrations.megatron.ranks import MegatronRanks
 
 
@@ -60,7 +61,9 @@ def setup_model_and_optimizer(
     Raises:
         ValueError, TypeError, NotImplementedError: something is not supported; says what to use.
     """
-    read = _read(options, zero3_options)
+    read = {} if options is None else read_options(options)
+    if twice := sorted(read.keys() & zero3_options.keys()):
+        raise ValueError(f"{twice} are both in options and arguments; set each in one place only")
     if ddp_config is None:
         ddp_config = DistributedDataParallelConfig()
     ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
@@ -72,14 +75,15 @@ def setup_model_and_optimizer(
             f"initialize_model_parallel was called with {global_virtual}: the schedule would use "
             "one number and the model the other; pass the same number to both"
         )
-    accelerator = current_accelerator()
-    if accelerator is not None:
-        zero3_options.setdefault("device", accelerator)
+    if torch.accelerator.is_available():
+        zero3_options.setdefault("device", torch.accelerator.current_device_index())
+    # One rank of each pipeline stage warns, because each stage has other chunks.
+    warns = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
     chunks = []
     for stage in range(num_virtual or 1):
         vp_stage = None if num_virtual is None else stage
         module = _make_chunk(model_provider, config, ranks, vp_stage)
-        own = {**_resolved(read, module, ranks), **zero3_options}
+        own = {**for_module(read, module, is_first=warns), **zero3_options}
         chunks.append(
             ZeRO3DataParallel(config, ddp_config, module, pg_collection=pg_collection, **own)
         )
@@ -110,28 +114,3 @@ def _make_chunk(
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return Float16Module(config, module) if config.fp16 or config.bf16 else module
-
-
-def _read(
-    options: str | Path | Mapping[str, Any] | None, zero3_options: Mapping[str, Any]
-) -> dict[str, Any]:
-    if options is None:
-        return {}
-    from layerzero.integrations.megatron.options import read_options
-
-    read = read_options(options)
-    twice = sorted(read.keys() & zero3_options.keys())
-    if twice:
-        raise ValueError(f"{twice} are both in options and arguments; set each in one place only")
-    return read
-
-
-def _resolved(read: dict[str, Any], module: nn.Module, ranks: MegatronRanks) -> dict[str, Any]:
-    """The options, with patterns replaced by this chunk's modules and parameters."""
-    if not read:
-        return {}
-    from layerzero.integrations.megatron.options import for_module
-
-    # One rank of each pipeline stage warns, because each stage has other chunks.
-    is_first = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
-    return for_module(read, module, is_first=is_first)

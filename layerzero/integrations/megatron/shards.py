@@ -32,13 +32,7 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import Box, Extent, boxes
-from layerzero.integrations.engine import (
-    FlatParamHandle,
-    ParameterInfo,
-    copy_attributes,
-    get_info,
-    ordered_units,
-)
+from layerzero.integrations.engine import copy_attributes, get_info, ordered_units
 
 
 @dataclass(frozen=True)
@@ -46,8 +40,11 @@ class Shard:
     """A sharded parameter, with what is needed to find its range in the full one."""
 
     parameter: nn.Parameter
-    info: ParameterInfo
+    fqn: str
     shape: torch.Size
+    """Shape of the full parameter."""
+    range: tuple[int, int]
+    """(start, stop) of this rank's part in the flattened parameter."""
     replica: int
 
     def meta(self, dtype: torch.dtype) -> torch.Tensor:
@@ -80,13 +77,12 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
     own_units = ordered_units(engine)
     for unit in own_units:
         for handle in unit.handles:
-            for shard in _shards_of(handle):
-                stand_in = nn.Parameter(
-                    shard.meta(shard.parameter.dtype), shard.parameter.requires_grad
-                )
-                copy_attributes(shard.parameter, stand_in)
+            for parameter in handle.sharded_params:
+                shard = _shard(parameter, handle.placement.replica)
+                stand_in = nn.Parameter(shard.meta(parameter.dtype), parameter.requires_grad)
+                copy_attributes(parameter, stand_in)
                 shards[_storage(stand_in)] = shard
-                shown[shard.parameter] = stand_in
+                shown[parameter] = stand_in
     try:
         for unit in own_units:
             unit.views.show(shown)
@@ -100,17 +96,15 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
                 unit.views.show_unsharded(unit.label)
 
 
-def _shards_of(handle: FlatParamHandle) -> Iterator[Shard]:
-    for parameter, shape in zip(handle.sharded_params, handle.shapes, strict=True):
-        info = get_info(parameter)
-        assert info is not None, "sharded parameters have ParameterInfo"
-        if info.tensor_parallel is not None:
-            raise NotImplementedError(
-                f"sharded_state_dict: {info.fqn} is a DTensor, whose offset Megatron's format "
-                "cannot express; use Megatron's own tensor-parallel layers, or "
-                "layerzero.checkpoint.save"
-            )
-        yield Shard(parameter, info, shape, handle.placement.replica)
+def _shard(parameter: nn.Parameter, replica: int) -> Shard:
+    info = get_info(parameter)
+    assert info is not None, "sharded parameters have ParameterInfo"
+    if info.tensor_parallel is not None:
+        raise NotImplementedError(
+            f"sharded_state_dict: {info.fqn} is a DTensor, whose offset Megatron's format cannot "
+            "express; use Megatron's own tensor-parallel layers, or layerzero.checkpoint.save"
+        )
+    return Shard(parameter, info.fqn, info.shape, info.range, replica)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -203,7 +197,7 @@ def _parts(
 
 def _refusal(key: str, shard: Shard, does: str) -> NotImplementedError:
     return NotImplementedError(
-        f"sharded_state_dict: {key}: its module {does} {shard.info.fqn}, so this rank cannot "
+        f"sharded_state_dict: {key}: its module {does} {shard.fqn}, so this rank cannot "
         "locate its shard; use layerzero.checkpoint.save"
     )
 
@@ -217,7 +211,7 @@ def _build(
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
     """Split `data`, of the shard's shape, into boxes; see Note [Boxes of named tensors]."""
-    start, stop = shard.info.range
+    start, stop = shard.range
     found: list[ShardedTensor] = []
     for first, tensor in _parts(build_whole, shard, key, data.dtype, replica_id):
         begin, end = max(start, first), min(stop, first + tensor.data.numel())

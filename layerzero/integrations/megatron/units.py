@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from layerzero import MixedPrecision
-from layerzero.integrations.engine import Choice, WrapPolicy, make_chooser
+from layerzero.integrations.engine import WrapPolicy, make_chooser
 from layerzero.integrations.megatron.ranks import MegatronRanks
 
 
@@ -41,7 +41,7 @@ class MegatronPolicy:
         self._choose = make_chooser({TransformerLayer} if policy is None else policy, module)
         self._special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
 
-    def __call__(self, module: nn.Module, fqn: str) -> Choice:
+    def __call__(self, module: nn.Module, fqn: str) -> Any:
         special = self._special.get(id(module))
         return self._choose(module, fqn) if special is None else special
 

@@ -11,8 +11,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,8 @@ from torch.utils.data import RandomSampler
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict, load, save
-from layerzero.integrations.engine import attach, get_info, is_first_rank, optional_by_name
+from layerzero.integrations.engine import attach, get_info, optional_by_name
+from layerzero.integrations.shared import by_number
 from layerzero.integrations.transformers.accelerator_folders import (
     after_save,
     folder_to_load,
@@ -84,8 +84,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         if accelerator.mixed_precision == "bf16":
             use_bf16(model, options)
         options.setdefault("device", accelerator.device)
-        with _handed_over(optimizers, model):
-            sharded = _shard(model, options)
+        sharded = _shard(model, options)
+        for optimizer in optimizers:
+            attach.look_at(optimizer)  # It was given parameters of before, which are exchanged.
     adopt(accelerator)
     return accelerator.prepare(sharded, *others)
 
@@ -110,7 +111,7 @@ def use_bf16(model: nn.Module, options: dict[str, Any]) -> None:
     ]
     for _, parameter in low:
         parameter.data = parameter.data.float()
-    if low and is_first_rank():
+    if low and dist.get_rank() == 0:
         _logger.info(
             "bf16: %d trainable parameters (%s, ...) are cast to float32, for main weights and "
             "optimizer; saved weights are float32, too",
@@ -197,31 +198,6 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Mod
                     )
 
 
-@contextmanager
-def _handed_over(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
-    """Empty the optimizers inside the context; afterwards they hold the sharded parameters.
-
-    If the body raises, they get their original parameters back.
-    """
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = [group["params"] for group in groups]
-    names = [[name_of[id(parameter)] for parameter in params] for params in held]
-    for group in groups:
-        group["params"] = []
-    try:
-        yield
-    except BaseException:
-        for group, params in zip(groups, held, strict=True):
-            group["params"] = params
-        raise
-    sharded_params = dict(model.named_parameters())
-    for group, own in zip(groups, names, strict=True):
-        group["params"] = [sharded_params[name] for name in own]
-    for optimizer in optimizers:
-        attach.look_at(optimizer)
-
-
 def adopt(accelerator: Accelerator) -> None:
     """Replace an accelerator's class by a ZeRO3Accelerator; a second call changes nothing."""
     if not isinstance(accelerator, ZeRO3Accelerator):
@@ -249,28 +225,6 @@ class ZeRO3Accelerator(Accelerator):
             model.module if isinstance(model, ZeRO3) else model, *args, **kwargs
         )
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip all gradients of a sharded model by their norm over all ranks. Collective.
-
-        Raises:
-            ValueError: `parameters` are not all trainable parameters of one sharded model.
-        """
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        given = {id(parameter) for parameter in parameters}
-        for model in self._sharded():
-            own = {id(parameter): parameter for parameter in model.parameters()}
-            if given.isdisjoint(own):
-                continue
-            trained = {key for key, parameter in own.items() if parameter.requires_grad}
-            if not trained <= given <= own.keys():
-                raise ValueError(
-                    "clip_grad_norm_: expected all parameters of the sharded model, got "
-                    f"{len(given & own.keys())} of {len(own)}, and {len(given - own.keys())} "
-                    "others; call accelerator.clip_grad_norm_(model.parameters(), max_norm)"
-                )
-            return model.clip_grad_norm_(max_norm, norm_type)
-        return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Full tensors of a sharded model on the first rank's CPU, {} on others. Collective.
 
@@ -285,14 +239,14 @@ class ZeRO3Accelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save a layerzero checkpoint (docs/reference/checkpoint_format.md) in `output_dir`.
 
-        Collective. Saves model, optimizers, schedulers, random states, the state of shuffling data
-        loaders, registered objects and the accelerator's step.
+        Collective. Saves model, optimizers, schedulers, random states, the state of shuffling and
+        of stateful data loaders, registered objects and the accelerator's step.
 
         With `automatic_checkpoint_naming` the folder is `project_dir/checkpoints/checkpoint_N`;
         when it is complete, the oldest beyond `total_limit` are removed.
 
-        To resume inside an epoch, shuffle with `use_seedable_sampler` and call
-        `accelerator.skip_first_batches`.
+        To resume inside an epoch, shuffle with `use_seedable_sampler`, and use a stateful data
+        loader or call `accelerator.skip_first_batches`.
 
         Returns:
             The folder.
@@ -311,6 +265,7 @@ class ZeRO3Accelerator(Accelerator):
             "random": random_states(self.device),
             "step": self.step,
             "shuffles": [_place(loader, sampler) for loader, sampler in self._shuffling()],
+            "loaders": [loader.state_dict() for loader in self._stateful()],
             "objects": [each.state_dict() for each in self._custom_objects],
         }
         saved = save(folder, model, optimizer, scheduler=scheduler, extra=extra).wait()
@@ -337,8 +292,9 @@ class ZeRO3Accelerator(Accelerator):
                 f"{folder}: contains the weights, but was not written by save_state; load it with "
                 "layerzero.checkpoint.load"
             )
-        shuffling = list(self._shuffling())
+        shuffling, stateful = list(self._shuffling()), list(self._stateful())
         for what, got, saved in (
+            ("stateful data loaders", stateful, extra.get("loaders", [])),
             ("registered objects", self._custom_objects, extra["objects"]),
             ("data loaders that shuffle", shuffling, extra["shuffles"]),
         ):
@@ -349,7 +305,9 @@ class ZeRO3Accelerator(Accelerator):
         self.step = extra["step"]
         for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
             _set_place(loader, sampler, place)
-        for each, state in zip(self._custom_objects, extra["objects"], strict=True):
+        with_state = [*stateful, *self._custom_objects]
+        states = [*extra.get("loaders", []), *extra["objects"]]
+        for each, state in zip(with_state, states, strict=True):
             each.load_state_dict(state)
         set_random_states(extra["random"], self.device)
 
@@ -363,7 +321,7 @@ class ZeRO3Accelerator(Accelerator):
                 "layerzero.checkpoint.save and load for each"
             )
         optimizers = [prepared.optimizer for prepared in self._optimizers]
-        return self._sharded()[0], _by_number(optimizers), _by_number(self._schedulers)
+        return self._sharded()[0], by_number(optimizers), by_number(self._schedulers)
 
     def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
         if hooks:
@@ -374,6 +332,29 @@ class ZeRO3Accelerator(Accelerator):
                 "instead"
             )
 
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate, but not for a sharded parameter, which `LocalSGD` would average.
+
+        Raises:
+            NotImplementedError: `tensor` has the memory of a sharded parameter.
+        """
+        if isinstance(tensor, torch.Tensor):
+            memory = tensor.untyped_storage()._cdata
+            own = (parameter for model in self._sharded() for parameter in model.parameters())
+            if any(parameter.untyped_storage()._cdata == memory for parameter in own):
+                raise NotImplementedError(
+                    "reduce: got a sharded parameter, of which other ranks have other elements; "
+                    "LocalSGD needs whole weights on each rank: use DistributedDataParallel, or "
+                    "train without LocalSGD"
+                )
+        return super().reduce(tensor, *args, **kwargs)
+
+    def _stateful(self) -> Iterator[Any]:
+        """Data loaders that know their place inside an epoch (of torchdata)."""
+        for loader in self._dataloaders:
+            if getattr(loader, "use_stateful_dataloader", False):
+                yield loader
+
     def _shuffling(self) -> Iterator[tuple[Any, Any]]:
         """Data loaders that shuffle, each with its sampler."""
         for loader in self._dataloaders:
@@ -383,13 +364,6 @@ class ZeRO3Accelerator(Accelerator):
             sampler = getattr(batches, "sampler", None)
             if isinstance(sampler, RandomSampler):
                 yield loader, sampler
-
-
-def _by_number(prepared: Sequence[Any]) -> Any:
-    """One object; several by their numbers, in the order of `prepare`; None for none."""
-    if len(prepared) < 2:
-        return next(iter(prepared), None)
-    return {str(number): each for number, each in enumerate(prepared)}
 
 
 def _place(loader: Any, sampler: Any) -> dict[str, Any]:

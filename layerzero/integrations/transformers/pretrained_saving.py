@@ -43,13 +43,7 @@ from layerzero.checkpoint.adapters import (
     write_durably,
 )
 from layerzero.config import parse_nbytes
-from layerzero.integrations.engine import (
-    SummonOptions,
-    get_info,
-    root_of,
-    summon,
-    units_inside,
-)
+from layerzero.integrations.engine import get_info, summoned
 
 Tensors = dict[str, torch.Tensor]
 _LINKED = b"linked"
@@ -368,11 +362,9 @@ class _AdapterWriter:
         has_prompts = self._module.active_peft_config.is_prompt_learning
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if has_prompts and (units := units_inside(self._module.prompt_encoder)):
-                options = SummonOptions(
-                    writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
-                )
-                stack.enter_context(summon(root_of(units[0]), units, options))
+            if has_prompts:
+                encoder = self._module.prompt_encoder
+                stack.enter_context(summoned(encoder, "save_pretrained", writeback=False))
             yield
 
     def prepare(self) -> bytes:

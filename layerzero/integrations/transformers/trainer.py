@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers import trainer as trainer_module
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import load, save
-from layerzero.integrations.engine import get_unit, is_first_rank
+from layerzero.integrations.engine import get_unit
 from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
 from layerzero.integrations.transformers.accelerator import (
     adopt,
@@ -119,7 +120,7 @@ class ZeRO3Trainer(Trainer):
         unit = get_unit(self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
         differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or before is not None)
-        if differs and is_first_rank():
+        if differs and dist.get_rank() == 0:
             _logger.warning(
                 "bf16=%s has no effect: the model was sharded before, and computes in %s",
                 args.bf16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,48 +21,35 @@ _ELEMENTWISE = (
 )
 """Element-wise optimizers, which work on shards."""
 
-_REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
-    (
-        "fsdp",
-        lambda args: bool(args.fsdp),
+_FULL_EVAL = "it casts the main weights; use bf16=True, or pass zero3={'mixed_precision': ...}"
+_REFUSED = {
+    "fsdp": (
         "ZeRO3 shards instead: pass options as zero3={...}, such as reshard_after_forward or "
-        "offload",
+        "offload"
     ),
-    (
-        "deepspeed",
-        lambda args: bool(args.deepspeed),
+    "deepspeed": (
         "ZeRO3 shards instead: leave it out, pass options as zero3={...} and the optimizer as "
-        "optim=",
+        "optim="
     ),
-    (
-        "parallelism_config",
-        lambda args: args.parallelism_config is not None,
-        "pass a mesh as zero3={'process_group': mesh}, or shard a model that "
-        "parallelize_module split (docs/reference/parallelism.md) and pass that as model",
+    "parallelism_config": (
+        "pass a mesh as zero3={'process_group': mesh}, or shard a model that parallelize_module "
+        "split (docs/reference/parallelism.md) and pass that as model"
     ),
-    (
-        "fp16",
-        lambda args: args.fp16,
-        "use bf16=True; float16 needs layerzero.GradScaler, whose ranks agree on overflow, in "
-        "your own training loop",
+    "fp16": (
+        "use bf16=True; float16 needs layerzero.GradScaler, whose ranks agree on overflow, in your "
+        "own training loop"
     ),
-    (
-        "fp16_full_eval or bf16_full_eval",
-        lambda args: args.fp16_full_eval or args.bf16_full_eval,
-        "they cast the main weights; use bf16=True, or pass zero3={'mixed_precision': ...}",
-    ),
-    (
-        "use_liger_kernel",
-        lambda args: args.use_liger_kernel,
+    "fp16_full_eval": _FULL_EVAL,
+    "bf16_full_eval": _FULL_EVAL,
+    "use_liger_kernel": (
         "it replaces methods that gather parameters; apply liger's kernels before sharding the "
-        "model",
+        "model"
     ),
-    (
-        "auto_find_batch_size",
-        lambda args: args.auto_find_batch_size,
-        "a rank that runs out of memory would restart alone; set per_device_train_batch_size",
+    "auto_find_batch_size": (
+        "a rank that runs out of memory would restart alone; set per_device_train_batch_size"
     ),
-]
+}
+"""Arguments that must not be set, and what to use instead."""
 
 
 def check_arguments(args: Any) -> None:
@@ -72,8 +58,8 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names the argument, the reason, and what to use instead.
     """
-    for name, is_set, instead in _REFUSED:
-        if is_set(args):
+    for name, instead in _REFUSED.items():
+        if getattr(args, name):
             raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
     if args.n_gpu > 1:
         raise ValueError(

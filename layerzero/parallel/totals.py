@@ -1,0 +1,63 @@
+"""Totals: small tensors of a whole model, beyond the ranks that share its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
+from layerzero.flat.groups import ShardGroup, make_shard_group
+from layerzero.step.root import RootState
+
+
+class Totals:
+    """Gathers and sums small tensors over several groups, with the same result on each rank.
+
+    Operations have numbers of their own: the ranks of other groups have other models, which count
+    their collectives differently.
+    """
+
+    def __init__(
+        self,
+        root: RootState,
+        groups: Sequence[ShardGroup],
+        other_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        """
+        Args:
+            root: a model on this rank; its timeouts apply.
+            groups: groups of this model, such as `Placement.norm_groups`.
+            other_groups: further axes, such as tensor- and pipeline-parallel ranks.
+        """
+        timeout = groups[0].timeout if groups else None
+        made = [make_shard_group(group, root.device, timeout) for group in other_groups]
+        for group in made:
+            root.operations.phases.cover(group)
+        self._groups = tuple(group for group in (*groups, *made) if group.size > 1)
+        self._num_operations = 0
+
+    def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """`own` of every rank along each axis: [ranks of the last group, ..., *shape].
+
+        Args:
+            name: name of the operation in errors.
+
+        Raises:
+            CollectiveError: a rank did not take part within the timeout.
+        """
+        for group in self._groups:
+            own = self._gather(name, own, group)
+        return own
+
+    def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The sum of `own` over all ranks, in rank order; otherwise as `gather`."""
+        for group in self._groups:
+            own = self._gather(name, own, group).sum(dim=0)
+        return own
+
+    def _gather(self, name: str, own: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+        self._num_operations += 1
+        return gather_small(own, group, Operation(name, "the model", self._num_operations))
