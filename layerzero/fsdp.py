@@ -31,10 +31,11 @@ from layerzero.flat.parameter_info import get_info, rename
 from layerzero.flat.views import ParameterViews, Slot
 from layerzero.step import hooks, module_guards
 from layerzero.step.extension import Extension
-from layerzero.step.root import RootState, UnshardHandle, root_of
+from layerzero.step.root import RootState, UnshardHandle, root_if_alive, root_of
 from layerzero.step.states import Hold
 from layerzero.step.unit import Unit, set_unit, unset_unit
 from layerzero.step.unit_view import UnitView
+from layerzero.step.unwrap import modules_of, units_inside
 from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
 
 _STATE = "_layerzero_fully_shard"
@@ -165,6 +166,16 @@ def _check_module(module: nn.Module) -> None:
         )
     if _STATE in module.__dict__:
         raise RuntimeError(f"fully_shard: this {name} is sharded already; call it once for each")
+    parts = {id(part) for part in modules_of(module)}
+    for unit in units_inside(module):
+        root = root_if_alive(unit)
+        around = None if root is None else root.units[0].module
+        if root is not None and id(around) not in parts and root.is_wrapped:
+            raise RuntimeError(
+                f"fully_shard: parameters of this {name} are in {unit.label!r} of a "
+                f"{type(around).__name__} that was sharded before; call it for modules inside "
+                "before those around them"
+            )
 
 
 def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,24 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero import FSDPModule, MixedPrecisionPolicy, fully_shard, units
+from layerzero import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    units,
+)
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.flat.names import clean_name
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.models import CASES, Block, Transformer, TransformerBlock
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
@@ -80,10 +90,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
         elif grad is None or (info := getattr(p, "layerzero", None)) is None:
             found[name] = grad
         else:
-            whole = torch.zeros(info.shape.numel(), dtype=grad.dtype)
-            whole[slice(*info.range)] = grad.flatten()
+            whole = torch.zeros(2, info.shape.numel(), dtype=grad.dtype)
+            whole[0, slice(*info.range)] = grad.flatten()
+            whole[1, slice(*info.range)] = 1
             dist.all_reduce(whole)
-            found[name] = whole.view(info.shape)
+            found[name] = (whole[0] / whole[1]).view(info.shape)  # Ranks may have equal copies.
     return found
 
 
@@ -193,6 +204,30 @@ def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
     run_ranks(2, _ways_to_shard)
 
 
+def _compiled() -> None:
+    expected = train(by_blocks(layerzero, seeded(Transformer)), steps=2)
+
+    def compile_each(model: Any, when: str) -> nn.Module:
+        for index, layer in enumerate(model.layers):
+            if when == "around":
+                model.layers[index] = fully_shard(torch.compile(layer, backend="eager"))
+                assert type(model.layers[index]).__name__ == "FSDPOptimizedModule"
+                continue
+            if when == "before":
+                layer.compile(backend="eager")
+            fully_shard(layer)
+            if when == "after":
+                layer.compile(backend="eager")
+        return fully_shard(model)
+
+    for when in ("around", "before", "after"):
+        assert_losses(train(compile_each(seeded(Transformer), when), steps=2), expected, when)
+
+
+def test_blocks_may_be_compiled_before_and_after() -> None:
+    run_ranks(2, _compiled, timeout=180)
+
+
 # The module ---------------------------------------------------------------------------------
 
 
@@ -228,3 +263,236 @@ def _same_module() -> None:
 
 def test_the_module_stays_what_it_was() -> None:
     run_ranks(2, _same_module)
+
+
+# Methods ------------------------------------------------------------------------------------
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, (FSDPModule, torchs.FSDPModule))]
+
+
+def _accumulate(model: Any, micro_batches: int = 3) -> list[Tensor]:
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    losses, rank = [], dist.get_rank()
+    for step in (batches(micro_batches), batches(micro_batches)[::-1]):
+        optimizer.zero_grad()
+        for index, batch in enumerate(step):
+            is_last = index == micro_batches - 1
+            model.set_is_last_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last)
+            loss = model(batch[rank])
+            loss.backward()
+            losses.append(loss.detach())
+        found = [g for g in gradients(model).values() if g is not None]
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+        assert_norm(norm.full_tensor() if isinstance(norm, DTensor) else norm, found)
+        optimizer.step()
+    return losses
+
+
+def _with_lists(model: Any) -> list[Tensor]:
+    first, *_, last = layers = list(model.layers)
+    model.set_modules_to_forward_prefetch([first])
+    first.set_modules_to_forward_prefetch(layers[1:])
+    last.set_modules_to_backward_prefetch(layers[:-1])
+    model.set_reshard_after_forward(False)
+    losses = train(model, steps=2)
+    model.set_reshard_after_forward(True, recurse=True)
+    return losses + train(model, steps=2)
+
+
+def _divided(model: Any) -> list[Tensor]:
+    for module in _sharded_modules(model):
+        module.set_gradient_divide_factor(8.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return train(model, optimizer="sgd_momentum")
+
+
+def _methods() -> None:
+    assert_alike(Transformer, by_blocks, _accumulate, "accumulation")
+    assert_alike(untied, in_one_list, _accumulate, "accumulation with a list")
+    assert_alike(Transformer, by_blocks, _with_lists, "prefetch lists")
+    assert_alike(Transformer, by_blocks, _divided, "divide factor")
+
+
+def test_methods_do_what_torchs_do() -> None:
+    run_ranks(2, _methods, timeout=120)
+
+
+def _flags_of_some() -> None:
+    model: Any = by_blocks(layerzero, seeded(Transformer))
+    batch = batches(1)[0][dist.get_rank()]
+    model.layers[0].set_requires_gradient_sync(False)
+    with pytest.raises(NotImplementedError, match="different flags"):
+        model(batch).backward()
+    for layer in model.layers:
+        layer.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(False, recurse=False)  # Now it is that of all.
+    model(batch).backward()
+    model.set_requires_gradient_sync(True)
+    model(batch).backward()
+    assert all(g is not None for g in gradients(model).values())
+
+
+def test_units_may_not_differ_in_synchronization() -> None:
+    run_ranks(2, _flags_of_some)
+
+
+# Values after sharding ------------------------------------------------------------------------
+
+
+def _meta_first() -> None:
+    full = seeded(Transformer).state_dict()
+    losses = []
+    for engine in (layerzero, torchs):
+        with torch.device("meta"):
+            model: Any = Transformer()
+        by_blocks(engine, model)
+        if engine is layerzero:
+            with pytest.raises(RuntimeError, match="has no value yet"):
+                model(batches(1)[0][dist.get_rank()])
+        model.to_empty(device="cpu")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        model.rotation.copy_(seeded(Transformer).rotation)
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.constant_(parameter, 0.01 * number)
+        first = train_rank(model, optimizer, batches(2), dist.get_rank())
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, dict(full), options=options)
+        losses.append(first + train_rank(model, optimizer, batches(2), dist.get_rank()))
+    assert_losses(*losses, "from meta")
+
+
+def test_a_meta_model_is_sharded_then_allocated_then_initialised() -> None:
+    run_ranks(2, _meta_first)
+
+
+def _ignored_and_frozen() -> None:
+    def shard(engine: Engine, model: nn.Module) -> nn.Module:
+        ignored = {model.norm.weight, model.layers[1].mlp_norm.weight}
+        for parameter in ignored:
+            parameter.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
+        return by_blocks(engine, model, ignored_params=ignored)
+
+    own, theirs = assert_alike(Transformer, shard, train, "ignored parameters")
+    for model in (own, theirs):
+        assert type(model.norm.weight) is nn.Parameter and model.norm.weight.shape == (24,)
+
+
+def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
+    run_ranks(2, _ignored_and_frozen)
+
+
+# Meshes -----------------------------------------------------------------------------------------
+
+
+def _four_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def partly(model: Any) -> list[Tensor]:
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        losses = []
+        for index, batch in enumerate(batches(4)):
+            model.set_requires_all_reduce(index % 2 == 1)
+            losses.append(model(batch[dist.get_rank()]))
+            losses[-1].backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    def shard(engine: Engine, model: nn.Module) -> nn.Module:
+        return by_blocks(engine, model, mesh=mesh)
+
+    assert_alike(Transformer, shard, train, "replicated")
+    assert_alike(Transformer, shard, partly, "replicated, reduced over shards first")
+
+    def train_with(root: Any, layers: Any) -> list[Tensor]:
+        model: Any = seeded(Transformer)
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=layers)
+        return train(fully_shard(model, reshard_after_forward=root))
+
+    expected = train_with(True, True)
+    for root, layers in ((None, 2), (2, 2), (4, 1), (2, True)):
+        assert_losses(train_with(root, layers), expected, f"reshard_after_forward={root, layers}")
+    with pytest.raises(ValueError, match="a divisor of 4"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    with pytest.raises(NotImplementedError, match="with a mesh of two axes"):
+        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four(), reshard_after_forward=2)
+
+
+def _mesh_of_four() -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+
+
+def test_copies_and_smaller_groups() -> None:
+    run_ranks(4, _four_ranks, timeout=120)
+
+
+# Refused --------------------------------------------------------------------------------------
+
+
+def _refused() -> None:
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (NotImplementedError, "dp_mesh_dims", {"dp_mesh_dims": object()}),
+        (NotImplementedError, "shard_placement_fn", {"shard_placement_fn": lambda p: Shard(1)}),
+        (TypeError, "expected a DeviceMesh", {"mesh": dist.group.WORLD}),
+        (ValueError, "reshard_after_forward", {"reshard_after_forward": "no"}),
+        (TypeError, "mixed_precision", {"mp_policy": torch.bfloat16}),
+        (TypeError, "offload", {"offload_policy": True}),
+    ]
+    for error, text, options in refused:
+        with pytest.raises(error, match=text):
+            fully_shard(module, **options)
+    for several, error, text in (
+        (nn.ModuleList([module]), ValueError, "do not implement forward"),
+        ([], ValueError, "an empty list"),
+        ([module, 1], TypeError, "expected modules"),
+    ):
+        with pytest.raises(error, match=text):
+            fully_shard(several)
+    fully_shard(module[0], shard_placement_fn=lambda p: Shard(0) if p.ndim == 2 else None)
+    fully_shard(module, offload_policy=OffloadPolicy())
+    with pytest.raises(RuntimeError, match="sharded already"):
+        fully_shard(module[0])
+    around = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="inside before those around"):
+        fully_shard(around[0])
+    for name, arguments in (
+        ("set_custom_all_gather", (None,)),
+        ("set_custom_reduce_scatter", (None,)),
+        ("set_all_reduce_hook", (None,)),
+        ("set_allocate_memory_from_process_group_for_comm", (True,)),
+        ("set_symm_mem_for_comm", ()),
+    ):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(module, name)(*arguments)
+    with pytest.raises(ValueError, match="expected modules that fully_shard sharded"):
+        module.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    with pytest.raises(RuntimeError, match="outermost"):
+        module[0].reset_iter_state()
+    with pytest.raises(ValueError, match="does not have a method"):
+        register_fsdp_forward_method(module, "missing")
+    share_comm_ctx([module, module[0]])
+
+
+def test_what_has_no_counterpart_is_refused_by_name() -> None:
+    run_ranks(1, _refused)
+
+
+def test_methods_are_those_of_torch() -> None:
+    theirs = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
+    assert theirs <= vars(FSDPModule).keys()
+    for name in theirs:
+        own, expected = (
+            list(inspect.signature(getattr(cls, name)).parameters.values())
+            for cls in (FSDPModule, torchs.FSDPModule)
+        )
+        assert [p.replace(annotation=0) for p in own] == [
+            p.replace(annotation=0) for p in expected
+        ], name
