@@ -33,7 +33,7 @@ from layerzero.config import (
 )
 from layerzero.flat.parameter_info import get_info
 from layerzero.log import log_units
-from layerzero.memory_budget import MemoryChoice, learn
+from layerzero.memory_budget import Learner, MemoryChoice
 from layerzero.optim import attach, nonfinite, torch_norm
 from layerzero.optim.clip import Clipped, clip_grad_norm_, clipped, refuse_used
 from layerzero.optim.in_backward import StepInBackward
@@ -213,7 +213,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         patch_torch()
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
-            self.__dict__["_learner"] = learn(root, topology.placement, arguments.memory_budget)
+            self.__dict__["_learner"] = Learner(root, topology.placement, arguments.memory_budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
         # Only the outermost module holds root state; drop those of ZeRO3 modules inside it.
