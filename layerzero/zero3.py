@@ -200,9 +200,9 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         self.__dict__["_learner"] = None
         budget = sharded.arguments.memory_budget
         if budget is not None:
-            from layerzero.memory_budget import learn
+            from layerzero.memory_budget import Learner
 
-            self.__dict__["_learner"] = learn(sharded.root, sharded.placement, budget)
+            self.__dict__["_learner"] = Learner(sharded.root, sharded.placement, budget)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
         keep_root(module, root, self)

@@ -39,30 +39,29 @@ _CHECKSUMS = 4
 """A gather in forward and in backward, a reduction, and a comparison of what rests."""
 
 
-def learn(root: RootState, placement: Placement, budget: int) -> Learner:
-    """Begin to hold a budget of so many bytes. Not collective; see `Learner.before_forward`.
-
-    Raises:
-        ValueError: the shards alone need more.
-        NotImplementedError: nobody knows what lives on the device.
-    """
-    learner = Learner(root, placement, budget)
-    root.extensions.add(learner)
-    return learner
-
-
 class Learner(Extension):
-    """Holds the memory budget of one model."""
+    """Begins to hold the memory budget of one model; see `before_forward`."""
 
     choice: MemoryChoice | None
     """None while it learns."""
 
-    def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
+    def __init__(
+        self, root: RootState, placement: Placement, budget: int, meter: Meter | None = None
+    ) -> None:
+        """Not collective.
+
+        Args:
+            meter: None: what measures on the model's device.
+
+        Raises:
+            ValueError: the shards alone need more.
+            NotImplementedError: nobody knows what lives on the device.
+        """
         self.choice = None
         self._root_ref = weakref.ref(root)
         self._placement = placement
         self._budget = budget
-        self._meter = self._make_meter(root.device)
+        self._meter = meter or make_meter(root.device)
         self._record: _Record | None = None
         self._steps: list[Timeline] = []
         self._num_steps = 0
@@ -72,9 +71,7 @@ class Learner(Extension):
         self._slack = _checksums(root)
         self._refuse_without_steps(root)
         _apply(root, Settings(), decides_sums=True)
-
-    def _make_meter(self, device: torch.device) -> Meter:
-        return make_meter(device)
+        root.extensions.add(self)
 
     @property
     def _root(self) -> RootState:
@@ -192,8 +189,7 @@ class Learner(Extension):
         self._steps = []
         costs = self._costs()
         settings = choose(timeline, costs, self._budget)
-        decides = _decides_sums(root)
-        _apply(root, settings, decides)
+        _apply(root, settings, root.reducer.may_decide_sums)
         self.choice = self._described(timeline, costs, settings)
         if self._placement.is_first:
             _logger.info("%s", self.choice)
@@ -227,12 +223,9 @@ class Learner(Extension):
         sizes = [unit.nbytes for unit in root.units]
         # A unit that only some ranks run has another place in the step of each rank.
         never = frozenset(unit.index for unit in root.units if unit.is_optional)
-        more = _more_unsharded(root) if self._chooses_sums else 0
+        chooses_sums = self._saw_micro_batches and root.reducer.may_decide_sums
+        more = _more_unsharded(root) if chooses_sums else 0
         return Costs(sizes, never, more, sum(sizes) * (root.reducer.num_micro_batches - 1))
-
-    @property
-    def _chooses_sums(self) -> bool:
-        return self._saw_micro_batches and _decides_sums(self._root)
 
     def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
         root = self._root
@@ -303,10 +296,6 @@ def _more_unsharded(root: RootState) -> int:
     gradients = sum(h.gradients.layout.numel * h.full.itemsize for h in handles)
     copy = max(handle.gradients.sum_nbytes for handle in handles)
     return sums.unsharded_nbytes - sums.sharded_nbytes + gradients + copy
-
-
-def _decides_sums(root: RootState) -> bool:
-    return root.reducer.may_decide_sums
 
 
 def _versions(root: RootState) -> list[list[int]]:

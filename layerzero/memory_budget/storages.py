@@ -75,16 +75,8 @@ class StorageCount:
         finally:
             self.kind = before
 
-    @contextmanager
-    def at(self, unit: str, part: str) -> Iterator[None]:
-        """What happens inside is part of `unit`'s `part` of the step."""
-        before, self.moment = self.moment, (unit, part)
-        try:
-            yield
-        finally:
-            self.moment = before
-
     def now_at(self, unit: str, part: str) -> None:
+        """What happens from now on is part of `unit`'s `part` of the step."""
         self.moment = (unit, part)
 
     def restart(self) -> int:

@@ -1,7 +1,7 @@
 """python -m layerzero.plan: plans the memory of a model on several numbers of ranks.
 
-Prints a table for each number, recommends `zero3_size` by the rule of docs/howto/zero3_size.md, and
-draws a picture. Exit status: 0 for success, 2 for a bad command. An error is one line on stderr.
+Prints a table for each number, and recommends `zero3_size` by the rule of docs/howto/zero3_size.md.
+Exit status: 0 for success, 2 for a bad command. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--param-dtype", choices=_DTYPES, default="bfloat16")
     add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
     add("--units", help="names of module classes, such as Block,Head; default: those of lists")
-    add("--out", type=Path, default=Path("plan.png"), help="the picture; needs matplotlib")
     return parser
 
 
@@ -102,7 +100,6 @@ def _run(options: argparse.Namespace) -> None:
     if options.zero3_size is None:
         sizes = ", ".join(f"{plan.zero3_size} on {plan.world_size} ranks" for plan in chosen)
         print(f"recommended zero3_size, for devices of {size_text(memory)}: {sizes}")
-    _draw(chosen, memory, options.out)
 
 
 def _choose(
@@ -195,27 +192,3 @@ def _optimizer(text: str) -> str | float:
         return float(text)
     except ValueError:
         return text
-
-
-def _draw(plans: Sequence[MemoryPlan], memory: int, path: Path) -> None:
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        print("no picture: matplotlib is not installed (pip install matplotlib)")
-        return
-    figure = figures.Figure(figsize=(3.4 + 1.4 * len(plans), 4.5), layout="constrained")
-    axes = figure.subplots()
-    labels = [f"{plan.world_size} ranks\nzero3_size={plan.zero3_size}" for plan in plans]
-    kinds = dict.fromkeys(kind for plan in plans for kind in plan.by_kind)
-    floor = [0.0] * len(plans)
-    for kind in kinds:
-        heights = [plan.by_kind.get(kind, (0, 0))[1] / 1e9 for plan in plans]
-        if any(heights):
-            axes.bar(labels, heights, bottom=floor, label=kind, width=0.6)
-            floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    if max(floor) > memory / 2e9:
-        axes.axhline(memory / 1e9, color="black", linestyle="--", label=f"{size_text(memory)}")
-    axes.set_ylabel("GB on the fullest rank, at the peak")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    print(f"picture: {path}")

@@ -19,9 +19,7 @@ from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import ShardGroup
-from layerzero.flat.placement import Placement
 from layerzero.memory_budget.learner import Learner
-from layerzero.memory_budget.meter import Meter
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
@@ -74,9 +72,9 @@ class PlannedModel(ZeRO3):
         root.extensions.add(moments)
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
-            learner = _PlannedLearner(root, topology.placement, arguments.memory_budget, count)
-            root.extensions.add(learner)
-            self.__dict__["_learner"] = learner
+            self.__dict__["_learner"] = _PlannedLearner(
+                root, topology.placement, arguments.memory_budget, _PlannedMeter(count)
+            )
 
     @property
     def learns(self) -> bool:
@@ -214,15 +212,6 @@ class _PlannedVerifiedContext(VerifiedContext):
 
 class _PlannedLearner(Learner):
     """Every rank holds what this one holds."""
-
-    def __init__(
-        self, root: RootState, placement: Placement, budget: int, count: StorageCount
-    ) -> None:
-        self._storages = count
-        super().__init__(root, placement, budget)
-
-    def _make_meter(self, device: torch.device) -> Meter:
-        return _PlannedMeter(self._storages)
 
     def _weights_changed(self) -> bool:
         return True

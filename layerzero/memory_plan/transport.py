@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
+from layerzero.comm.streams import ChainedCollectives, InlineStream, OnThread, Streams, Waitable
 from layerzero.flat.groups import DEFAULT_TIMEOUT, ShardGroup
 from layerzero.memory_budget.meter import LateStream
 from layerzero.memory_budget.storages import StorageCount
@@ -106,16 +106,49 @@ class _Reducing(LateStream):
     def __init__(self, count: StorageCount) -> None:
         super().__init__()
         self._count = count
+        self.last: OnThread | None = None
+        """The work that runs, else what was queued last."""
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         def counted() -> Waitable | None:
+            # What was queued after it is not sent yet.
+            queued, self.last = self.last, item
             with self._count.of_kind("reduction buffers"):
-                return work()
+                started = work()
+            self.last = queued
+            return started
 
-        item = super()._enqueue(counted)
+        item = self.last = cast("OnThread", super()._enqueue(counted))
         while self._late and not self.is_late:
             self._late.popleft().run()
         return item
+
+
+class _Gathering(InlineStream):
+    """The unshard stream on gloo: whatever waits for a gather finds earlier reductions done.
+
+    Messages of a pair of ranks arrive in order.
+    """
+
+    def __init__(self, reduce: _Reducing) -> None:
+        self._reduce = reduce
+
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
+        return _Arriving(self._reduce.last, pending)
+
+
+class _Arriving(NamedTuple):
+    """A gather, and the last reduction before it."""
+
+    before: OnThread | None
+    pending: Waitable
+
+    def wait(self) -> None:
+        if self.before is not None and not self.before.is_done:
+            self.before.wait()
+        self.pending.wait()
 
 
 class _OnDevice(InlineStream):
@@ -148,7 +181,8 @@ class PlannedStreams(Streams):
         if on_accelerator:
             self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
         elif on_gloo:
-            self._usual = self.reduce = _Reducing(count)
+            self._usual = self.reduce = reduce = _Reducing(count)
+            self.unshard = _Gathering(reduce)
 
     def set_late(self, is_late: bool) -> None:
         """Whether reductions are finished only once they are waited for."""

@@ -18,7 +18,7 @@ from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
 from layerzero.step_ledger.merge import Merged, merge
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
-from layerzero.step_ledger.text import Figures, as_text
+from layerzero.step_ledger.text import as_text
 from layerzero.step_ledger.trace import write_trace
 
 _open: WeakSet[RootState] = WeakSet()
@@ -112,7 +112,7 @@ class Ledger:
     def __str__(self) -> str:
         if self._merged is None:
             return "Ledger of a block that has not ended"
-        return as_text(Figures(*(getattr(self, name) for name in Figures._fields)))
+        return as_text(self)
 
     def save(self, path: str | Path) -> None:
         """Write all ranks' timelines as JSON, which <https://ui.perfetto.dev> opens.

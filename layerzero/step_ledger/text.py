@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
-from layerzero.step_ledger.figures import GroupRow, RankRow, UnitRow
+from layerzero.step_ledger.figures import UnitRow
 
 _MAX_UNITS = 40
 _SMALL = 0.005
 """Milliseconds below which a reason is not printed."""
 
 
-class Figures(NamedTuple):
-    """What is printed: the properties of `Ledger` with these names."""
-
-    rank: int
-    num_steps: int
-    step_ms: float
-    parts: dict[str, float]
-    units: list[UnitRow]
-    groups: list[GroupRow]
-    ranks: list[RankRow]
-    advice: str
-
-
-def as_text(ledger: Figures) -> str:
+def as_text(ledger: Any) -> str:
+    """`ledger`: a `Ledger`, which lies above this file."""
     rows = ledger.units
     exposed = sum(row.exposed_gather_ms + row.exposed_reduce_ms for row in rows)
     ranks = ledger.ranks
@@ -34,7 +22,7 @@ def as_text(ledger: Figures) -> str:
         f"{ledger.step_ms:.2f} ms, of which {exposed:.2f} ms are exposed communication",
         "  ".join(f"{name} {ms:.2f}" for name, ms in ledger.parts.items()),
         "",
-        *_units(ledger),
+        *_units(rows),
         "",
         *_table(
             ["process group", "MB sent", "ms under way", "GB/s"],
@@ -69,8 +57,7 @@ def as_text(ledger: Figures) -> str:
     return "\n".join(lines)
 
 
-def _units(ledger: Figures) -> list[str]:
-    rows = ledger.units
+def _units(rows: list[UnitRow]) -> list[str]:
     hidden = sorted(rows, key=lambda row: row.exposed_gather_ms + row.exposed_reduce_ms)
     left_out = {id(row) for row in hidden[: max(len(rows) - _MAX_UNITS, 0)]}
     lines = _table(

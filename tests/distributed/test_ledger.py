@@ -23,8 +23,7 @@ from layerzero import ZeRO3
 from layerzero.comm.pending import Pending
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.clocks import read_clock
-from layerzero.step_ledger.records import REASONS
-from tests.harness.checks import NANOSECOND_MS, of_milliseconds
+from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import run_ranks
@@ -87,13 +86,13 @@ def _recorded(model: ZeRO3, count: int = 2, plant: Any = nullcontext) -> Ledger:
 
 
 @contextmanager
-def _slow_link(is_slow: Callable[[Pending], bool] = lambda _: True) -> Iterator[None]:
-    """Each collective arrives `DELAY_S` after somebody began to wait for it."""
+def _slow_link(delays: Callable[[Pending], float] = lambda _: 1) -> Iterator[None]:
+    """Each collective arrives so many times `DELAY_S` after something began to wait for it."""
     wait = Pending.wait_for_data
 
     def slow(pending: Pending) -> None:
-        if pending.works and is_slow(pending):
-            time.sleep(DELAY_S)
+        if pending.works:
+            time.sleep(DELAY_S * delays(pending))
         wait(pending)
 
     with mock.patch.object(Pending, "wait_for_data", slow):
@@ -102,12 +101,7 @@ def _slow_link(is_slow: Callable[[Pending], bool] = lambda _: True) -> Iterator[
 
 def _named(ledger: Ledger) -> str:
     """The reason with the most milliseconds, on all ranks."""
-    for row in ledger.units:
-        assert list(row.reasons) == list(REASONS)
-        exposed = row.exposed_gather_ms + row.exposed_reduce_ms
-        assert sum(row.reasons.values()) == of_milliseconds(exposed)
-        assert row.exposed_gather_ms <= row.gather_ms + NANOSECOND_MS
-        assert row.exposed_reduce_ms <= row.reduce_ms + NANOSECOND_MS
+    check_ledger(ledger)
     return max(ledger.reasons, key=lambda name: ledger.reasons[name])
 
 
@@ -142,10 +136,14 @@ def _faults() -> dict[str, str]:
     model = _model()
     for layer in model.module:
         layer.blocked_s = 2 * DELAY_S
-    small = functools.partial(
-        _slow_link, lambda pending: _Layer.in_backward and "all-gather" in pending.name
+    # Two gathers are issued behind a reduction that ends, by a thread that does not run then.
+    delays = {"all-gather of 0": 1, "all-gather of 1": 1}
+    delays |= {"reduce-scatter of 2": 1.5, "reduce-scatter of 3": 1.5}
+    behind = functools.partial(
+        _slow_link,
+        lambda pending: _Layer.in_backward and delays.get(pending.name.partition(" (")[0], 0),
     )
-    named["blocked host"] = _named_at_last("host-bound", lambda: _recorded(model, plant=small))
+    named["blocked host"] = _named_at_last("host-bound", lambda: _recorded(model, plant=behind))
 
     model = _model()
     huge = functools.partial(_slow_link, lambda pending: "reduce-scatter of 2" in pending.name)
@@ -317,12 +315,8 @@ def _figures_of_a_step(folder: str) -> None:
     for row, view in zip(ledger.units, views, strict=True):
         assert row.gather_bytes == view.nbytes * (2 if row.fqn else 1)
         assert row.reduce_bytes == view.nbytes
-        assert list(row.reasons) == list(REASONS)
-        exposed = row.exposed_gather_ms + row.exposed_reduce_ms
-        assert sum(row.reasons.values()) == of_milliseconds(exposed)
-        assert 0 < row.exposed_gather_ms <= row.gather_ms + NANOSECOND_MS
-        assert row.exposed_reduce_ms <= row.reduce_ms + NANOSECOND_MS
-    assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
+        assert row.exposed_gather_ms > 0
+    check_ledger(ledger)
     assert ledger.parts["between passes"] > 20
     (group,) = ledger.groups
     assert group.ranks == (0, 1)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero.step_ledger import Ledger
+from layerzero.step_ledger.records import REASONS
+
 HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """Whether layerzero's optimizers have the bits of torch's fused ones: else torch's arithmetic is
 another."""
@@ -89,6 +92,18 @@ NANOSECOND_MS = 1e-6
 def of_milliseconds(expected: float) -> Any:
     """What equals differences of readings of a clock, and sums of them."""
     return pytest.approx(expected, rel=1e-9, abs=NANOSECOND_MS)
+
+
+def check_ledger(ledger: Ledger) -> None:
+    """What holds for the rows of any ledger: each exposed millisecond has one reason."""
+    for row in ledger.units:
+        exposed = row.exposed_gather_ms + row.exposed_reduce_ms
+        assert list(row.reasons) == list(REASONS)
+        assert sum(row.reasons.values()) == of_milliseconds(exposed)
+        assert min(row.reasons.values()) >= 0
+        assert row.exposed_gather_ms <= row.gather_ms + NANOSECOND_MS
+        assert row.exposed_reduce_ms <= row.reduce_ms + NANOSECOND_MS
+    assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
 
 
 def assert_norm(

@@ -294,17 +294,13 @@ def make_small() -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.slow
-def test_the_command_prints_tables_recommends_and_draws(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "plan.png"
+def test_the_command_prints_tables_and_recommends(capsys: pytest.CaptureFixture[str]) -> None:
     model = "tests.unit.test_memory_plan:make_small"
-    assert main(["--model", model, "--ranks", "4,16", "--out", str(picture)]) == 0
+    assert main(["--model", model, "--ranks", "4,16"]) == 0
     said = capsys.readouterr().out
     assert said.count("the fullest of") == 2 and "optimizer state" in said
     assert "recommended zero3_size, for devices of 80.00 GB: 1 on 4 ranks, 8 on 16 ranks" in said
-    assert picture.read_bytes().startswith(b"\x89PNG") or "matplotlib is not installed" in said
-    tiny = ["--model", model, "--ranks", "16", "--memory", "200kB", "--out", str(picture)]
+    tiny = ["--model", model, "--ranks", "16", "--memory", "200kB"]
     assert main(tiny) == 0
     assert "16 on 16 ranks" in capsys.readouterr().out
 
