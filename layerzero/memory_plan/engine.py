@@ -61,7 +61,8 @@ class PlannedModel(ZeRO3):
         on_accelerator: bool,
     ) -> None:
         nn.Module.__init__(self)
-        plan.expert_lists.name_members()
+        if plan.expert_lists is not None:
+            plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         of: dict[str, Any] = {"count": count, "pace": pace, "on_accelerator": on_accelerator}
