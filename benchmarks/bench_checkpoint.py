@@ -53,18 +53,18 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import ZeRO3, checkpoint
-from layerzero.checkpoint.file_io import aligned_memory, direct_io, population, transfer
+from layerzero.checkpoint.file_io import direct_io, transfer
 from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
-from layerzero.checkpoint.format import preallocation
+from layerzero.checkpoint.format import folder
 
 SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
 PARTS: dict[str, tuple[Any, str, Any]] = {
     "direct_io": (direct_io, "_MIN_NBYTES", 1 << 62),
-    "aligned_memory": (aligned_memory, "_MIN_NBYTES", 1 << 62),
+    "aligned_memory": (transfer, "_MIN_PAGES_NBYTES", 1 << 62),
     "threads": (transfer, "_NUM_THREADS", 1),
-    "preallocation": (preallocation, "_fallocate", lambda: None),
-    "population": (population, "_madvise", lambda: None),
+    "preallocation": (folder, "_fallocate", lambda: None),
+    "population": (direct_io, "_madvise", lambda: None),
 }
 """What turns each part off: module, name and value."""
 PARTS_NAMES = ("layerzero", *(f"without_{part}" for part in (*PARTS, "all")), "dcp", "dd")

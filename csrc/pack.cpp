@@ -17,15 +17,11 @@
 // row is fetched by hand, a line at a time, while this one is converted: up to a sixth less time
 // for rows of 1 to 4 KB. Longer rows, wider outputs and plain copies gain nothing.
 // docs/internals/pad_copy.md.
-//
-// checked_pack_ also takes the checksum of each of k equal chunks of out, from blocks that it has
-// just written: they are still in the first cache. What goes past the cache is staged there first.
 #include <algorithm>
 
 #include "checks.h"
 #include "convert.h"
 #include "ops.h"
-#include "word_sums.h"
 
 namespace layerzero {
 
@@ -40,10 +36,6 @@ constexpr int64_t kUnit = 64;
 constexpr int64_t kAheadNbytes = 4096;
 // Rows that are looked at for the next one with a source: between two there is at most padding.
 constexpr int64_t kLookahead = 2;
-// Bytes of out between two looks at its checksum; more where a matrix is turned tile by tile.
-constexpr int64_t kBlockNbytes = 1 << 14;
-constexpr int64_t kTransposedNbytes = 1 << 22;
-constexpr int64_t kWord = 8;
 
 struct Job {
   const Source* sources;
@@ -104,33 +96,6 @@ void pack_range(const Job& job, int64_t begin, int64_t end, char* to) {
     }
     begin = stop;
     to += count * job.out_itemsize;
-  }
-}
-
-struct CheckedJob {
-  Job job;
-  uint64_t* sums;
-  int64_t num_chunks;
-  int64_t skip;  // the chunk that needs no checksum
-  int64_t block_numel;
-  Copy stream;  // from out's dtype to itself, past the cache; null: not past the cache
-};
-
-void pack_and_sum(const CheckedJob& work, int64_t begin, int64_t end) {
-  alignas(64) char staged[kBlockNbytes];
-  const Job& job = work.job;
-  const int64_t chunk_numel = job.out_numel / work.num_chunks;
-  const SumWords sum_words = kernels().sum_words;
-  while (begin < end) {
-    const int64_t chunk = begin / chunk_numel;
-    const int64_t stop = std::min({end, begin + work.block_numel, (chunk + 1) * chunk_numel});
-    char* const out = job.out + begin * job.out_itemsize;
-    char* const to = work.stream != nullptr ? staged : out;
-    pack_range(job, begin, stop, to);
-    if (chunk != work.skip)
-      add_to(work.sums + chunk, sum_words(to, (stop - begin) * job.out_itemsize));
-    if (work.stream != nullptr) work.stream(staged, out, stop - begin, 1.0, nullptr);
-    begin = stop;
   }
 }
 
@@ -210,15 +175,6 @@ void pack(const Job& job) {
                  });
 }
 
-// Where chunks do not begin at whole words, checksums are taken afterwards.
-void sum_chunks(const CheckedJob& work) {
-  const int64_t chunk_nbytes = work.job.out_numel / work.num_chunks * work.job.out_itemsize;
-  for (int64_t chunk = 0; chunk < work.num_chunks; ++chunk) {
-    if (chunk == work.skip) continue;
-    work.sums[chunk] = kernels().sum_words(work.job.out + chunk * chunk_nbytes, chunk_nbytes);
-  }
-}
-
 }  // namespace
 
 void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -232,48 +188,6 @@ void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
   check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
   if (out.numel == 0) return;
   pack(make_job(out, segs, sources, unbox<double>(stack[3]), unbox<bool>(stack[4])));
-}
-
-void checked_pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const Handle out_tensor(unbox<AtenTensorHandle>(stack[0]));
-  const Handle sums_tensor(unbox<AtenTensorHandle>(stack[1]));
-  TensorList list(stack[2]);
-  const Handle segs_tensor(unbox<AtenTensorHandle>(stack[3]));
-  const auto past_cache = unbox<bool>(stack[6]);
-
-  const Output out = check_output(out_tensor, "pack_");
-  const SegsShape segs = check_segs_shape(segs_tensor, out);
-  const Sources sources = check_sources(list, out, {"pack_", "source", true, false, -1});
-  check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
-  uint64_t* const sums = check_sums(sums_tensor, "checked_pack_", -1);
-  const int64_t num_chunks = numel_of(sums_tensor);
-  if (num_chunks < 1 || out.numel % num_chunks != 0)
-    refuse("checked_pack_: out has ", out.numel, " elements, which are no ", num_chunks,
-           " equal chunks");
-  std::fill_n(sums, num_chunks, 0);
-  if (out.numel == 0) return;
-
-  const bool transposes = std::any_of(sources.items.begin(), sources.items.end(),
-                                      [](const Source& source) { return source.rows != 0; });
-  const bool whole_words = out.nbytes() / num_chunks % kWord == 0;
-  const bool stages = past_cache && !transposes && whole_words;
-  const int64_t block_nbytes = transposes ? kTransposedNbytes : kBlockNbytes;
-  const CheckedJob checked{
-      make_job(out, segs, sources, unbox<double>(stack[4]), past_cache && !whole_words),
-      sums,
-      num_chunks,
-      unbox<int64_t>(stack[5]),
-      block_nbytes / size_of(out.dtype),
-      stages ? kernels().stream[out.dtype][out.dtype] : nullptr};
-  if (!whole_words) {
-    pack(checked.job);
-    sum_chunks(checked);
-    return;
-  }
-  parallel_units(out.numel, kUnit, kMinPerThread, &checked,
-                 [](const void* context, int64_t begin, int64_t end) {
-                   pack_and_sum(*static_cast<const CheckedJob*>(context), begin, end);
-                 });
 }
 
 }  // namespace layerzero

@@ -23,7 +23,8 @@ def log_units(module: nn.Module, root: RootState) -> None:
 
     Reads all of its modules: called only on the first rank, and if level INFO is on.
     """
-    lines = [_summary(module, root), *_placements(root.units), *_precisions(module, root.units)]
+    lines = [_summary(module, root), *_placements(root.units), *_padding(root.units)]
+    lines += _precisions(module, root.units)
     optional = names_of_optional(root.units[0])
     lines += [f"a rank may skip: {names_text(optional)}"] if optional else []
     _logger.info("\n  ".join([*lines, _gathering(root)]))
@@ -61,6 +62,24 @@ def _placements(units: Sequence[Unit]) -> list[str]:
             if unit.label not in labels:
                 labels.append(unit.label)
     return [f"{text}: {names_text(labels)}" for text, labels in by_placement.items()]
+
+
+def _padding(units: Sequence[Unit]) -> list[str]:
+    """Padding that borders on rows need, and the unit with most of it if that is over 1 %."""
+    rows = [unit for unit in units if any(h.row_multiple is not None for h in unit.handles)]
+    if not rows:
+        return []
+    padded = {unit: sum(h.layout.padded_numel for h in unit.handles) for unit in rows}
+    share = sum(padded.values()) / max(sum(unit.num_parameters for unit in rows), 1) - 1
+    text = f"borders between shards lie on rows: padding adds {share:.2%}"
+    worst = max(rows, key=lambda unit: padded[unit] - unit.num_parameters)
+    of_worst = padded[worst] / max(worst.num_parameters, 1) - 1
+    if of_worst > 0.01:
+        text += (
+            f", and {of_worst:.2%} to {worst.label}: a smaller zero3_size or layout='elements' "
+            "pads less"
+        )
+    return [text]
 
 
 def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:

@@ -64,7 +64,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
     before it runs and freed after. The module itself becomes the root unit, which holds all other
-    parameters. `parameters()` returns this rank's 1-D sharded parameters: give them to any
+    parameters. `parameters()` returns this rank's parts of them (`layout`): give them to any
     element-wise optimizer. Names in `named_parameters()`, `named_modules()`, `state_dict()` and so
     on are the original ones. Attributes that the wrapper does not define are the wrapped module's.
 
@@ -145,6 +145,10 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             what is prefetched, and where micro-batches add up: `memory_choice`
             (docs/howto/memory.md). It takes the place of `reshard_after_forward`,
             `forward_prefetch`, `backward_prefetch` and `limit_all_gathers`.
+        layout: where a parameter is cut. "elements": anywhere; each sharded parameter is 1-D.
+            "rows": between rows (slices of dimension 0); it is [rows of this rank, *shape[1:]],
+            possibly of 0 rows, and 1-D only if the original has fewer than two dimensions.
+            "rows(32)": at multiples of 32 rows (docs/howto/optimizers.md).
 
     Raises:
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
@@ -184,6 +188,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         verify: Verify | None = None,
         on_nonfinite: OnNonFinite | None = None,
         memory_budget: int | str | None = None,
+        layout: str = "elements",
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}

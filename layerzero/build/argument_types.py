@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, get_args
@@ -172,6 +173,17 @@ def check_module(module: nn.Module) -> None:
             f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
             "wrap a module that contains it"
         )
+
+
+def check_layout(value: object) -> int | None:
+    """The number of rows of which borders between shards lie at multiples; None: at any element."""
+    found = re.fullmatch(r"rows(?:\(([1-9]\d*)\))?", value) if isinstance(value, str) else None
+    if found is None and value != "elements":
+        raise ValueError(
+            "layout: expected 'elements', 'rows', or 'rows(32)' for borders at multiples of 32 "
+            f"rows, got {value!r}"
+        )
+    return None if found is None else int(found[1] or 1)
 
 
 def check_memory_budget(value: object, reshards: object, prefetch_is_default: bool) -> int | None:

@@ -16,6 +16,7 @@ from layerzero.build.argument_types import (
     check,
     check_device,
     check_ignored,
+    check_layout,
     check_memory_budget,
     check_module,
     check_param_init_fn,
@@ -98,6 +99,8 @@ class Arguments:
     verify: Verify | None
     memory_budget: int | None
     """Budget in bytes."""
+    row_multiple: int | None
+    """`layout`: None for "elements", 1 for "rows"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +237,7 @@ def check_arguments(
     ours["group"] = find_group(given["process_group"])
     ours["prefetch"] = _policy(PrefetchPolicy, "prefetch", ours, _PREFETCH)
     ours["reduction"] = _policy(ReductionPolicy, "reduction", ours, _REDUCTION)
+    ours["row_multiple"] = check_layout(given["layout"])
     ours["memory_budget"] = check_memory_budget(
         given["memory_budget"],
         given["reshard_after_forward"],

@@ -18,7 +18,7 @@ from layerzero.build.wrap import UnitPlan, Visit
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.comm.pending import Operation
 from layerzero.config import GatherBudget, MixedPrecision
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flat_param import OriginalParameter, kinds_of_rows
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
@@ -193,6 +193,14 @@ class _UnitBuilder:
             # requires_grad.
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
             kinds.setdefault(key, []).append(original)
+        flats = [
+            (compute_dtype, part)
+            for (_, compute_dtype, _), originals in kinds.items()
+            for part in kinds_of_rows(
+                originals, placement, device, compute_dtype, self.given.row_multiple
+            )
+        ]
+        groups = [part for _, part in flats]
         host = HostMemory(arguments.offload.pin_memory, device)
         handles = [
             FlatParamHandle(
@@ -203,8 +211,9 @@ class _UnitBuilder:
                 reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
                 params_on=host if arguments.offload.params else None,
                 grads_on=host if arguments.offload.grads else None,
+                row_multiple=self.given.row_multiple,
             )
-            for (_, compute_dtype, _), originals in kinds.items()
+            for compute_dtype, originals in flats
         ]
         is_mean = arguments.gradient_reduction == "mean"
         *wrappers, inside = and_wrapped(plan.module)
@@ -214,7 +223,7 @@ class _UnitBuilder:
             plan.fqn,
             plan.module,
             handles,
-            list(kinds.values()),
+            groups,
             UnitOptions(
                 mixed_precision=mixed_precision,
                 reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
@@ -225,7 +234,7 @@ class _UnitBuilder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        self.parts.name_in_state_dicts(unit, list(kinds.values()))
+        self.parts.name_in_state_dicts(unit, groups)
         hooks.install_on_calls(plan.module, unit)
         owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
         for module in owners.values():

@@ -126,6 +126,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "verify": given.verify,
         "on_nonfinite": given.on_nonfinite,
         "memory_budget": given.memory_budget,
+        "layout": given.row_multiple,
         "device": plan.device.type,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())

@@ -10,8 +10,7 @@ from layerzero.checkpoint.delta.apply import apply_delta
 from layerzero.checkpoint.delta.patch import DeltaError, Patch
 from layerzero.checkpoint.delta.stream import DeltaStream
 from layerzero.checkpoint.loading import load
-from layerzero.checkpoint.save_handle import SaveHandle
-from layerzero.checkpoint.saving import save
+from layerzero.checkpoint.saving import SaveHandle, save
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.get_state_dict import get_model_state_dict, get_optimizer_state_dict
 from layerzero.state_dict.parameter_shard import ParameterShard

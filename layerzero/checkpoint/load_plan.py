@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.checkpoint.file_io.batches import Transfer
+from layerzero.checkpoint.file_io.transfer import Transfer
 from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
@@ -67,8 +67,6 @@ class LoadPlan:
     """By the optimizer's name; "" for a single one."""
     transfers: list[Transfer] = field(default_factory=list)
     """Their tensors are on meta until memory is allocated."""
-    lives: list[Hashable] = field(default_factory=list)
-    """Lifetime of each transfer's memory; equal values are freed at the same time."""
     options: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Options of each group of each optimizer that is loaded."""
     state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]] = field(default_factory=dict)
@@ -288,8 +286,7 @@ class LoadPlanner:
         self._times_read[kind, name] = times + 1
         number = self._numbers[kind, name] + times * len(self._numbers)
         entry = replace(entry, name=name, tensor=part)
-        self.plan.transfers.append(Transfer(place.file, place.entry, number, entry))
-        self.plan.lives.append(life)
+        self.plan.transfers.append(Transfer(place.file, place.entry, number, entry, life))
         return len(self.plan.transfers) - 1
 
     def _note_missing(self, what: str) -> None:

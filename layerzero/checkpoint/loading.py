@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.aligned_memory import in_memory
 from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan, LoadPlanner
@@ -123,8 +122,8 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> bytes:
-        plan.transfers = in_memory(plan.transfers, plan.lives)
-        tallies.extend(read_ranges(source.folder, plan.transfers, report))
+        plan.transfers, found = read_ranges(source.folder, plan.transfers, report)
+        tallies.extend(found)
         read = zip(tallies, plan.transfers, strict=True)
         return pack_tallies([tally for tally, t in read if not t.entry.is_whole])
 

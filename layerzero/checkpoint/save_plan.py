@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.checkpoint.file_io.batches import Transfer
-from layerzero.checkpoint.file_io.transfer import sum_tallies
+from layerzero.checkpoint.file_io.transfer import Transfer, sum_tallies
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import announce, merge, plan_files
 from layerzero.checkpoint.format.inventory import (

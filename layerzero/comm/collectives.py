@@ -57,20 +57,13 @@ def all_gather(
     slices = slices_of(full, group)
     if slices[group.rank].data_ptr() != shard.data_ptr():
         slices[group.rank].copy_(shard)
-    return gather_from_peers(slices, shard, group, operation)
+    return messages.exchange(slices, [shard] * group.size, group, operation)
 
 
 def slices_of(full: torch.Tensor, group: ShardGroup) -> list[torch.Tensor]:
     """Views of `full`, the part of each rank."""
     numel = full.numel() // group.size
     return [full[peer * numel : (peer + 1) * numel] for peer in range(group.size)]
-
-
-def gather_from_peers(
-    slices: Sequence[torch.Tensor], shard: torch.Tensor, group: ShardGroup, operation: Operation
-) -> Pending:
-    """`all_gather` without the copy of this rank's own part; only where messages carry names."""
-    return messages.exchange(slices, [shard] * group.size, group, operation)
 
 
 def reduce_scatter(

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import not_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -17,6 +17,16 @@ from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 from layerzero.watch.slow_waits import WatchesWaits, other_waits
 from layerzero.watch.watchdog import Watchdog
+
+
+class Timer(Protocol):
+    """Notes the times of one collective, on whatever thread and stream it is awaited."""
+
+    def issued(self, nbytes: int) -> None:
+        """The collective starts, of so many bytes: those of the whole tensor."""
+
+    def ended(self) -> None:
+        """The data is there; called again once the result is ready, if the engine computes that."""
 
 
 class Operation(NamedTuple):
@@ -31,6 +41,7 @@ class Operation(NamedTuple):
     """Set in a model whose messages carry names, except for tensor-parallel collectives."""
     model: int = 0
     """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
+    timer: Timer | None = None
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
@@ -71,6 +82,8 @@ class Pending:
         """Works in order of posting; None for one that was waited for: never wait for it twice."""
         watchdog = operation.watchdog
         self._events_before = () if watchdog is None else watchdog.events_before()
+        if operation.timer is not None:
+            operation.timer.issued(nbytes if operation.detector is None else nbytes * group.size)
 
     @property
     def name(self) -> str:
@@ -163,6 +176,8 @@ class Pending:
         self.works = ()
 
     def _record_done(self) -> None:
+        if self.operation.timer is not None:
+            self.operation.timer.ended()
         if self.operation.watchdog is not None:
             self._done_event = self.operation.watchdog.record_event()
 

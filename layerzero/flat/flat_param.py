@@ -39,7 +39,13 @@ from torch import nn
 from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
-from layerzero.flat.layout import FlatLayout, alignment_of
+from layerzero.flat.layout import (
+    FlatLayout,
+    alignment_of,
+    part_shape,
+    row_numels,
+    split_by_rows,
+)
 from layerzero.flat.parameter_info import (
     ParameterInfo,
     copy_attributes,
@@ -68,6 +74,27 @@ class OriginalParameter:
     """This rank's value before flattening, detached; of a DTensor, the local tensor."""
 
 
+def kinds_of_rows(
+    originals: Sequence[OriginalParameter],
+    placement: Placement,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    row_multiple: int | None,
+) -> list[Sequence[OriginalParameter]]:
+    """Parameters of one dtype, by the flat parameter that they belong in: `split_by_rows`."""
+    # Of whole DTensors, so that it is the same on all tensor-parallel ranks.
+    shapes = [original.parameter.shape for original in originals]
+    itemsize = min(originals[0].parameter.dtype.itemsize, compute_dtype.itemsize)
+    parts = split_by_rows(
+        [shape.numel() for shape in shapes],
+        placement.num_main_shards,
+        alignment_of(device.type, itemsize),
+        placement.owned_slices,
+        row_numels(shapes, row_multiple),
+    )
+    return [[originals[index] for index in part] for part in parts]
+
+
 def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Have `tensor`, which stays the same object, lie where `value` does."""
     tensor.data = value
@@ -93,7 +120,10 @@ class FlatParam:
     params_on: HostMemory | None
     """Host memory that holds the main shard; None: it is on the device."""
     sharded_params: list[nn.Parameter]
-    """One 1-D sharded parameter per original one; the user and the optimizer see these."""
+    """One sharded parameter per original one; the user and the optimizer see these. 1-D; with
+    `row_multiple` [rows, *shape[1:]], unless the original has fewer than two dimensions."""
+    row_multiple: int | None
+    """Borders between shards lie at multiples of this number of rows; None: at any element."""
     unsharded_params: list[nn.Parameter]
     """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
@@ -124,6 +154,7 @@ class FlatParam:
         reduce_dtype: torch.dtype,
         params_on: HostMemory | None = None,
         grads_on: HostMemory | None = None,
+        row_multiple: int | None = None,
     ) -> None:
         """Copy this rank's part of `originals`, all of one dtype, to `device`. Not collective.
 
@@ -138,11 +169,13 @@ class FlatParam:
         self.splits = tuple(split_of(original.parameter) for original in originals)
         self.shapes = tuple(value.shape for value in values)
         self.placement = placement
+        self.row_multiple = row_multiple
         self.layout = FlatLayout.build(
             [value.numel() for value in values],
             placement.num_main_shards,
             alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
             slices=placement.owned_slices,
+            rows=row_numels(self.shapes, row_multiple),
         )
         self._is_gathered = False
         """Whether what was gathered last is still to be used, unless `versions` have changed."""
@@ -202,14 +235,15 @@ class FlatParam:
         pack_(self.main_shard, sources, Segments.build(rows, self.layout.shard_numel))
 
     def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
-        _, start, stop, offset = self._shard_ranges[index]
-        part = self.main_shard[offset : offset + stop - start]
+        _, start, stop, _ = self._shard_ranges[index]
+        part = self._part_of(self.main_shard, index)
         shape, split = original.parameter.shape, self.splits[index]
         # After `rewrap`, reuse the former Parameter object if its range did not change.
         kept = sharded_param_of(original.parameter)
         info = None if kept is None else get_info(kept)
         is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
         lies_alike = kept is not None and (kept.dtype, kept.device) == (part.dtype, part.device)
+        is_same = is_same and kept is not None and kept.shape == part.shape
         if kept is not None and is_same and lies_alike:
             sharded = kept  # An optimizer may hold it, with state of this range.
             sharded.data = part
@@ -220,6 +254,15 @@ class FlatParam:
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
         set_sharded_param(original.parameter, sharded)
         return sharded
+
+    def _part_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """View of this rank's part of parameter `index` in a tensor laid out like its main shard,
+        with the shape of the sharded parameter."""
+        _, start, stop, offset = self._shard_ranges[index]
+        part, shape = shard[offset : offset + stop - start], self.shapes[index]
+        if self.row_multiple is None or len(shape) < 2:
+            return part
+        return part.view(part_shape(shape, stop - start))
 
     def _make_full(
         self,
@@ -417,13 +460,13 @@ class FlatParam:
 
     def _check_assigned(self, parameter: nn.Parameter, unit: str) -> None:
         index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
-        numel, dtype, device = self._shard_ranges[index].numel, *self._kind
+        shape, (dtype, device) = (*self._part_of(self.main_shard, index).shape,), self._kind
         new = parameter.detach()
-        if (*new.shape,) != (numel,) or new.dtype != dtype or new.device != device:
+        if (*new.shape,) != shape or new.dtype != dtype or new.device != device:
             raise ValueError(
                 f"{unit} (rank {self.placement.rank}): the data of parameter "
                 f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
-                f"shape {(numel,)}, {dtype} on {device}, got shape "
+                f"shape {shape}, {dtype} on {device}, got shape "
                 f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
                 "wrapping it, and change full values inside summon_full_params()"
             )
@@ -439,11 +482,9 @@ class FlatParam:
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_whole or self.has_compute_shard or not any(self.splits):
                 self._move_main_shard()
-            for (_, start, stop, offset), parameter in zip(
-                self._shard_ranges, self.sharded_params, strict=True
-            ):
+            for index, parameter in enumerate(self.sharded_params):
                 # Through `.data`: assigning counts as no write, as in torch.
-                own = self.main_shard.data[offset : offset + stop - start]
+                own = self._part_of(self.main_shard.data, index)
                 own.copy_(values.get(id(parameter), own))
                 _put(parameter, own)
         self._is_gathered = False

@@ -19,7 +19,7 @@ is written only when the pass has ended (step/deliver.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -97,6 +97,7 @@ class GradientBuffer:
         self._dtype = dtype
         self._device = device
         self._sharded_params = sharded_params
+        self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self._splits = splits
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
@@ -146,6 +147,10 @@ class GradientBuffer:
         self._whole = Segments.concatenate([self.layout.numel])
         self._plan_pair()
         self._split_sizes, self._split_indices = self._plan_split()
+        self._split_shapes = [
+            self._sharded_params[index].shape if index >= 0 else (size,)
+            for index, size in zip(self._split_indices, self._split_sizes, strict=True)
+        ]
         if former is not None:
             self._move_sums(former, waiting)
 
@@ -295,10 +300,7 @@ class GradientBuffer:
             self._outgoing.allocate()
 
     def collect(
-        self,
-        unsharded_params: Sequence[nn.Parameter],
-        keep_accumulating: bool = False,
-        pack: Callable[..., object] = pack_,
+        self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False
     ) -> None:
         """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
@@ -307,7 +309,6 @@ class GradientBuffer:
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
                 it ends in `buffer` or in `pair`, ready to be sent.
-            pack: what fills `buffer` if nothing waits; does what `pack_` does.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
@@ -318,9 +319,9 @@ class GradientBuffer:
             self.holds_sum = True
             return
         if not self.holds_sum:
-            area, fill = (self._sum, pack_) if keep_accumulating else (self._outgoing, pack)
+            area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
-            fill(area.tensor, gradients, self._segments)
+            pack_(area.tensor, gradients, self._segments)
             self.holds_sum = True
             return
         if self._sum is self._earlier.area:
@@ -411,7 +412,7 @@ class GradientBuffer:
         for start, part in self.waiting(index):
             first, last = max(start, info.range[0]), min(start + part.numel(), info.range[1])
             if first < last:
-                target = own[first - info.range[0] : last - info.range[0]]
+                target = own.view(-1)[first - info.range[0] : last - info.range[0]]
                 target.add_(part[first - start : last - start].to(own.device))
 
     def drop_waiting(self, index: int) -> None:
@@ -595,16 +596,18 @@ class GradientBuffer:
     def pieces(
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, this rank's part of its gradient); index -1: padding."""
+        """(index of the parameter, this rank's part of its gradient, in the shape of the sharded
+        parameter); index -1: padding."""
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is not None:
-            parts = chunk.to(dtype).split_with_sizes(self._split_sizes)
+            parts: Iterable[torch.Tensor] = chunk.to(dtype).split_with_sizes(self._split_sizes)
+            if self._are_shaped:
+                parts = map(torch.Tensor.view, parts, self._split_shapes)
             return zip(self._split_indices, parts, strict=True)
         return (
-            (index, (gradient * scale).reshape(-1).to(device, dtype))
-            if scale != 1.0
-            else (index, gradient.reshape(-1).to(device, dtype))
+            (index, scaled.reshape(self._sharded_params[index].shape).to(device, dtype))
             for index, gradient in self._local.items()
+            for scaled in [gradient * scale if scale != 1.0 else gradient]
         )
 
 

@@ -27,9 +27,9 @@ Note [Borders on rows]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 from typing import NamedTuple
 
 CPU_ALIGNMENT_NBYTES = 64
@@ -57,6 +57,22 @@ def alignment_of(device_type: str, itemsize: int) -> int:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def row_numels(shapes: Iterable[Sequence[int]], multiple: int | None) -> list[int] | None:
+    """`rows` for `FlatLayout.build`: elements of `multiple` rows of each shape; None if that is.
+
+    Parameters of fewer than two dimensions are cut anywhere.
+    """
+    if multiple is None:
+        return None
+    return [max(prod(shape[1:]) * multiple, 1) if len(shape) > 1 else 1 for shape in shapes]
+
+
+def part_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """The shape of `numel` elements, in whole rows, of a parameter of this shape."""
+    row = prod(shape[1:])
+    return (numel // row if row else 0, *shape[1:])
 
 
 class ShardRange(NamedTuple):

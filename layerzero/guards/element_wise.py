@@ -102,7 +102,7 @@ def _refuse_muon(optimizer: torch.optim.Optimizer) -> None:
     )
     raise ValueError(
         f"{type(optimizer).__name__} orthogonalizes whole matrices, but was given sharded "
-        f"parameters such as {infos[0].fqn!r}, which are this rank's 1-D parts of them. Use "
+        f"parameters such as {infos[0].fqn!r}, which are this rank's parts of them. Use "
         f"{_whole_of(optimizer)} with matrices = [p for p in model.parameters() if "
         f"p.layerzero.ndim == 2].{also}"
     )
@@ -142,7 +142,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     if not is_known and (sharded_params.are_parts or sharded_params.ndim > 1):
         warn_once(
             f"not known to be element-wise: {name}",
-            f"{name} was given sharded parameters, which are this rank's 1-D parts. If it uses "
+            f"{name} was given sharded parameters, which are this rank's parts. If it uses "
             "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "
             f"trains differently than unsharded: use {whole}, or {element_wise}",
             is_first=sharded_params.owner.issues_warnings,
@@ -160,7 +160,7 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
     """Warn if groups were made by `parameter.ndim`: one has all shapes, and another is empty."""
     empty = {g.get("weight_decay") for g in optimizer.param_groups if not g["params"]}
     held = {g.get("weight_decay") for g in optimizer.param_groups if g["params"]}
-    is_matrix = {original_ndim(each) > 1 for each in _parameters(optimizer)}
+    is_matrix = {original_ndim(each) > each.ndim for each in _parameters(optimizer)}
     if len(held) != 1 or is_matrix != {True, False} or not empty or empty == held:
         return
     decay = max(empty | held, key=lambda each: each or 0.0)

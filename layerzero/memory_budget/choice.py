@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from layerzero.config import BackwardPrefetch
 from layerzero.memory_budget.timeline import Settings, Timeline
@@ -36,8 +37,6 @@ class MemoryChoice:
     """Where micro-batches without gradient synchronization add up."""
     saved_bytes: int
     """Bytes of full buffers that a step gathers less than one that keeps nothing full."""
-    saved_seconds: float
-    """What these gathers took, each alone."""
 
     def __str__(self) -> str:
         names = [name or "the root unit" for name in self.kept]
@@ -55,31 +54,18 @@ class MemoryChoice:
         )
 
 
-class Costs:
+class Costs(NamedTuple):
     """What each unit takes and saves; the same numbers on every rank."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        seconds: Sequence[float],
-        never_kept: frozenset[int],
-        sum_nbytes: int,
-        sum_seconds: float,
-    ) -> None:
-        """
-        Args:
-            sizes: bytes of each unit's full buffers.
-            seconds: of one gather of each unit.
-            never_kept: units that must be freed after forward.
-            sum_nbytes: what unreduced sums of micro-batches hold more, if they are not sharded; 0
-                where there is no such choice.
-            sum_seconds: what they save in a step.
-        """
-        self.sizes = sizes
-        self.seconds = seconds
-        self.never_kept = never_kept
-        self.sum_nbytes = sum_nbytes
-        self.sum_seconds = sum_seconds
+    sizes: Sequence[int]
+    """Bytes of each unit's full buffers."""
+    never_kept: frozenset[int]
+    """Units that must be freed after forward."""
+    sum_nbytes: int
+    """What unreduced sums of micro-batches hold more if they are not sharded; 0 where there is no
+    such choice."""
+    sum_saving: int
+    """Bytes that ranks reduce less for each other in a step if they are not sharded."""
 
 
 def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
@@ -93,23 +79,23 @@ def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
 
 
 def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
-    """Settings, each of which holds more bytes than the one before and takes less time.
+    """Settings, each of which holds more bytes than the one before and sends fewer.
 
-    Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most seconds
-    for each byte; of equal units the one that runs last in forward, which is kept for the shortest
-    time.
+    Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most gathers
+    for each byte that it holds; of equal units the one that runs last in forward, which is kept for
+    the shortest time.
     """
     settings = Settings(prefetches_in_backward=True)
     yield settings
     settings = settings._replace(forward_depth=1)
     yield settings
     rungs: list[tuple[float, int, int]] = [
-        (costs.seconds[unit] * gathers / costs.sizes[unit], _last_use(timeline, unit), unit)
+        (gathers, _last_use(timeline, unit), unit)
         for unit, gathers in timeline.gathers.items()
         if costs.sizes[unit] and unit not in costs.never_kept
     ]
     if costs.sum_nbytes:
-        rungs.append((costs.sum_seconds / costs.sum_nbytes, -1, -1))
+        rungs.append((costs.sum_saving / costs.sum_nbytes, -1, -1))
     for _, _, unit in sorted(rungs, reverse=True):
         if unit < 0:
             settings = settings._replace(sums_unsharded=True)
@@ -121,20 +107,3 @@ def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
 def _last_use(timeline: Timeline, unit: int) -> int:
     events = enumerate(timeline.events)
     return max((i for i, e in events if e.unit == unit and not e.in_backward), default=0)
-
-
-def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Seconds by the line `latency + size / bandwidth` closest to those measured.
-
-    Single measurements of a few milliseconds would put equal units in an order of chance.
-    """
-    if not sizes:
-        return []
-    count, mean_size = len(sizes), sum(sizes) / len(sizes)
-    mean = sum(seconds) / count
-    spread = sum((size - mean_size) ** 2 for size in sizes)
-    products = zip(sizes, seconds, strict=True)
-    covariance = sum((size - mean_size) * (each - mean) for size, each in products)
-    slope = covariance / spread if spread else mean / mean_size
-    slope = min(max(slope, 0.0), mean / mean_size)  # Neither part may be below zero.
-    return [mean + slope * (size - mean_size) for size in sizes]

@@ -2,7 +2,7 @@
 
     step 1          nothing full: optimizer state is made
     steps 2 to 5    nothing full: the most bytes between any two gathers or frees are noted
-    step 6          ranks agree on the highest of them, time each gather alone, and choose
+    step 6          ranks agree on the highest of them, and choose
 
 A step ends with the first forward after a backward that reduced gradients and an optimizer that
 changed weights on any rank. Until the choice is made a forward costs an exchange of two numbers,
@@ -13,34 +13,30 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement
-from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, fitted, ladder
-from layerzero.memory_budget.late import LateStream
-from layerzero.memory_budget.meter import Meter, make_meter
+from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
+from layerzero.memory_budget.meter import LateStream, Meter, make_meter
 from layerzero.memory_budget.timeline import Event, Settings, Timeline
 from layerzero.notices import outside, warn_once
 from layerzero.ops import Segments
 from layerzero.step.accumulation import AccumulationCosts
+from layerzero.step.calls import ForwardPass
+from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.verify.context import VerifiedContext
 
 _logger = logging.getLogger(__name__)
 _STEPS = 5
-_TIMES = 2
-"""How often each gather is timed; the fastest counts."""
 _CHECKSUMS = 4
 """A gather in forward and in backward, a reduction, and a comparison of what rests."""
-_ACTIONS = frozenset({"unshard", "reshard", "reduce"})
 
 
 def learn(root: RootState, placement: Placement, budget: int) -> Learner:
@@ -51,11 +47,11 @@ def learn(root: RootState, placement: Placement, budget: int) -> Learner:
         NotImplementedError: nobody knows what lives on the device.
     """
     learner = Learner(root, placement, budget)
-    root.watch_forwards(learner.before_forward)
+    root.extensions.add(learner)
     return learner
 
 
-class Learner:
+class Learner(Extension):
     """Holds the memory budget of one model."""
 
     choice: MemoryChoice | None
@@ -86,11 +82,8 @@ class Learner:
         assert root is not None, "it calls this"
         return root
 
-    def before_forward(self) -> bool:
-        """A forward of the model begins. Collective; the choice blocks the host.
-
-        Returns:
-            Whether to be called before the next one, too.
+    def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
+        """A forward of the model begins. Collective; blocks the host.
 
         Raises:
             RuntimeError: on every rank: the budget is less than a step needs.
@@ -106,25 +99,28 @@ class Learner:
                 is_first=self._placement.is_first,
                 stacklevel=outside(),
             )
-            return True
-        if self._record is None:
+        elif self._record is None:
             if torch.is_grad_enabled():
                 self._start()
-            return True
-        if root.reducer.adds_up:
+        elif root.reducer.adds_up:
             self._saw_micro_batches = True
-            return True
-        if not self._record.has_reduced:
-            return True
-        peak = self._record.look() + self._slack
-        changed, peak = self._highest([int(self._weights_changed()), peak])
-        if changed:
-            self._end_step(peak)
-        if self._num_steps < _STEPS:
-            return True
-        self._stop()
-        self._choose()
-        return False
+        elif self._record.has_reduced:
+            peak = self._record.look() + self._slack
+            changed, peak = self._highest([int(self._weights_changed()), peak])
+            if changed:
+                self._end_step(peak)
+            if self._num_steps == _STEPS:
+                self._stop()
+                self._choose()
+                root.extensions.remove(self)
+
+    def begin_action(self, action: str, unit: str) -> None:
+        if self._record is not None and action in ("unshard", "reduce"):
+            self._record.note(action, unit)
+
+    def end_action(self, action: str, unit: str) -> None:
+        if self._record is not None and action == "reshard":
+            self._record.note(action, unit)
 
     # Measuring --------------------------------------------------------------------------------
 
@@ -140,14 +136,12 @@ class Learner:
         self._stops = weakref.finalize(root, self._meter.stop)
         numbers = {unit.label: unit.index for unit in root.units}
         self._record = _Record(self._meter, numbers, root)
-        root.context.watch_actions(self._record.range_of)
         root.streams.finish_late(LateStream())
         self._versions = _versions(root)
 
     def _stop(self) -> None:
         root = self._root
         self._stops()
-        root.context.watch_actions(None)
         root.streams.finish_late(None)
         self._record = None
 
@@ -196,7 +190,7 @@ class Learner:
                 )
         timeline = self._agreed(Timeline.highest(self._steps))
         self._steps = []
-        costs = self._costs(timeline)
+        costs = self._costs()
         settings = choose(timeline, costs, self._budget)
         decides = _decides_sums(root)
         _apply(root, settings, decides)
@@ -228,38 +222,13 @@ class Learner:
             table = gather_small(table, group, name("memory budget", "the model", group)).amax(0)
         return [int(number) for number in table.tolist()]
 
-    def _costs(self, timeline: Timeline) -> Costs:
+    def _costs(self) -> Costs:
         root = self._root
         sizes = [unit.nbytes for unit in root.units]
-        timed = [unit for unit in root.units if unit.nbytes and not unit.is_optional]
-        fastest = self._highest([round(1e9 * self._seconds(unit)) for unit in timed])
-        seconds = [0.0] * len(sizes)
-        groups = {id(unit.handles[0].placement.shard_group) for unit in timed}
-        for group in groups:
-            inside = [
-                (unit, each / 1e9)
-                for unit, each in zip(timed, fastest, strict=True)
-                if id(unit.handles[0].placement.shard_group) == group
-            ]
-            line = fitted([unit.nbytes for unit, _ in inside], [each for _, each in inside])
-            for (unit, _), each in zip(inside, line, strict=True):
-                seconds[unit.index] = each
         # A unit that only some ranks run has another place in the step of each rank.
         never = frozenset(unit.index for unit in root.units if unit.is_optional)
-        saved = sum(seconds) * (root.reducer.num_micro_batches - 1)
-        return Costs(
-            sizes, seconds, never, _more_unsharded(root) if self._chooses_sums else 0, saved
-        )
-
-    def _seconds(self, unit: Unit) -> float:
-        """How long a gather of the unit takes, alone. Collective; blocks the host."""
-        fastest = float("inf")
-        for _ in range(_TIMES):
-            begin = time.perf_counter()
-            self._root.pregather([unit], waits=True)
-            fastest = min(fastest, time.perf_counter() - begin)
-            unit.reshard()
-        return fastest
+        more = _more_unsharded(root) if self._chooses_sums else 0
+        return Costs(sizes, never, more, sum(sizes) * (root.reducer.num_micro_batches - 1))
 
     @property
     def _chooses_sums(self) -> bool:
@@ -279,7 +248,6 @@ class Learner:
             backward_prefetch=root.scheduler.backward_prefetch,
             accumulation="sharded" if root.reducer.sums_sharded else "unsharded",
             saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
-            saved_seconds=sum(costs.seconds[unit] * number for unit, number in gathers.items()),
         )
 
 
@@ -297,12 +265,6 @@ class _Record:
     def has_reduced(self) -> bool:
         return any(event.action == "reduce" for event in self._events)
 
-    def range_of(
-        self, action: str, label: str, inner: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        """`inner`, the profiler's range of an action; its begin or end is an event."""
-        return _Range(self, action, label, inner) if action in _ACTIONS else inner
-
     def note(self, action: str, label: str) -> None:
         self.look()
         self._events.append(Event(action, self._numbers[label], self._context.in_backward))
@@ -318,27 +280,6 @@ class _Record:
         taken = Timeline.of(self._events, self._peaks)
         self._events, self._peaks = [], [0]
         return taken
-
-
-class _Range:
-    """What is freed is noted when that is done, all else when it begins."""
-
-    def __init__(
-        self, record: _Record, action: str, label: str, inner: AbstractContextManager[object]
-    ) -> None:
-        self._note: Callable[[], None] = lambda: record.note(action, label)
-        self._at_end = action == "reshard"
-        self._inner = inner
-
-    def __enter__(self) -> object:
-        if not self._at_end:
-            self._note()
-        return self._inner.__enter__()
-
-    def __exit__(self, *error: object) -> bool | None:
-        if self._at_end:
-            self._note()
-        return self._inner.__exit__(*error)  # type: ignore[arg-type]
 
 
 def _apply(root: RootState, settings: Settings, decides_sums: bool) -> None:

@@ -11,13 +11,16 @@ Note [Below all other modes]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves
 
+from layerzero.comm.streams import FinishingStream, OnThread, Waitable
 from layerzero.memory_budget.storages import CountingMode, StorageCount, begin_resizes, end_resizes
 
 _PLAIN = torch.Tensor.__torch_dispatch__
@@ -129,3 +132,32 @@ def _remove(mode: _TouchingMode) -> None:
     for each in stack:
         if each is not mode:
             dispatch._push_mode(each)
+
+
+class LateStream(FinishingStream):
+    """Runs its work on the thread that waits for it, after all that was enqueued before.
+
+    The thread of gloo's reduce stream frees what a reduction held some time after its data has
+    come. What a step holds at most differs by that from run to run; a budget must hold for the
+    latest time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: deque[OnThread] = deque()
+
+    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
+        self._last = _Late(work, self._late)
+        self._late.append(self._last)
+        return self._last
+
+
+class _Late(OnThread):
+    def __init__(self, work: Callable[[], Waitable | None], queue: deque[OnThread]) -> None:
+        super().__init__(work, threading.current_thread())
+        self._before = queue
+
+    def wait(self) -> None:
+        while not self.is_done:
+            self._before.popleft().run()
+        super().wait()

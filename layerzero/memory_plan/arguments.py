@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from layerzero.build.plan import WrapPlan, plan_wrapping
 from layerzero.build.topology import Topology, check_sizes
 from layerzero.build.wrap import make_chooser
 from layerzero.flat.groups import ShardGroup
-from layerzero.memory_plan.experts import Policy, placements_of, with_all_experts, with_ranks
-from layerzero.memory_plan.hollow import hollow_copy
-from layerzero.memory_plan.transport import Pace, PlannedGroups, planned_axes
+from layerzero.flat.parameter_info import copy_attributes
+from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.memory_plan.experts import placements_of, with_ranks
+from layerzero.memory_plan.transport import planned_axes, planned_group
 from layerzero.step.unit import get_unit
 
 _CPU = torch.device("cpu")
@@ -35,8 +37,6 @@ class Wish(NamedTuple):
     """The arguments of `ZeRO3` by name."""
     world_size: int
     device: torch.device
-    ranks: Collection[int]
-    """Those that have all of the module: its experts, too."""
 
     @property
     def on_accelerator(self) -> bool:
@@ -44,13 +44,11 @@ class Wish(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """One rank's part, ready to be built."""
+    """A copy of the module without memory, ready to be built for one rank."""
 
     module: nn.Module
     plan: WrapPlan
-    topology: Topology
     arguments: Arguments
-    pace: Pace
 
 
 def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: int) -> Wish:
@@ -70,33 +68,20 @@ def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: in
     device = _device(given["device"])
     # They are read several times.
     given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
-    module = given["module"]
     given = {**given, "process_group": None, "device": _CPU}
-    wish = Wish(module, given, world_size, device, range(world_size))
-    everyone = PlannedGroups(0, "gloo", Pace())(range(world_size))
-    arguments = _checked(given, unknown, everyone)
+    wish = Wish(given["module"], given, world_size, device)
+    _checked(given, unknown, world_size)
     _refuse_unplanned(wish)
-    if given["auto_wrap_policy"] is not None:
-        given["auto_wrap_policy"] = with_ranks(_chooser(given))
-        arguments = replace(arguments, auto_wrap_policy=given["auto_wrap_policy"])
-    plan = plan_wrapping(module, arguments, lambda: everyone.ranks)
-    if plan.optional is not None and plan.optional.failure is not None:
-        raise plan.optional.failure
-    check_sizes([everyone], arguments, is_first=True)
-    return wish._replace(ranks=with_all_experts(plan.experts, world_size))
+    policy = given["auto_wrap_policy"]
+    if policy is not None:
+        ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
+        given["auto_wrap_policy"] = with_ranks(make_chooser(policy, wish.module, *ignored))
+    return wish
 
 
-def _chooser(given: Mapping[str, Any]) -> Policy:
-    ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
-    return make_chooser(given["auto_wrap_policy"], given["module"], *ignored)
-
-
-def prepare(wish: Wish, rank: int) -> Prepared:
-    """Copy the module without memory, and plan its units for one rank."""
-    copied, copies = hollow_copy(wish.module)
-    pace = Pace()
-    groups = PlannedGroups(rank, "nccl" if wish.on_accelerator else "gloo", pace)
-    everyone = groups(range(wish.world_size))
+def prepare(wish: Wish) -> Prepared:
+    """Copy the module without memory, and plan its units. Raises as `check_wish`."""
+    copied, copies = _hollow_copy(wish.module)
     # Values are not read: nothing has to be initialised or made equal.
     given = {
         **_of_copy(wish, copied, copies),
@@ -104,28 +89,43 @@ def prepare(wish: Wish, rank: int) -> Prepared:
         "param_init_fn": None,
         "sync_module_states": False,
     }
-    arguments = _checked(given, {}, everyone)
-    plan = plan_wrapping(copied, arguments, lambda: everyone.ranks)
+    arguments = _checked(given, {}, wish.world_size)
+    plan = plan_wrapping(copied, arguments, lambda: tuple(range(wish.world_size)))
+    if plan.optional is not None and plan.optional.failure is not None:
+        raise plan.optional.failure
+    return Prepared(copied, plan, arguments)
+
+
+def topology_of(wish: Wish, prepared: Prepared, rank: int) -> Topology:
+    """The groups and placements of one rank."""
+    _, plan, arguments = prepared
+    backend = "nccl" if wish.on_accelerator else "gloo"
+    everyone = planned_group(rank, range(wish.world_size), backend)
     size = arguments.zero3_size or wish.world_size
     table = [list(range(at, at + size)) for at in range(0, wish.world_size, size)]
 
     def group_of(ranks: Sequence[int]) -> ShardGroup:
-        return everyone if len(ranks) == wish.world_size else groups(ranks)
+        if len(ranks) == wish.world_size:
+            return everyone
+        ranks = sorted(ranks)
+        return planned_group(ranks.index(rank), ranks, backend)
 
     in_order = arguments.reduction.deterministic
     placement = place(table, rank, arguments.outer, in_order, group_of)
     if arguments.reduction.separate_groups:
         placement = replace(placement, reduce_lane=placement.reduce_groups)
-    topology = Topology(
+    return Topology(
         placement=placement,
         placements=placements_of(plan, placement, rank, arguments.outer, in_order, group_of),
-        tensor_parallel_groups=planned_axes(plan.mesh, everyone.backend),
+        tensor_parallel_groups=planned_axes(plan.mesh, backend),
     )
-    return Prepared(copied, plan, topology, arguments, pace)
 
 
-def _checked(given: dict[str, Any], unknown: Mapping[str, Any], everyone: ShardGroup) -> Arguments:
-    return check_arguments(given, unknown, lambda *_: everyone.process_group)
+def _checked(given: dict[str, Any], unknown: Mapping[str, Any], world_size: int) -> Arguments:
+    everyone = planned_group(0, range(world_size), "gloo")
+    arguments = check_arguments(given, unknown, lambda *_: everyone.process_group)
+    check_sizes([everyone], arguments, is_first=True)
+    return arguments
 
 
 def _device(device: object) -> torch.device:
@@ -190,3 +190,40 @@ def _of_copy(wish: Wish, copied: nn.Module, copies: Mapping[int, Any]) -> dict[s
     if callable(given["reshard_after_forward"]):
         result["reshard_after_forward"] = on_original(given["reshard_after_forward"])
     return result
+
+
+def _hollow_copy(module: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
+    """A copy of `module` with its parameters and buffers on the meta device.
+
+    Returns:
+        (the copy, what became of each object, keyed by its id).
+
+    Raises:
+        ValueError: the module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            for tensor in tensors.values():
+                if tensor is not None and id(tensor) not in memo:
+                    memo[id(tensor)] = _hollow(tensor)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ValueError(
+            f"plan_memory: this {type(module).__name__} cannot be copied, and the plan runs a copy "
+            f"of it: {type(error).__name__}: {error}"
+        ) from error
+    return copied, memo
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    made = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device="meta")
+    split = split_of(tensor)
+    if split is not None:
+        made = split.wrap(made)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    copy_attributes(tensor, made)
+    return made

@@ -7,41 +7,38 @@ Replaced is what would leave the process (transport.py), and what needs values o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build_units, join_units
 from layerzero.build.compare_values import Digests
 from layerzero.build.materialize import Materializer, Place
-from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import Placement
+from layerzero.memory_budget.learner import Learner
+from layerzero.memory_budget.meter import Meter
 from layerzero.memory_budget.storages import StorageCount
-from layerzero.memory_plan.budget import PlannedLearner
-from layerzero.memory_plan.transport import (
-    Pace,
-    PlannedExchange,
-    PlannedOperations,
-    PlannedStreams,
-)
-from layerzero.memory_plan.verified import PlannedVerifiedContext
+from layerzero.memory_plan.arguments import Prepared
+from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
-from layerzero.step.calls import ForwardCall
 from layerzero.step.context import RuntimeContext
+from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
-from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import Unit
 from layerzero.verify import context_for
+from layerzero.verify.context import VerifiedContext
+from layerzero.verify.wire import Checksums
 from layerzero.zero3 import ZeRO3
 
 ROOT = "the root"
@@ -52,27 +49,20 @@ class PlannedModel(ZeRO3):
 
     def __init__(
         self,
-        module: nn.Module,
-        plan: WrapPlan,
+        prepared: Prepared,
         topology: Topology,
-        arguments: Arguments,
         count: StorageCount,
-        pace: Pace,
         on_accelerator: bool,
     ) -> None:
         nn.Module.__init__(self)
+        module, plan, arguments = prepared
         if plan.expert_lists is not None:
             plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
-        of: dict[str, Any] = {"count": count, "pace": pace, "on_accelerator": on_accelerator}
-        make = functools.partial(
-            make_root,
-            make=functools.partial(_PlannedRoot, **of),
-            make_exchange=_exchange_of,
-        )
+        make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
         parts = Parts(
-            make_root=make,
+            make_root=functools.partial(make_root, make=make, make_exchange=_exchange_of),
             make_context=context_for(arguments.verify),
             name_in_state_dicts=module_state.install,
         )
@@ -81,10 +71,12 @@ class PlannedModel(ZeRO3):
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
+        self.__dict__["_moments"] = moments = _Moments(root.units, count)
+        root.extensions.add(moments)
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
-            learner = PlannedLearner(root, topology.placement, arguments.memory_budget, count)
-            root.watch_forwards(learner.before_forward)
+            learner = _PlannedLearner(root, topology.placement, arguments.memory_budget, count)
+            root.extensions.add(learner)
             self.__dict__["_learner"] = learner
 
     @property
@@ -93,12 +85,16 @@ class PlannedModel(ZeRO3):
         learner = self.__dict__["_learner"]
         return learner is not None and learner.choice is None
 
+    def set_late(self, is_late: bool) -> None:
+        """Whether reductions on gloo are finished only once they are waited for."""
+        streams = self._root_state.streams
+        assert isinstance(streams, PlannedStreams), "made by a planned root"
+        streams.set_late(is_late)
+
     def refuse_skipped(self) -> None:
         """Raise ValueError if the forward has entered not all optional modules."""
-        scheduler = self._root_state.scheduler
-        assert isinstance(scheduler, _PlannedScheduler), "made by a planned root"
         for unit in self._root_state.units:
-            if unit.is_optional and unit.handles and unit not in scheduler.used:
+            if unit.is_optional and unit.handles and unit not in self.__dict__["_moments"].used:
                 raise ValueError(
                     f"plan_memory: this batch does not enter {unit.fqn!r} of optional_modules; "
                     "the fullest rank enters all of them: plan with a batch that does"
@@ -125,92 +121,133 @@ class _WithoutValues(Materializer):
                         self._allocate(Place(tensors, name))
 
 
-class _PlannedScheduler(UnshardScheduler):
-    """Notes which units are used, and whose backward begins."""
+class _Moments(Extension):
+    """Notes which unit is at work, and what its gradients and reductions hold."""
 
-    def count_in(self, count: StorageCount) -> None:
-        self._storages = count
+    def __init__(self, units: Sequence[Unit], count: StorageCount) -> None:
+        self._units = {unit.label: unit for unit in units}
+        self._count = count
+        self._before = ("", ""), ""
+        """Moment and kind before a reduction."""
         self.used: set[Unit] = set()
 
-    def ensure_unsharded(self, unit: Unit, prefetches: bool, in_backward: bool) -> None:
-        if in_backward:
-            self._storages.now_at(name_of(unit), "backward")
+    def begin_call(self, unit: Unit) -> None:
         self.used.add(unit)
-        super().ensure_unsharded(unit, prefetches, in_backward)
+        self._count.now_at(unit.fqn or ROOT, "forward")
+
+    def end_call(self, unit: Unit) -> None:
+        self._count.now_at(ROOT, "forward")
+
+    def begin_backward(self, unit: Unit) -> None:
+        self._count.now_at(unit.fqn or ROOT, "backward")
+
+    def begin_action(self, action: str, unit: str) -> None:
+        if action == "reduce":
+            count, reduced = self._count, self._units[unit]
+            unsharded = (each for handle in reduced.handles for each in handle.unsharded_params)
+            count.mark((each.grad for each in unsharded if each.grad is not None), "gradients")
+            self._before = count.moment, count.kind
+            count.now_at(reduced.fqn or ROOT, "reduction")
+            count.kind = "reduction buffers"
+
+    def end_action(self, action: str, unit: str) -> None:
+        if action == "reduce":
+            self._count.moment, self._count.kind = self._before
 
 
-class _CountedReducer(GradientReducer):
-    """Counts what reductions hold; all ranks have the gradients that this one has."""
-
-    def count_in(self, count: StorageCount) -> None:
-        self._storages = count
-
-    def reduce(self, unit: Unit) -> None:
-        count = self._storages
-        unsharded = (each for handle in unit.handles for each in handle.unsharded_params)
-        count.mark((each.grad for each in unsharded if each.grad is not None), "gradients")
-        with count.at(name_of(unit), "reduction"), count.of_kind("reduction buffers"):
-            super().reduce(unit)
+class _PlannedReducer(GradientReducer):
+    """All ranks have the gradients that this one has."""
 
     def exchange_presence(
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        started = super().exchange_presence(reductions)
-        del started  # It would read what other ranks have answered.
+        super().exchange_presence(reductions)  # What it returns would read answers.
         return lambda: [(reduction, reduction.present) for reduction in reductions]
 
 
 class _PlannedRoot(RootState):
-    """Counts memory by what it is for, and notes which unit is at work."""
-
-    scheduler: _PlannedScheduler
-    reducer: _CountedReducer
-    _scheduler_class = _PlannedScheduler
-    _reducer_class = _CountedReducer
+    _reducer_class = _PlannedReducer
 
     def __init__(
-        self,
-        *arguments: Any,
-        count: StorageCount,
-        pace: Pace,
-        on_accelerator: bool,
-        **named: Any,
+        self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
     ) -> None:
-        self._pace = pace
-        self._storages = count
-        self._on_accelerator = on_accelerator
+        self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
         if named["make_context"] is not RuntimeContext:
-            named["make_context"] = functools.partial(
-                PlannedVerifiedContext, count=count, on_accelerator=on_accelerator
-            )
+            named["make_context"] = functools.partial(_PlannedVerifiedContext, **self._planned)
         super().__init__(*arguments, **named)
-        self.scheduler.count_in(count)
-        self.reducer.count_in(count)
 
     def _make_streams(self, finishing_thread: bool) -> Streams:
-        of_reductions = functools.partial(self._storages.of_kind, "reduction buffers")
-        return PlannedStreams(
-            self.device, finishing_thread, self._pace, of_reductions, self._on_accelerator
-        )
+        return PlannedStreams(self.device, finishing_thread, **self._planned)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return PlannedOperations(self.device, groups)
+        return PlannedOperations(self.device, self.streams)
 
-    def begin_call(self, unit: Unit) -> ForwardCall:
-        if not self.context.in_backward:
-            self._storages.now_at(name_of(unit), "forward")
-        return super().begin_call(unit)
 
-    def end_call(self, call: ForwardCall, outputs: object) -> None:
-        super().end_call(call, outputs)
-        if not self.context.in_backward:
-            self._storages.now_at(ROOT, "forward")
+class _PlannedVerifiedContext(VerifiedContext):
+    """Sends, sums and keeps as a `VerifiedContext`; compares nothing.
+
+    Every step is one that is checked, which holds the most.
+    """
+
+    def __init__(
+        self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
+    ) -> None:
+        self._storages = count
+        self._on_accelerator = on_accelerator
+        super().__init__(*arguments, **named, every=1)
+
+    def _watch_steps(self) -> None:
+        """No real optimizer's step concerns it."""
+
+    def _keep(self, checksums: torch.Tensor) -> Checksums:
+        if self._on_accelerator:
+            self._storages.mark([checksums], "other")
+            return checksums
+        return [0] * checksums.numel()
+
+    def note_weights(self) -> None:
+        RuntimeContext.note_weights(self)
+        self._checksums.clear()
+
+    def before_delivery(self) -> None:
+        self._wire.clear(self._wire.used())
+
+
+class _PlannedLearner(Learner):
+    """Every rank holds what this one holds."""
+
+    def __init__(
+        self, root: RootState, placement: Placement, budget: int, count: StorageCount
+    ) -> None:
+        self._storages = count
+        super().__init__(root, placement, budget)
+
+    def _make_meter(self, device: torch.device) -> Meter:
+        return _PlannedMeter(self._storages)
+
+    def _weights_changed(self) -> bool:
+        return True
+
+    def _highest(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
+
+
+class _PlannedMeter:
+    """Reads the count of the planned rank."""
+
+    def __init__(self, count: StorageCount) -> None:
+        self._count = count
+
+    def start(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.look()
+
+    def look(self) -> int:
+        return self._count.restart()
+
+    def stop(self) -> None:
+        return None
 
 
 def _exchange_of(root: RootState) -> Exchange:
     """Every rank enters those optional units that this one enters."""
     return PlannedExchange(next(h.placement for u in root.units for h in u.handles).rank)
-
-
-def name_of(unit: Unit) -> str:
-    return unit.fqn or ROOT

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from layerzero.flat.flat_param import FlatParam
 from layerzero.memory_plan.arguments import Wish, check_wish, prepare
-from layerzero.memory_plan.fullest import fullest_ranks
+from layerzero.memory_plan.experts import with_all_experts
 from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank, Usage
 from layerzero.zero3 import ZeRO3
 
@@ -110,16 +111,52 @@ def plan_memory(
     given, unknown = _named(module, arguments)
     wish = check_wish(given, unknown, world_size)
     checked, planned = _batch(batch), _check_optimizer(optimizer)
-    usages: dict[int, Usage] = {}
-    start = min(wish.ranks)
-    first = PlannedRank(prepare(wish, start), planned, wish.on_accelerator)
-    for rank in fullest_ranks(first.model.handles, wish.ranks):
-        is_first = rank == start
-        of_rank = (
-            first if is_first else PlannedRank(prepare(wish, rank), planned, wish.on_accelerator)
-        )
-        usages[rank] = of_rank.run(checked)
+    prepared = prepare(wish)
+    ranks = with_all_experts(prepared.plan.experts, world_size)
+    first = PlannedRank(wish, prepared, min(ranks), planned)
+    usages = {
+        rank: (
+            first if rank == min(ranks) else PlannedRank(wish, prepare(wish), rank, planned)
+        ).run(checked)
+        for rank in _fullest_ranks(first.model.handles, ranks)
+    }
     return _fullest(usages, wish)
+
+
+def _fullest_ranks(handles: Iterable[FlatParam], candidates: Collection[int]) -> list[int]:
+    """The rank with the most elements, and the one with the largest piece of a parameter: all have
+    equal shards, but not equal parts of parameters.
+
+    Optimizer state has the size of the pieces; temporaries of `optimizer.step()` that of one piece.
+
+    Args:
+        candidates: the ranks to choose from; rising.
+    """
+    totals: dict[int, int] = {}
+    largest: dict[int, int] = {}
+    for handle in handles:
+        itemsize, holders = handle.main_shard.itemsize, handle.placement.holders()
+        for shard, numel in _pieces(handle):
+            rank = next((each for each in holders[shard] if each in candidates), None)
+            if rank is not None:
+                totals[rank] = totals.get(rank, 0) + numel * itemsize
+                largest[rank] = max(largest.get(rank, 0), numel * itemsize)
+    if not totals:
+        return [min(candidates)]
+    found = {max(of, key=lambda rank: (of[rank], -rank)) for of in (totals, largest)}
+    return sorted(found)
+
+
+def _pieces(handle: FlatParam) -> Iterator[tuple[int, int]]:
+    """(main shard, elements in it) of each trainable parameter."""
+    layout = handle.layout
+    for index in handle.gradients.layout.trainable:
+        start, numel = layout.starts[index], layout.numels[index]
+        if numel:
+            last = (start + numel - 1) // layout.shard_numel
+            for shard in range(start // layout.shard_numel, last + 1):
+                begin, end = layout.owned_range(index, shard)
+                yield shard, end - begin
 
 
 def _fullest(usages: Mapping[int, Usage], wish: Wish) -> MemoryPlan:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,13 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.utils._pytree import tree_map_only
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.memory_budget.storages import StorageCount, sums
-from layerzero.memory_plan.arguments import Prepared
+from layerzero.memory_plan.arguments import Prepared, Wish, topology_of
 from layerzero.memory_plan.engine import ROOT, PlannedModel
-from layerzero.memory_plan.hollow import allocated
-from layerzero.memory_plan.sequences import one_sequence_a_row
 from layerzero.step.tensors import find_tensors
 
 _YOUNG = 1
@@ -47,17 +47,14 @@ class Usage(NamedTuple):
 class PlannedRank:
     """One rank of a planned world: its model, and the count of what it holds."""
 
-    def __init__(self, prepared: Prepared, optimizer: Optimizer, on_accelerator: bool) -> None:
+    def __init__(self, wish: Wish, prepared: Prepared, rank: int, optimizer: Optimizer) -> None:
         self._count = StorageCount()
-        self._pace = prepared.pace
         self._optimizer = optimizer
-        self._on_accelerator = on_accelerator
+        self._on_accelerator = wish.on_accelerator
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._hollow(), self._count.of_kind("other"):
-            module, plan, topology, arguments, pace = prepared
-            self.model = PlannedModel(
-                module, plan, topology, arguments, self._count, pace, on_accelerator
-            )
+            topology = topology_of(wish, prepared, rank)
+            self.model = PlannedModel(prepared, topology, self._count, wish.on_accelerator)
             self._mark_engine()
 
     def run(self, batch: Batch) -> Usage:
@@ -68,7 +65,7 @@ class PlannedRank:
                 optional modules.
         """
         with self._hollow():
-            args, kwargs = allocated(batch)
+            args, kwargs = _allocated(batch)
             step = _Step(self.model, self._count, self._optimizer, self._on_accelerator)
             step(args, kwargs)
             self.model.refuse_skipped()
@@ -77,7 +74,7 @@ class PlannedRank:
             peaks = []
             for is_late in (True,) if self._on_accelerator else (True, False):
                 gc.collect(_YOUNG)
-                self._pace.set_late(is_late)
+                self.model.set_late(is_late)
                 self._count.restart()
                 step(args, kwargs)
                 at_peak = sums(self._count.at_peak())
@@ -145,7 +142,7 @@ class _Step:
     def __call__(self, args: Any, kwargs: Any) -> None:
         count, model = self._count, self._model
         count.now_at(ROOT, "forward")
-        with _values_are_refused(), one_sequence_a_row(kwargs):
+        with _values_are_refused(), _one_sequence_a_row(kwargs):
             output = model(*args, **kwargs)
             for handle in model.handles:
                 if handle.post_forward_shard is not None:
@@ -223,3 +220,32 @@ def _values_are_refused() -> Iterator[None]:
             f"plan_memory: the module's forward depends on values of tensors ({error}), and a plan "
             "has none; plan it with that part left out or replaced by fixed shapes"
         ) from error
+
+
+@contextmanager
+def _one_sequence_a_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let transformers find no packed sequences inside, unless the batch has positions.
+
+    It looks at values of positions, and takes tensors without values for those of several sequences
+    in a row, which need an explicit mask. Positions that the model makes itself are of one.
+    """
+    module, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    if not hasattr(module, name) or "position_ids" in kwargs:
+        yield
+        return
+    found = getattr(module, name)
+    setattr(module, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(module, name, found)
+
+
+def _allocated(batch: Any) -> Any:
+    """`batch` with each tensor replaced by a new one of its shape and dtype, on the CPU."""
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, fresh, batch)

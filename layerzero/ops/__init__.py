@@ -21,7 +21,6 @@ __all__ = [
     "ZEROS",
     "NativeStatus",
     "Segments",
-    "checked_pack_",
     "checked_sum_",
     "copy_crc32_",
     "crc32",
@@ -115,41 +114,6 @@ def pack_(
     torch.ops.layerzero.pack_.default(out, srcs, table, scale, nt)
     _note_written(out)
     return out
-
-
-def checked_pack_(
-    out: torch.Tensor,
-    srcs: Sequence[torch.Tensor],
-    segs: Segments,
-    num_chunks: int,
-    skip: int = -1,
-) -> torch.Tensor:
-    """`pack_`, and in the same pass the checksum of each of the equal chunks of `out`.
-
-    Args:
-        num_chunks: of `out`, whose size is a multiple of it.
-        skip: the chunk that needs no checksum; -1: none.
-
-    Returns:
-        [num_chunks] int64 on out's device, as of `word_sums`; 0 for the chunk that is skipped.
-
-    Raises:
-        ValueError: the arguments do not fit together; nothing was written.
-    """
-    if out.dtype not in reference.DTYPES or out.numel() != segs.numel:
-        pack_(out, srcs, segs)
-        chunks = list(out.detach().view(num_chunks, -1).unbind())
-        if skip >= 0:
-            chunks[skip] = out.new_empty(0)
-        return word_sums(chunks)
-    if out.device.type != "cpu":
-        segs.check_sources([src.numel() for src in srcs])
-    table = segs.on(out.device) if has_kernel(out.device.type) else segs.table
-    sums = torch.empty(num_chunks, dtype=torch.int64, device=out.device)
-    past_cache = out.nbytes >= STREAMING_NBYTES
-    torch.ops.layerzero.checked_pack_.default(out, sums, srcs, table, 1.0, skip, past_cache)
-    _note_written(out)
-    return sums
 
 
 def ordered_sum_(

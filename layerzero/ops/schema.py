@@ -46,11 +46,6 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
         step_reference.flat_step_,
         _fake_flat_step,
     ),
-    "checked_pack_(Tensor(a!) out, Tensor(b!) sums, Tensor[] srcs, Tensor segs, float scale, "
-    "int skip=-1, bool nt=False) -> ()": (
-        checked.checked_pack_,
-        _checks(reference.check_pack, 0, 2, 3),
-    ),
     "checked_sum_(Tensor(a!) out, Tensor(b!) sums, Tensor[] parts, float scale, int skip=-1)"
     " -> ()": (checked.checked_sum_, _checks(reference.check_ordered_sum, 0, 2)),
     "word_sums_(Tensor(a!) out, Tensor[] xs) -> ()": (word_sums_, _checks(lambda: None)),

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerzero.optim.adamw import AdamW
     from layerzero.optim.decay import decay_groups
-    from layerzero.optim.lion import Lion
     from layerzero.optim.nonempty import nonempty_parameters
     from layerzero.optim.norm import global_norm
     from layerzero.optim.scaler import GradScaler
-    from layerzero.optim.sgd import SGD
+    from layerzero.optim.sgd_and_lion import SGD, Lion
     from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
 _LAZY = {
-    "SGD": "sgd",
+    "SGD": "sgd_and_lion",
     "AdamW": "adamw",
     "GradScaler": "scaler",
-    "Lion": "lion",
+    "Lion": "sgd_and_lion",
     "WholeTensorOptimizer": "whole_tensor",
     "decay_groups": "decay",
     "global_norm": "norm",

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.placement import Placement, sum_dtype
-from layerzero.optim.norm import Part, checked_norm_type, global_power, root_of_power
+from layerzero.flat.placement import sum_dtype
+from layerzero.optim.norm import (
+    Part,
+    checked_norm_type,
+    global_power,
+    root_of_power,
+    sharded_parts,
+)
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
@@ -21,14 +27,18 @@ class Clipped(NamedTuple):
     """The parameters whose gradients are clipped by one norm."""
 
     root: RootState
-    sharded: Sequence[tuple[Placement, Sequence[nn.Parameter]]]
-    """Sharded parameters by placement: all placements of the model, also those without any."""
+    units: Sequence[Unit]
+    """Units with sharded parameters."""
     replicated: Sequence[nn.Parameter]
     """Ignored parameters, of which every rank has a full copy."""
+    only: Container[int] | None
+    """Ids of the sharded parameters to include; None: all in `units`."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [*self.replicated, *(p for _, parameters in self.sharded for p in parameters)]
+        found = [p for unit in self.units for p in unit.sharded_params]
+        only = self.only
+        return [*self.replicated, *(p for p in found if only is None or id(p) in only)]
 
 
 def clipped(
@@ -37,16 +47,8 @@ def clipped(
     replicated: Sequence[nn.Parameter],
     only: Container[int] | None = None,
 ) -> Clipped:
-    """The sharded parameters of units, and replicated ones.
-
-    Args:
-        only: ids of the sharded parameters to include; None: all.
-    """
-    found: dict[int, tuple[Placement, list[nn.Parameter]]] = {}
-    for handle in (handle for unit in units for handle in unit.handles):
-        _, own = found.setdefault(id(handle.placement), (handle.placement, []))
-        own.extend(p for p in handle.sharded_params if only is None or id(p) in only)
-    return Clipped(root, list(found.values()), replicated)
+    """The sharded parameters of units, those in `only`, and replicated ones."""
+    return Clipped(root, [*units], replicated, only)
 
 
 def refuse_used(root: RootState) -> None:
@@ -86,15 +88,12 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
             "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
         )
     # From all parameters, not only those with a gradient here: the same on every rank.
-    dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
-    power = global_power(
-        of.root,
-        [(placement, _with_gradients(parameters)) for placement, parameters in of.sharded],
-        _with_gradients(of.replicated),
-        norm_type,
-        dtype,
-        "gradient norm",
-    )
+    parameters = of.parameters
+    dtype = sum_dtype(*{parameter.dtype for parameter in parameters})
+    gradient_of = {p: p.grad for p in parameters}.get
+    whole = [Part(p, p.grad) for p in of.replicated if p.grad is not None and p.grad.numel()]
+    given = sharded_parts(of.units, gradient_of)
+    power = global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
     return root_of_power(power, norm_type)
 
 
@@ -107,8 +106,9 @@ def clip_factor(norm: _Number, max_norm: float) -> _Number:
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply gradients by a scalar, in place, each on its own device. Not collective."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for _, gradient in _with_gradients(parameters):
-        by_device.setdefault(gradient.device, []).append(gradient)
+    for gradient in (parameter.grad for parameter in parameters):
+        if gradient is not None and gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient)
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
 
@@ -122,11 +122,3 @@ def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Ten
     norm = grad_norm(of, norm_type)
     scale_gradients_(of.parameters, clip_factor(norm, max_norm))
     return norm
-
-
-def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Part]:
-    return [
-        Part(parameter, gradient)
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None and gradient.numel()
-    ]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from layerzero.flat.names import clean_name
-from layerzero.flat.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info, sharded_param_of
+from layerzero.optim.checks import name_of
 from layerzero.step.states import TrainingState
 from layerzero.step.unit import get_unit
 
@@ -31,8 +32,8 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: matrices decay, vectors and scalars do not.
 
-    Sharded parameters are 1-D, so a rule by `parameter.ndim` would put all of them into one group;
-    this function uses the original shapes. A module that is not sharded gets the same groups. Not
+    It goes by the original shapes, which a rule by `parameter.ndim` sees only with `layout="rows"`:
+    else sharded parameters are 1-D. A module that is not sharded gets the same groups. Not
     collective; groups have the same names on every rank. The groups have the sharded parameters,
     also while the model shows unsharded ones (after `model.unshard()`).
 
@@ -99,25 +100,16 @@ class _Members:
                 "decay_groups inside summon_full_params: these full parameters are temporary, and "
                 "no optimizer may keep them; call it outside"
             )
-        self._sharded = {
-            id(shown): sharded
-            for handle in (handle for unit in units for handle in unit.handles)
-            for shown, sharded in zip(handle.unsharded_params, handle.sharded_params, strict=True)
-        }
         self._named = [
-            (clean_name(name), self._at_rest(parameter))
+            (clean_name(name), _at_rest(parameter))
             for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
         ]
-
-    def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The sharded parameter of an unsharded one; any other is returned as it is."""
-        return self._sharded.get(id(parameter), parameter)
 
     def matching(self, rule: Rule, option: str) -> set[int]:
         """Ids of the parameters that a rule selects."""
         if isinstance(rule, type) and issubclass(rule, nn.Module):
             modules = (each for each in self._model.modules() if isinstance(each, rule))
-            found = {id(self._at_rest(p)) for module in modules for p in module.parameters()}
+            found = {id(_at_rest(p)) for module in modules for p in module.parameters()}
         elif isinstance(rule, str):
             found = {id(parameter) for name, parameter in self._named if _fits(name, rule)}
         else:
@@ -152,15 +144,19 @@ class _Members:
         for number, parameter in enumerate(parameters):
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"parameters[{number}]: expected a parameter, got {parameter!r}")
-            if id(self._at_rest(parameter)) not in own:
-                info = get_info(parameter)
-                what = f"of shape {tuple(parameter.shape)}" if info is None else f"{info.fqn!r}"
+            if id(_at_rest(parameter)) not in own:
                 raise ValueError(
-                    f"parameters[{number}], {what}, is no parameter of "
+                    f"parameters[{number}], {name_of(parameter)}, is no parameter of "
                     f"{type(self._model).__name__}; pass some of model.parameters()"
                 )
-            wanted.add(id(self._at_rest(parameter)))
+            wanted.add(id(_at_rest(parameter)))
         return [parameter for key, parameter in own.items() if key in wanted]
+
+
+def _at_rest(parameter: nn.Parameter) -> nn.Parameter:
+    """The sharded parameter of an unsharded one; any other is returned as it is."""
+    sharded = sharded_param_of(parameter)
+    return parameter if sharded is None else sharded
 
 
 def _fits(name: str, rule: str) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.layout import FlatLayout
 from layerzero.flat.placement import Placement
 from layerzero.ops.step_reference import QUANT_NUMEL
 from layerzero.step.operations import remembers_failure
@@ -37,56 +38,43 @@ def cuts_of(start: int, stop: int, total: int) -> tuple[Cut | None, Cut | None]:
     return first, last
 
 
-def partners(layout_of: FlatParam) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """For both slots of this rank, the (main shard, slot) of every part of the same block."""
-    layout, own = layout_of.layout, layout_of.placement.main_shard_index
-    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    for index, start, stop, _ in layout.shard_ranges(own):
-        for slot, cut in enumerate(cuts_of(start, stop, layout.numels[index])):
-            if cut is not None:
-                found[slot].extend(_parts_of(layout_of, index, cut[0] // QUANT_NUMEL))
+_Blocks = list[tuple[int, int] | None]
+"""(parameter, block) in each of a shard's two slots; None: no border cuts a block there."""
+
+
+def _cut_blocks(layout: FlatLayout) -> list[_Blocks]:
+    """The blocks that borders cut, for each shard."""
+    found: list[_Blocks] = []
+    for shard in range(layout.group_size):
+        found.append([None, None])
+        for index, start, stop, _ in layout.shard_ranges(shard):
+            for slot, cut in enumerate(cuts_of(start, stop, layout.numels[index])):
+                if cut is not None:
+                    found[-1][slot] = index, cut[0] // QUANT_NUMEL
     return found
-
-
-def _parts_of(of: FlatParam, index: int, block: int) -> Iterable[tuple[int, int]]:
-    layout = of.layout
-    begin = layout.starts[index] + block * QUANT_NUMEL
-    end = min(begin + QUANT_NUMEL, layout.starts[index] + layout.numels[index])
-    for shard in range(begin // layout.shard_numel, (end - 1) // layout.shard_numel + 1):
-        start, stop = layout.owned_range(index, shard)
-        first, _ = cuts_of(start, stop, layout.numels[index])
-        yield shard, 0 if first is not None and first[0] // QUANT_NUMEL == block else 1
-
-
-def has_cuts(of: FlatParam) -> bool:
-    """Whether a border of any two shards cuts a block; the same on every rank."""
-    layout = of.layout
-    for shard in range(1, layout.group_size):
-        border = shard * layout.shard_numel
-        for start, numel in zip(layout.starts, layout.numels, strict=True):
-            if start < border < start + numel and (border - start) % QUANT_NUMEL:
-                return True
-    return False
 
 
 class EdgeExchange:
     """Exchanges the magnitudes of cut blocks, of all flat parameters of one placement."""
 
-    def __init__(self, placement: Placement, handles: Sequence[FlatParam]) -> None:
-        """`handles`: those with cuts, in an order that all ranks share."""
+    def __init__(
+        self, placement: Placement, cuts: Sequence[tuple[FlatParam, list[_Blocks]]]
+    ) -> None:
+        """`cuts`: of the flat parameters that have some, in an order that all ranks share."""
         self._placement = placement
-        self._places = {id(handle): number for number, handle in enumerate(handles)}
-        size = len(handles) * 2
-        self._numel = size * _STATES + 1
-        targets, sources = [], []
-        for number, handle in enumerate(handles):
-            for slot, members in enumerate(partners(handle)):
-                for shard, other in members:
-                    targets.append(number * 2 + slot)
-                    sources.append(shard * size + number * 2 + other)
-        self._size = size
-        self._targets = torch.tensor(targets, dtype=torch.int64)
-        self._sources = torch.tensor(sources, dtype=torch.int64)
+        self._places = {id(handle): number for number, (handle, _) in enumerate(cuts)}
+        self._size = len(cuts) * 2
+        self._numel = self._size * _STATES + 1
+        # Each slot of this rank, and the slot of every rank that has a part of the same block.
+        pairs = [
+            (number * 2 + slot, shard * self._size + number * 2 + other)
+            for number, (_, blocks) in enumerate(cuts)
+            for slot, own in enumerate(blocks[placement.main_shard_index])
+            for shard, theirs in enumerate(blocks)
+            for other, block in enumerate(theirs)
+            if own is not None and own == block
+        ]
+        self._targets, self._sources = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
 
     @remembers_failure
     def _gather(self, root: RootState, own: torch.Tensor) -> torch.Tensor:
@@ -136,9 +124,10 @@ class EdgeExchange:
 
 def make_exchanges(handles: Iterable[FlatParam]) -> list[EdgeExchange]:
     """One exchange for each placement where a block is cut, the same on every rank."""
-    by_placement: dict[int, tuple[Placement, list[FlatParam]]] = {}
+    by_placement: dict[int, tuple[Placement, list[tuple[FlatParam, list[_Blocks]]]]] = {}
     for handle in handles:
-        if handle.placement.num_main_shards > 1 and has_cuts(handle):
+        blocks = _cut_blocks(handle.layout)
+        if any(slots != [None, None] for slots in blocks):
             found = by_placement.setdefault(id(handle.placement), (handle.placement, []))
-            found[1].append(handle)
-    return [EdgeExchange(placement, members) for placement, members in by_placement.values()]
+            found[1].append((handle, blocks))
+    return [EdgeExchange(*each) for each in by_placement.values()]

@@ -10,24 +10,25 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import OptState
 from torch.overrides import TorchFunctionMode
 
-from layerzero.optim.claims import claim, name_of, refuse_taken
-from layerzero.optim.clip import clip_factor, refuse_used
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import Placement
+from layerzero.optim.checks import check_options, check_parameters, claim, name_of
+from layerzero.optim.clip import clip_factor, clipped, grad_norm, refuse_used
 from layerzero.optim.edges import EdgeExchange, make_exchanges
-from layerzero.optim.flat_checks import check_loaded, check_options, check_parameters
-from layerzero.optim.flat_homes import homes_of
-from layerzero.optim.flat_norm import FlatNorm
-from layerzero.optim.flat_state import FlatState, Pairs, Step, take_steps
+from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import wanted_of, whole_groups
+from layerzero.optim.norm import Part, all_finite, global_power, norms_of
 from layerzero.optim.quant_state import QuantState, measure
-from layerzero.optim.scale import scale_of_gradients
 from layerzero.step.root import RootState
 from layerzero.step.sharded_params import Owner, owner_of_each
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 _drop_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
+_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
 _OWN = ("_state_dtype", "_seed")
 """Attributes that copies and pickles keep."""
 
@@ -80,7 +81,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
-        self._norm = FlatNorm()
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
         self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
@@ -104,10 +104,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
-        what, groups = type(self).__name__, self.param_groups
-        check_parameters(what, groups, parameters, self._state_dtype != "float32")
-        check_options(what, groups[-1:], {"capturable": False, **self._fixed})
-        refuse_taken(self, parameters)
+        what, (*earlier, last) = type(self).__name__, self.param_groups
+        check_parameters(self, parameters, [each for group in earlier for each in group["params"]])
+        for parameter in parameters:
+            if not parameter.dtype.is_floating_point:
+                raise ValueError(f"{what}: parameter {name_of(parameter)} is {parameter.dtype}")
+            if parameter.dtype == torch.float64 and self._state_dtype != "float32":
+                raise ValueError(
+                    f"{what}: states in fewer bits are for float32 and smaller parameters, "
+                    f"{name_of(parameter)} is float64"
+                )
+        check_options(what, [last], {"capturable": False, **self._fixed})
         claim(self)
 
     # Copies and state dicts ------------------------------------------------------------------
@@ -122,8 +129,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._state_dtype = given["_state_dtype"]
             self._step_supports_amp_scaling = True
             self._forget()
-        else:
-            check_loaded(type(self).__name__, given.get("state", {}), self._all_keys)
         # Not through `__dict__`, which a property of the class hides.
         self.state = given.pop("state", {})
         super().__setstate__(given)
@@ -212,10 +217,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _agree(
-        self,
-        flats: list[FlatState],
-        wanted: Container[nn.Parameter] | None,
-        stops: bool | None,
+        self, flats: list[FlatState], wanted: Container[nn.Parameter] | None, stops: bool | None
     ) -> bool:
         """Have all ranks use the same scales for blocks of 8-bit states that several ranks share.
 
@@ -239,7 +241,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         exchanges = self._exchanges.get(key)
         if exchanges is None:
             exchanges = self._exchanges[key] = make_exchanges(chosen)
-        edges = [(h, flat.edges) for flat in flats if (h := flat.home.handle) is not None]
+        edges = [(h, flat.edges) for flat in flats if (h := flat.handle) is not None]
         # All of them, also after the first that stops: ranks must issue the same collectives.
         stopped = [exchange.run(root, edges, stops) for exchange in exchanges]
         return bool(stops) or any(stopped)
@@ -261,7 +263,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _root(self) -> RootState | None:
         for flat in self._flats or ():
-            unit = flat.home.unit
+            unit = flat.unit
             if unit is not None:
                 return cast("RootState | None", unit.context.owner())
         owner = self._owner()
@@ -269,7 +271,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _owner(self) -> Owner | None:
         known = owner_of_each()
-        members = (each for group in self.param_groups for each in group["params"])
+        members = (each for group in whole_groups(self) for each in group)
         return next((known[id(each)] for each in members if id(each) in known), None)
 
     @property
@@ -320,7 +322,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         wanted = {id(each) for group in self.param_groups for each in group["params"]}
         name = type(self).__name__
         for flat in self._flats or ():
-            parameters = flat.home.parameters
+            parameters = [each.parameter for each in flat.held]
             if any(id(each) in wanted for each in parameters):
                 label = f"the state of {name} for {name_of(parameters[0])} and others"
                 yield from ((tensor, label) for tensor in (flat.steps, *flat.memory))
@@ -340,18 +342,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         # A state that no group uses any more stays, as torch's does: its option may come back.
         held = {key for own in old.values() for key in own} | {*self._keys()}
         count = max((i + 1 for i, key in enumerate(self._all_keys) if key in held), default=0)
-        keys, dtype = self._all_keys[:count], _DTYPES[self._state_dtype]
-        self._made_keys = keys
-        shows = self._shows_step
+        self._made_keys = self._all_keys[:count]
+        make = QuantState if self._state_dtype == "8bit" else FlatState
+        options = self._made_keys, _DTYPES[self._state_dtype], self._shows_step
         self._flats = [
-            QuantState(self._kind, home, keys, shows)
-            if self._state_dtype == "8bit"
-            else FlatState(self._kind, home, keys, dtype, shows)
-            for home in homes_of(groups, () if owner is None else owner.root.units)
+            make(self._kind, held, place, *options)
+            for held, place in places_of(groups, () if owner is None else owner.root.units)
         ]
         for flat in self._flats:
             flat.take(old)
-        self._flat_of = {id(each.parameter): f for f in self._flats for each in f.home.held}
+        self._flat_of = {id(each.parameter): f for f in self._flats for each in f.held}
         self._show()
 
     def _show(self) -> None:
@@ -388,8 +388,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
 
-        `.grad` is not changed. The norm is that of this optimizer's parameters; from the second
-        call on, the CPU sums it while gradients are delivered (norms of 2). Collective over the
+        `.grad` is not changed. The norm is that of this optimizer's parameters. Collective over the
         model's process group, as `model.clip_grad_norm_`.
 
         Args:
@@ -413,8 +412,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         assert root is not None, "add_param_group wants parameters of a model"
         refuse_used(root)
         with torch.no_grad():
-            norm = self._norm.of(root, self.param_groups, self._all_flats(), norm_type)
-            scale = None if scaler is None else scale_of_gradients(scaler, self)
+            norm = self._grad_norm(root, norm_type)
+            scale = None if scaler is None else _scale_of_gradients(scaler, self)
             if scale is not None:
                 norm = norm / scale.to(norm.device, norm.dtype)
             if error_if_nonfinite and not norm.isfinite():
@@ -425,14 +424,65 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
         return norm
 
+    def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
+        flats = self._all_flats()
+        if norm_type != 2 or root.tensor_parallel_groups:
+            members = [each for group in self.param_groups for each in group["params"]]
+            whole = [each for each in members if get_info(each) is None]
+            of = clipped(root, root.units, whole, only={id(each) for each in members})
+            return grad_norm(of, norm_type)
+        whole_grads: list[torch.Tensor] = []
+        # All placements of the model, also without a gradient: every rank runs the same gathers.
+        sharded: dict[int, tuple[Placement, list[torch.Tensor]]] = {
+            id(handle.placement): (handle.placement, [])
+            for unit in root.units
+            for handle in unit.handles
+        }
+        for flat in flats:
+            handle = flat.handle
+            found = whole_grads if handle is None else sharded[id(handle.placement)][1]
+            found += flat.gradients()
+        given = [(placement, _as_part(grads)) for placement, grads in sharded.values()]
+        power = global_power(
+            root, given, _as_part(whole_grads), 2.0, torch.float64, "gradient norm"
+        )
+        is_wide = any(flat.main.dtype == torch.float64 for flat in flats)
+        return power.sqrt() if is_wide else power.sqrt().float()
+
     def overflow(self) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
 
-        From the second call on, from what was summed while gradients were delivered. Not
-        collective; does not block the host.
+        Not collective; does not block the host.
         """
+        root = self._root()
+        device = torch.device("cpu") if root is None else root.device
         with torch.no_grad():
-            return self._norm.overflow(self._root(), self._all_flats())
+            found = [grad for flat in self._all_flats() for grad in flat.gradients()]
+            return 1.0 - all_finite(found, device).float()
+
+
+def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
+    """One tensor whose norm is that of all of these; its parameter does not matter."""
+    return [Part(_NOBODY, norms_of(gradients))] if gradients else []
+
+
+def _scale_of_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> torch.Tensor | None:
+    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing.
+
+    Raises:
+        RuntimeError: the scaler is enabled and has scaled no loss.
+    """
+    if not scaler.is_enabled():
+        return None
+    if scaler._scale is None:
+        raise RuntimeError(
+            "clip_grad_norm_: the scaler has scaled no loss; call "
+            "scaler.scale(loss).backward() before"
+        )
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scaler._scale if stage is OptState.READY else None
 
 
 class _Unequal(TorchFunctionMode):

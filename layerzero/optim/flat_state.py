@@ -11,8 +11,10 @@ elsewhere, for whatever reason, is found again or copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from itertools import islice, repeat
+import hashlib
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -20,15 +22,18 @@ import torch
 from torch import nn
 
 from layerzero.flat.huge_pages import prefer_huge_pages
-from layerzero.ops import flat_step_, step_reference, sum_squares
+from layerzero.flat.parameter_info import get_info
+from layerzero.ops import flat_step_, step_reference
 from layerzero.ops.step_reference import StepTensors
 from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
-from layerzero.optim.flat_homes import Held, Home
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.unit import Unit
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
 _NONE = torch.empty(0)
 _grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
+_address_of = torch.Tensor.data_ptr
 
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
@@ -36,6 +41,21 @@ Rows = Callable[[Pairs], torch.Tensor]
 _Ranges = tuple[torch.Tensor, torch.Tensor, Pairs]
 """`table` of `flat_step_`, its rows that have an edge, and the (group, steps more than the least)
 of each row that it uses."""
+
+
+class Held(NamedTuple):
+    """A parameter that an optimizer has, and where it lies."""
+
+    parameter: nn.Parameter
+    group: int
+    offset: int
+    """In the main shard."""
+    start: int
+    """Index of its first element in the whole parameter."""
+    total: int
+    """Elements of the whole parameter."""
+    key: int
+    """Number that stands for the whole parameter, the same on every rank and in every run."""
 
 
 class Step(NamedTuple):
@@ -47,27 +67,6 @@ class Step(NamedTuple):
     """The rows of its `table` for blocks of which other ranks have a part."""
     grad_scale: float
     seed: int
-
-
-def squares_of(flats: Sequence[FlatState]) -> list[torch.Tensor]:
-    """The sums of squares of the gradients of each, float64 scalars.
-
-    On a device one call reads each gradient once; `vector_norm` would copy it to float64 first.
-    """
-    found = [flat.gradients() for flat in flats]
-    tensors = [each for parts in found for each in parts]
-    if any(map(_is_on_device, tensors)):
-        norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
-        sums = iter(torch._foreach_mul(norms, norms))
-    else:
-        sums = iter([sum_squares(each) for each in tensors])
-    return [
-        flat.total([*islice(sums, len(parts))]) for flat, parts in zip(flats, found, strict=True)
-    ]
-
-
-def _is_on_device(x: torch.Tensor) -> bool:
-    return x.device.type != "cpu"
 
 
 def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
@@ -85,38 +84,62 @@ def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
 
 
 class FlatState:
-    """States of one home's parameters in flat memory, shown parameter by parameter in `shown`."""
+    """States of parameters that lie together: in a main shard, or one in a tensor of its own."""
 
+    held: list[Held]
+    main: torch.Tensor
+    """1-D, where they lie."""
     shown: dict[nn.Parameter, dict[str, Any]]
     """For each parameter with state, "step" and views of the states, as torch's optimizers keep."""
 
     def __init__(
-        self, kind: int, home: Home, keys: Sequence[str], dtype: torch.dtype, shows_step: bool
+        self,
+        kind: int,
+        held: list[Held],
+        place: tuple[FlatParamHandle, Unit] | None,
+        keys: Sequence[str],
+        dtype: torch.dtype,
+        shows_step: bool,
     ) -> None:
         """
         Args:
+            place: the flat parameter of all of `held`, and its unit; None: it is a single one.
             keys: names of the states.
             dtype: of the states; float64 for float64 parameters, whatever is given.
             shows_step: whether the state of a parameter has "step".
         """
-        self.home = home
+        self.held = held
+        # Weakly: an optimizer must not keep the buffers of a model that is gone.
+        self._handle = None if place is None else weakref.ref(place[0])
+        self._unit = None if place is None else weakref.ref(place[1])
+        self._is_full = place is not None and len(held) == len(place[0].sharded_params)
+        self.main = held[0].parameter.detach().view(-1) if place is None else place[0].main_shard
+        prefer_huge_pages(self.main)
+        self._all = [each.parameter for each in held]
+        self._addresses = [*map(_address_of, self._all)]
+        self._offsets = [each.offset if each.parameter.numel() else 0 for each in held]
         self.shown = {}
         self.kind = kind
         self._keys = tuple(keys)
-        self._dtype = torch.float64 if home.main.dtype == torch.float64 else dtype
+        self._dtype = torch.float64 if self.main.dtype == torch.float64 else dtype
         self._shows_step = shows_step
-        self._all = home.parameters
         self._members: list[int] = []
-        self._filling: tuple[list[int], bool] | None = None
         self._make([], {})
+
+    @property
+    def handle(self) -> FlatParamHandle | None:
+        return None if self._handle is None else self._handle()
+
+    @property
+    def unit(self) -> Unit | None:
+        return None if self._unit is None else self._unit()
 
     # Memory ---------------------------------------------------------------------------------
 
     def _make(self, members: list[int], old: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Make states for these of the home's parameters, with the values that `old` has."""
-        held = self.home.held
+        """Make states for these of its parameters, with the values that `old` has."""
         self._members = members
-        self._params = [held[i].parameter for i in members]
+        self._params = [self._all[i] for i in members]
         inside = set(members)
         self._others = [each for i, each in enumerate(self._all) if i not in inside]
         self._places: list[int] = []
@@ -136,7 +159,7 @@ class FlatState:
     def _zeros(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """One for each key, all in one memory."""
         shape = len(self._keys), self._numel
-        memory = torch.empty(shape, dtype=dtype, device=self.home.main.device)
+        memory = torch.empty(shape, dtype=dtype, device=self.main.device)
         prefer_huge_pages(memory)
         return [*memory.zero_().unbind()]
 
@@ -156,11 +179,14 @@ class FlatState:
         self.shown = {}
         for number, (parameter, place) in enumerate(zip(self._params, self._places, strict=True)):
             part = slice(place, place + parameter.numel())
-            own = {key: flat[part] for key, flat in zip(self._keys, tensors, strict=False)}
+            own = {
+                key: flat[part].view(parameter.shape)
+                for key, flat in zip(self._keys, tensors, strict=False)
+            }
             given = old.get(parameter) or {}
             for key, view in own.items():
                 if given.get(key) is not None:
-                    view.copy_(given[key].detach().reshape(-1))
+                    view.copy_(given[key].detach().reshape(parameter.shape))
             if self._shows_step and (own or not self._keys):
                 own = {"step": self.steps[number], **own}
             if own:
@@ -181,7 +207,7 @@ class FlatState:
 
     def is_intact(self) -> bool:
         """Whether the parameters are where they were."""
-        return self.home.is_where_it_was(self._all)
+        return [*map(_address_of, self._all)] == self._addresses
 
     def shows_what_is(self) -> bool:
         """Whether what `shown` holds is still what was made."""
@@ -194,7 +220,7 @@ class FlatState:
             return False
 
     def take(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Take over the state of the home's parameters from `old`, wherever it lies."""
+        """Take over the state of its parameters from `old`, wherever it lies."""
         self._make([i for i, each in enumerate(self._all) if old.get(each)], old)
 
     # Gradients ------------------------------------------------------------------------------
@@ -227,43 +253,18 @@ class FlatState:
         return None if is_all else numbers, parts
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, in as few tensors as hold them."""
+        """The gradients, in as few tensors as hold them, and nothing else but zeros."""
         numbers, parts = self._collect()
-        gradient = find_buffer(numbers, parts, self.home.main.dtype)
-        if gradient is None or gradient.base is None or not self._fills(gradient):
-            return [each.detach() for each in parts if each.numel()]
-        return [gradient.flat]
-
-    def total(self, sums: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of these scalars."""
-        if len(sums) == 1:
-            return sums[0]
-        zero = torch.zeros((), dtype=torch.float64, device=self.home.main.device)
-        return torch.stack([zero, *sums]).sum()
-
-    def _fills(self, gradient: Gradient) -> bool:
-        """Whether its buffer has the layout of the main shard: all that is in it are the gradients,
-        and zeros between them."""
-        handle = self.home.handle
-        if handle is None or len(gradient.parts) != len(handle.sharded_params):
-            return False
-        known = self._filling
-        if known is None or known[0] != gradient.offsets:
-            known = self._filling = (
-                gradient.offsets,
-                all(
-                    held.offset == offset or not held.parameter.numel()
-                    for held, offset in zip(self.home.held, gradient.offsets, strict=True)
-                ),
-            )
-        return known[1] and gradient.flat.numel() == self.home.main.numel()
-
-    def largest(self) -> torch.Tensor:
-        """The largest magnitude of the gradients, NaN if one is; a scalar."""
-        parts = [each for each in self._collect()[1] if each.numel()]
-        if not parts:
-            return torch.zeros((), dtype=torch.float64, device=self.home.main.device)
-        return torch.stack([each.abs().amax().double() for each in parts]).amax()
+        gradient = find_buffer(numbers, parts, self.main.dtype)
+        # In a buffer with the layout of the main shard: between them are zeros.
+        if (
+            self._is_full
+            and gradient is not None
+            and gradient.offsets == self._offsets
+            and gradient.flat.numel() == self.main.numel()
+        ):
+            return [gradient.flat]
+        return [each.detach() for each in parts if each.numel()]
 
     # The step -------------------------------------------------------------------------------
 
@@ -290,10 +291,10 @@ class FlatState:
             self._read_steps()
         table, cut, keys = self._table_for(gradient)
         pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
-        factors = _NONE if factor is None else factor.to(self.home.main.device)
+        factors = _NONE if factor is None else factor.to(self.main.device)
         states, scales = self._states()
         tensors = StepTensors(
-            *(self.home.main.data, gradient.flat, states, scales, self.edges),
+            *(self.main.data, gradient.flat, states, scales, self.edges),
             *(table, rows_of(pairs), factors),
         )
         return Step(gradient, tensors, cut, grad_scale, seed)
@@ -304,7 +305,7 @@ class FlatState:
         numbers, parts = self._collect(wanted)
         if not parts:
             return None
-        dtype = self.home.main.dtype
+        dtype = self.main.dtype
         return find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -348,13 +349,13 @@ class FlatState:
         for number, offset in zip(
             range(len(self._members)) if numbers is None else numbers, offsets, strict=True
         ):
-            held = self.home.held[self._members[number]]
+            held = self.held[self._members[number]]
             row = row_of.setdefault((held.group, self._lags[number]), len(row_of))
             if held.parameter.numel():
                 table += self._ranges(held, number, offset, row)
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
         cut = ranges[ranges[:, step_reference.EDGE] >= 0]
-        device = self.home.main.device
+        device = self.main.device
         made = ranges.to(device), cut.to(device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
@@ -364,3 +365,34 @@ class FlatState:
         """Rows of `table` for a parameter."""
         place, numel = self._places[number], held.parameter.numel()
         return [[held.offset, offset, place, numel, row, held.start, held.key, 0, -1]]
+
+
+def _key_of(name: str) -> int:
+    """A number for a parameter, from its name."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def places_of(
+    groups: Sequence[Sequence[nn.Parameter]], units: Iterable[Unit]
+) -> Iterator[tuple[list[Held], tuple[FlatParamHandle, Unit] | None]]:
+    """The parameters of an optimizer that lie together, those in `units` first, and where."""
+    group_of = {id(each): number for number, group in enumerate(groups) for each in group}
+    for unit, handle in [(each, handle) for each in units for handle in each.handles]:
+        ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
+        held = []
+        for parameter, owned in zip(handle.sharded_params, ranges, strict=True):
+            group = group_of.pop(id(parameter), None)
+            info = get_info(parameter)
+            if group is not None and info is not None:
+                total = handle.layout.numels[owned.param]
+                place = owned.offset, owned.start, total, _key_of(info.fqn)
+                held.append(Held(parameter, group, *place))
+        if held:
+            handle.reset_sharded_params(unit.label)
+            yield held, (handle, unit)
+    for number, members in enumerate(groups):
+        for index, parameter in enumerate(members):
+            if id(parameter) in group_of:
+                key = _key_of(f"parameter {index} of group {number}")
+                yield [Held(parameter, number, 0, 0, parameter.numel(), key)], None

@@ -18,13 +18,10 @@ from torch import nn
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.config import OnNonFinite
 from layerzero.flat.placement import Placement
-from layerzero.ops import sum_squares
-from layerzero.optim.norm import Part, global_power
+from layerzero.optim.norm import Part, all_finite, global_power
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 
-_SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes whose squares are finite in float64."""
 _logger = logging.getLogger(__name__)
 
 
@@ -59,12 +56,10 @@ class NonFinite:
     @staticmethod
     def _first_bad(root: RootState, reductions: Sequence[Reduction]) -> str | None:
         """The first parameter of the model whose gradient is not finite on this rank."""
-        found = []
         for reduction in reductions:
             root.streams.wait_on_host(reduction.landed)
-            values = reduction.handle.gradients.reduced(reduction.chunk)
-            found.append(_all_finite(values, root.device))
-        if not found or bool(torch.stack(found).all()):
+        values = [v for r in reductions for v in r.handle.gradients.reduced(r.chunk)]
+        if all_finite(values, root.device):
             return None
         bad = {
             reduction.handle.fqns[index]
@@ -74,18 +69,6 @@ class NonFinite:
         }
         names = (fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns)
         return next((fqn for fqn in names if fqn in bad), None)
-
-
-def _all_finite(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A bool scalar on `device`."""
-    found = [
-        sum_squares(value).isfinite() if value.dtype in _SUMMED else value.isfinite().all()
-        for value in values
-        if value.numel()
-    ]
-    if not found:
-        return torch.ones((), dtype=torch.bool, device=device)
-    return torch.stack([each.to(device) for each in found]).all()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ same norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,15 @@ from torch.distributed.tensor import DTensor
 from layerzero.comm.collectives import gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
+from layerzero.ops import sum_squares
+from layerzero.optim.checks import name_of
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import Owner, owner_of_each, owners
+from layerzero.step.sharded_params import Owner, owner_of_each
+from layerzero.step.unit import Unit
+
+_SQUARED = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes whose squares are finite in float64."""
 
 
 class Part(NamedTuple):
@@ -79,7 +85,7 @@ def global_norm(
             )
         if owner is not None and tensor.shape != parameter.shape:
             raise ValueError(
-                f"global_norm: expected a tensor like this rank's shard of {_name(parameter)}, "
+                f"global_norm: expected a tensor like this rank's shard of {name_of(parameter)}, "
                 f"shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
             )
         dtype = sum_dtype(dtype, tensor.dtype)
@@ -90,14 +96,9 @@ def global_norm(
     total = None
     for root, parts in sharded.items():
         root.before_call("global_norm")
-        tensor_of = {id(part.parameter): part.tensor for part in parts}
-        # All placements of the model, also without a tensor: every rank runs the same gathers.
-        by_placement: dict[int, tuple[Placement, list[Part]]] = {}
-        for _, placement, sharded_param in owners(root):
-            _, own = by_placement.setdefault(id(placement), (placement, []))
-            if id(sharded_param) in tensor_of:
-                own.append(Part(sharded_param, tensor_of[id(sharded_param)]))
-        power = global_power(root, [*by_placement.values()], whole, norm_type, dtype, "norm")
+        tensor_of = {part.parameter: part.tensor for part in parts}
+        given = sharded_parts(root.units, tensor_of.get)
+        power = global_power(root, given, whole, norm_type, dtype, "norm")
         total = power if total is None else _sum(total, power.to(total.device), norm_type)
         whole = []
     assert total is not None
@@ -154,16 +155,24 @@ def _parameter_of(tensor: torch.Tensor, of_gradient: dict[int, nn.Parameter]) ->
     return of_gradient[id(tensor)]
 
 
-def _name(parameter: nn.Parameter) -> str:
-    info = get_info(parameter)
-    return repr(info.fqn) if info is not None else f"a parameter of shape {tuple(parameter.shape)}"
-
-
 def checked_norm_type(norm_type: float, where: str) -> float:
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"{where}: expected norm_type > 0 or inf, got {norm_type}")
     return norm_type
+
+
+def sharded_parts(
+    units: Iterable[Unit], tensor_of: Callable[[nn.Parameter], torch.Tensor | None]
+) -> list[tuple[Placement, list[Part]]]:
+    """The tensors of sharded parameters in units, by placement; of every placement, also one
+    without a tensor here, so that all ranks run the same gathers."""
+    found: dict[int, tuple[Placement, list[Part]]] = {}
+    for handle in (handle for unit in units for handle in unit.handles):
+        _, own = found.setdefault(id(handle.placement), (handle.placement, []))
+        given = ((parameter, tensor_of(parameter)) for parameter in handle.sharded_params)
+        own += [Part(p, tensor) for p, tensor in given if tensor is not None and tensor.numel()]
+    return list(found.values())
 
 
 @remembers_failure
@@ -252,3 +261,28 @@ def _power(
     norms = torch.stack(torch._foreach_norm(tensors, norm_type, dtype=dtype))
     power = norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
     return power.to(device) if device is not None else power
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[len(tensors)] norms of tensors on one device, summed in float64."""
+    if _is_on_device(tensors[0]):
+        # One call reads each tensor once; `vector_norm` would copy it to float64 first.
+        return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float64))
+    return torch.stack([*map(sum_squares, tensors)]).sqrt()
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def all_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Whether all elements are finite: a bool scalar on `device`."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    found = [torch.ones((), dtype=torch.bool, device=device)]
+    for each in tensors:
+        if each.dtype in _SQUARED and each.numel():
+            by_device.setdefault(each.device, []).append(each)
+        elif each.numel():
+            found.append(each.isfinite().all().to(device))
+    found += [norms_of(each).isfinite().all().to(device) for each in by_device.values()]
+    return torch.stack(found).all()

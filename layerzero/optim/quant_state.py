@@ -11,8 +11,7 @@ from torch import nn
 
 from layerzero.ops import flat_step_, step_reference
 from layerzero.optim.edges import cuts_of
-from layerzero.optim.flat_homes import Held, Home
-from layerzero.optim.flat_state import FlatState, Step
+from layerzero.optim.flat_state import FlatState, Held, Step
 
 _BLOCK = step_reference.QUANT_NUMEL
 
@@ -36,11 +35,12 @@ class QuantState(FlatState):
     """A step has two halves: `measure` those blocks of which other ranks have a part, `take_steps`
     uses the scales that ranks have agreed on."""
 
-    def __init__(self, kind: int, home: Home, keys: Sequence[str], shows_step: bool) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the arguments of `FlatState`."""
         self._scales: list[torch.Tensor] = []
         self._wide: list[torch.Tensor] | None = None
-        self._edges = torch.zeros(2, len(keys), device=home.main.device)
-        super().__init__(kind, home, keys, torch.uint8, shows_step)
+        super().__init__(*args, **kwargs)
+        self._edges = torch.zeros(2, len(self._keys), device=self.main.device)
 
     @property
     def edges(self) -> torch.Tensor:
@@ -54,10 +54,10 @@ class QuantState(FlatState):
         self._blocks: list[int] = []
         num_blocks = 0
         for i in self._members:
-            start, numel = self.home.held[i].start, self.home.held[i].parameter.numel()
+            start, numel = self.held[i].start, self.held[i].parameter.numel()
             self._blocks.append(num_blocks)
             num_blocks += (start + numel - 1) // _BLOCK - start // _BLOCK + 1 if numel else 0
-        device = self.home.main.device
+        device = self.main.device
         self._scales = [torch.zeros(num_blocks, device=device) for _ in self._keys]
         has_old = any(map(old.get, self._params))
         self._wide = self._zeros(torch.float32) if has_old else None
@@ -72,7 +72,7 @@ class QuantState(FlatState):
             zip(self._wide, self.tensors, self._scales, strict=True)
         ):
             for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
-                each = self.home.held[member]
+                each = self.held[member]
                 part = slice(place, place + each.parameter.numel())
                 index = torch.arange(each.start, each.start + each.parameter.numel())
                 own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]

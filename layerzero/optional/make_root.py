@@ -37,5 +37,7 @@ def make_root(
             from layerzero.optional.optional_units import OptionalUnits, exchange_of
 
             exchange = (make_exchange or exchange_of)(root)
-            OptionalUnits(root, regions, exchange).begin(root)
+            optional = OptionalUnits(root, regions, exchange)
+            root.extensions.add(optional)
+            optional.begin(root)
     return root

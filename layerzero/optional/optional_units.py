@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from weakref import WeakKeyDictionary
+
 import torch
 
 from layerzero.build.regions import OptionalRegions
-from layerzero.optional.agreement import Agreement
-from layerzero.optional.creation_times import CreationTimes
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.reductions import AgreedReductions
-from layerzero.optional.schedule import AgreedSchedule
-from layerzero.step.calls import ForwardCall
+from layerzero.optional.meeting import NOTHING, Meeting
+from layerzero.optional.places import Places
+from layerzero.optional.reductions import OptionalReductions
+from layerzero.step.calls import ForwardCall, ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
+from layerzero.step.states import Hold, ShardState
+from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
-_next_number = torch._C._autograd._get_sequence_nr
-"""The number that autograd gives to the next node of this thread."""
+_OPTIONAL = int(Hold.OPTIONAL)
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def exchange_of(root: RootState) -> Exchange:
@@ -28,78 +34,221 @@ def exchange_of(root: RootState) -> Exchange:
 
 
 class OptionalUnits(Extension):
-    """Has the ranks of a model ask an `Agreement` before each collective."""
+    """Has the ranks of a model agree, in forward, on which regions they gather."""
 
-    _agreement_class = Agreement
-    _schedule_class = AgreedSchedule
-    _reductions_class = AgreedReductions
+    region_of: Mapping[int, str]
+    """Index of each optional unit, and the name of its region."""
+    prefetches = True
+    """Whether units that every rank calls are prefetched."""
 
     def __init__(self, root: RootState, regions: OptionalRegions, exchange: Exchange) -> None:
         """The units of `regions` are optional between `begin` and `end`, and no others."""
-        units, scheduler, reducer = root.units, root.scheduler, root.reducer
-        self._units = units
-        self._regions = regions
-        self._context = root.context
-        self._backward = root.backward
-        self._times = CreationTimes()
-
-        # Not bound to this object: a cycle would keep the model until a collection.
-        def take_part(event: int) -> None:
-            agreed = reducer.agreed if event % 2 else scheduler.agreed
-            agreed.take_part(units[event // 2])
-
-        self.agreement = self._agreement_class(
-            exchange,
-            regions.region_of,
-            label_of=lambda index: units[index].label,
-            take_part=take_part,
-            before_event=lambda: scheduler.agreed.before_event(),
-        )
-        self.reductions = self._reductions_class(root, regions, self.agreement)
-        self.schedule = self._schedule_class(root, regions, self.agreement, self.reductions)
+        self._units, self._context, self._backward = root.units, root.context, root.backward
+        self.region_of = regions.region_of
+        self._exchange, self._meeting = exchange, Meeting(exchange)
+        self._regions: dict[int, list[Unit]] = {}
+        """Units of each region, by the index of the first: the wish of a rank that enters it."""
+        first: dict[str, int] = {}
+        for index, name in sorted(regions.region_of.items()):
+            if root.units[index].handles:
+                wish = first.setdefault(name, index)
+                self._regions.setdefault(wish, []).append(root.units[index])
+        self._wish_of = {unit: wish for wish, units in self._regions.items() for unit in units}
+        self.places = Places(frozenset(self._regions), not regions.is_reused)
+        self.reductions = OptionalReductions(root, self._meeting, regions.mean == "participants")
+        self._is_active = self._is_open = self._makes_graph = self._retains_graph = False
+        self._gathered: set[Unit] = set()
+        """Units that ranks have gathered in the open forward."""
+        self._gathered_in: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
+        self._fresh: set[Unit] = set()
+        """Those that this rank has kept since then."""
+        self._reached: set[Unit] = set()
+        """Those that the backward of the open forward may reach on this rank."""
+        self._reached_by: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
 
     def begin(self, root: RootState) -> None:
-        """From now on. Between passes."""
+        """From now on. Not inside a pass."""
         root.optional = self
-        root.extensions.add(self)
-        root.scheduler.agree(self.schedule)
-        root.reducer.agreed = self.reductions
-        for unit in self._units:
-            unit.set_optional(unit.index in self._regions.region_of)
+        if not self._is_active:
+            root.scheduler.agree(self)
+            root.reducer.agreed = self.reductions
+        self._set_active(True)
         self.reductions.expect_sums()
 
     def end(self, root: RootState) -> None:
-        root.optional = None
-        root.extensions.remove(self)
+        """In the passes that follow, all ranks run all units, or agree by other means."""
         root.scheduler.agree(None)
         root.reducer.agreed = None
-        for unit in self._units:
-            unit.set_optional(False)
+        self._set_active(False)
 
-    def enter_call(self, unit: Unit, start: int) -> None:
-        if not self._context.in_backward:
-            self._times.note(_next_number(), start)
-        elif (node := torch._C._current_autograd_node()) is not None:
-            # A recomputation comes before the gradient of any output of the region, at a point
-            # that depends on the region's last operation. The required units that are done by then
-            # are reduced first, as on ranks that recompute nothing.
-            time = self._times.before(node._sequence_nr())
-            if time is not None:
-                self._backward.finish_begun_after(time)
+    def _set_active(self, is_active: bool) -> None:
+        self._is_active = is_active
+        for unit in self._units:
+            unit.set_optional(is_active and unit.index in self.region_of)
+
+    # Forward ----------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
+        part = unit.label if unit.index else ""
+        self._exchange.name(f" in a call of {part!r} outside the model's forward" if part else "")
+        self._free_unreachable()
+        self._makes_graph = torch.is_grad_enabled()
+        self._gathered, self._fresh, self._reached = set(), set(), set()
+        self.places.begin((unit.index, self._makes_graph, unit.module.training))
+        self._is_open = True
+
+    def before_use(self, unit: Unit) -> None:
+        """This rank is about to unshard a unit, unless it is resident."""
+        if self._context.in_backward or not self._is_open:
+            if unit.is_optional and unit.state is ShardState.SHARDED:
+                raise RuntimeError(
+                    f"{unit.label}: the parameters of this optional module were freed before its "
+                    "backward, in which no rank gathers it"
+                )
+        elif unit.is_optional:
+            if unit not in self._fresh or unit.state is ShardState.SHARDED:
+                self._enter(unit)
+        elif unit.state is not ShardState.UNSHARDED:
+            self._leave_place(unit.index)
+            self.places.required(unit.index)
+
+    def _enter(self, unit: Unit) -> None:
+        """Gather the region of a unit with all ranks, after what others want before it."""
+        wish = self._wish_of[unit]
+        try:
+            while (chosen := self._meeting.ask(wish)) != wish:
+                self._gather(chosen, is_used=False)
+        except CollectiveError as error:
+            if self.places.exchanges:
+                raise
+            # This rank alone asked; the others answer only if they leave the known path, too.
+            raise CollectiveError(
+                f"{error}\n{unit.label}: this optional module was called at a place of the forward "
+                "where it never was before, while others went on as they did before; call it "
+                "between the same modules in every step"
+            ) from error
+        self._gather(wish, is_used=True)
+
+    def _leave_place(self, gather: int | None) -> None:
+        """This rank goes on to a required gather (None: ends): first take part in what others want,
+        then free what its own backward does not reach."""
+        if self.places.exchanges or self.places.leaves_with(gather):
+            while (chosen := self._meeting.ask(NOTHING)) != NOTHING:
+                self._gather(chosen, is_used=False)
+        for unit in self._fresh - self._reached:
+            unit.free()
+            self._fresh.discard(unit)
+
+    def _gather(self, region: int, is_used: bool) -> None:
+        """All ranks gather a region; those without a use for it free each unit at once."""
+        self.places.happened(region)
+        for unit in self._regions[region]:
+            self._gathered.add(unit)
+            if gather_with_others(unit, is_used):
+                self._fresh.add(unit)
 
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
         if self._context.in_backward:
             return
-        if call.unit.is_optional:
-            self.schedule.note_call(call, outputs)
+        if self._is_active and self._is_open:
+            if call.unit.is_optional and self._may_reach(outputs):
+                self._reached.add(call.unit)
+                call.unit.hold(_OPTIONAL)
+            if is_outermost:
+                self._leave_place(None)
+                self.places.end()
+                if self._makes_graph:
+                    self._gathered_in[call.forward_pass] = self._gathered
+                    self._reached_by[call.forward_pass] = self._reached
         if is_outermost:
-            self.schedule.settle_forward()
+            self._is_open = False
+
+    def _may_reach(self, outputs: object) -> bool:
+        """Whether backward may come to a call that returned these outputs.
+
+        It does if an output requires grad. A checkpoint may run the forward again in backward: one
+        that is not reentrant has hooks on what autograd saves; one that is reentrant runs it inside
+        a `torch.autograd.Function`, without gradients.
+        """
+        if not self._makes_graph:
+            return False
+        if _top_saved_tensors_hooks(True) is not None:
+            return True
+        if torch.is_grad_enabled():
+            return any(tensor.requires_grad for tensor in find_tensors(outputs))
+        return _is_inside_function()
+
+    # Backward ---------------------------------------------------------------------------------
+
+    def before_backward(self, order: tuple[int, ...]) -> None:
+        self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+
+    def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
+        if not self._is_open:  # Else `torch.autograd.grad` ran inside a forward.
+            self.reductions.note(u for each in forwards for u in self._gathered_in.get(each, ()))
+
+    def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
+        if not self._retains_graph:
+            for each in forwards:
+                self._reached_by.pop(each, None)
+        self._free_unreachable()
+
+    def _free_unreachable(self) -> None:
+        """Free what was kept for a backward that has ended, or whose graph was dropped."""
+        reached = set[Unit]().union(*self._reached_by.values())
+        for unit in self._wish_of:
+            if unit.is_held(_OPTIONAL) and unit not in reached:
+                unit.free(_OPTIONAL)
 
     def before_abort(self, error: BaseException | None) -> None:
-        """Raise on ranks that wait in the agreement, too, unless they raise at the same place."""
+        """Raise on ranks that exchange here, too, unless they raise at the same place."""
         is_own = error is None or (
             isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
         )
         # After an interrupt the others may be gone.
-        if is_own and not self._context.operations.has_failed:
-            self.agreement.report(error or RuntimeError("a backward pass failed"))
+        is_heard = self._is_active and self._is_open and self.places.exchanges
+        if is_heard and is_own and not self._context.operations.has_failed:
+            self._meeting.report(error or RuntimeError("a forward failed"))
+        self._is_open = False
+        self.places.abort()
+        self.reductions.note(())
+        self._reached_by.clear()
+        self._fresh.clear()
+
+
+def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> bool:
+    """Gather a unit because any rank wants it.
+
+    Args:
+        is_used: whether this rank keeps it; it does if the unit was resident. That one is gathered
+            again, for ranks where it is not.
+        regathered: whether the same weights will be gathered again in this step.
+
+    Returns:
+        Whether it is resident now.
+    """
+    holds, shown = int(unit.holds), unit.shows_unsharded
+    is_kept = is_used or unit.state is not ShardState.SHARDED
+    unit.reshard(regathered)
+    unit.unshard()
+    unit.hold(holds)
+    if not is_kept:
+        unit.wait_for_unshard()
+        unit.free(regathered_this_step=regathered)
+    elif shown:
+        unit.wait_for_unshard()
+        unit.show_unsharded()
+    return is_kept
+
+
+def _is_inside_function() -> bool:
+    """Whether the forward of a `torch.autograd.Function` written in Python is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                return True
+        frame = frame.f_back
+    return False

@@ -1,245 +1,98 @@
-"""Places: where in a pass optional units came before. Pure Python, no torch.
+"""Places: where in a forward regions were entered before. Pure Python, no torch.
 
-A pass is a forward or a backward, of one kind. Required collectives and optional events are
-integers: twice the unit's index for a gather, one more for a reduction.
+A place lies between two required gathers. Ranks come to the same places in the same order, so they
+learn the same, and all know without asking whether they exchange at one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable
 
-Path = tuple[int, ...]
-
-
-class _Script:
-    """Passes of one kind whose required collectives came in the same order."""
-
-    def __init__(self) -> None:
-        self.events: dict[int, list[int]] = {}
-        """Place (number of required collectives before it) -> optional events, as last seen."""
-        self.places_of: dict[int, set[int]] = {}
-        """Optional unit -> places where one of its events was seen."""
-
-    def with_pass(self, events: Mapping[int, Sequence[int]]) -> _Script:
-        """The script that also has these events; itself if none is new."""
-        script = self
-        for place, found in events.items():
-            before = self.events.get(place, [])
-            if found == before or Counter(found) <= Counter(before):
-                continue
-            if script is self:
-                script = self._copy()
-            # New ones come in the order just seen; those that did not come stay behind them.
-            script.events[place] = [*found, *(event for event in before if event not in found)]
-            for event in found:
-                script.places_of.setdefault(event // 2, set()).add(place)
-        return script
-
-    def _copy(self) -> _Script:
-        copy = _Script()
-        copy.events = dict(self.events)
-        copy.places_of = {unit: set(places) for unit, places in self.places_of.items()}
-        return copy
-
-
-class _Node:
-    """A place that recorded passes of one kind came to on the same path.
-
-    Each pass asks the same of the same places, so a node keeps what it has found out, until a pass
-    teaches something new.
-    """
-
-    expected: list[int]
-    """The optional events that came here before: in order, as often as they came."""
-    following: frozenset[int | None]
-    """The required collectives that recorded passes went on with; None: one ended here."""
-
-    def __init__(self, scripts: Mapping[Path, _Script], place: int = 0) -> None:
-        self.scripts = dict(scripts)
-        self._place = place
-        found = [script.events.get(place, []) for script in self.scripts.values()]
-        longest = max(found, key=len, default=[])
-        rest = dict.fromkeys(event for events in found for event in events)
-        self.expected = [*longest, *(event for event in rest if event not in longest)]
-        self.following = frozenset(
-            path[place] if len(path) > place else None for path in self.scripts
-        )
-        self._after: dict[int, _Node] = {}
-        self._is_known: dict[tuple[frozenset[int], bool], bool] = {}
-
-    def after(self, collective: int) -> _Node:
-        """The place behind this required collective."""
-        if not self.scripts:
-            return self
-        node = self._after.get(collective)
-        if node is None:
-            place = self._place
-            alike = (path[place : place + 1] == (collective,) for path in self.scripts)
-            pairs = zip(self.scripts.items(), alike, strict=True)
-            node = _Node(dict(item for item, goes_on in pairs if goes_on), place + 1)
-            self._after[collective] = node
-        return node
-
-    def is_known(self, key: tuple[frozenset[int], bool]) -> bool:
-        """Whether all these units have been seen in every pass recorded here.
-
-        Args:
-            key: the units, and whether one seen at several places may come at any other, too.
-        """
-        found = self._is_known.get(key)
-        if found is None:
-            needed, roam = key
-            found = not needed or (
-                bool(self.scripts)
-                and all(
-                    needed <= script.places_of.keys()
-                    and not (roam and any(len(each) > 1 for each in script.places_of.values()))
-                    for script in self.scripts.values()
-                )
-            )
-            self._is_known[key] = found
-        return found
+_NEVER_KNOWN = -1
 
 
 class Places:
-    """Follows one pass at a time, and learns from it."""
+    """Follows one forward at a time, and learns from it when the next one begins."""
 
-    place: int
-    """Number of required collectives that the open pass has come to."""
-    expected: list[int]
-    """The optional events that came here before: in order, as often as they came."""
-    is_known: bool
-    """Whether all optional units have been seen in every recorded pass that may be this one."""
-    came: set[int]
-    """Required collectives and optional events that the open pass has come to."""
-    last_event: int | None
-    """The latest optional event of the open pass."""
-    is_open: bool
-
-    def __init__(self, max_kinds: int = 256) -> None:
-        self._max_kinds = max_kinds
-        self._known: dict[Hashable, _Node] = {}
-        """Kind -> the place where passes of this kind begin."""
-        self._nothing = _Node({})
-        self._before: tuple[Hashable, _Node | None, dict[Hashable, _Node]] | None = None
-        """What `take_back` restores: a kind, what was known of it, and what was dropped for it."""
-        self._trace: list[int] = []
-        self._events: dict[int, list[int]] = {}
+    def __init__(self, regions: frozenset[int], is_known_ever: bool = True) -> None:
+        """`is_known_ever`: False: regions may come anywhere, so ranks exchange at every place."""
+        self._regions = regions if is_known_ever else regions | {_NEVER_KNOWN}
+        self._first: dict[Hashable, _Place] = {}
+        """Kind -> the place where forwards of this kind begin."""
         self._kind: Hashable = None
-        self._key: tuple[frozenset[int], bool] = frozenset(), False
+        self._here: _Place | None = None
+        self._ended: tuple[Hashable, list[int], dict[int, set[int]]] | None = None
         self.abort()
 
-    def begin(self, kind: Hashable, needed: Iterable[int], roam: bool) -> None:
-        """Begin a pass.
-
-        Args:
-            needed: optional units that may come; all of them must have been seen before places
-                without an exchange are trusted.
-            roam: whether a unit seen at several places may come at any other, too.
-        """
+    def begin(self, kind: Hashable) -> None:
+        """A forward begins, so the one before is not taken back any more."""
+        if self._ended is not None:
+            self._learn(*self._ended)
         self.abort()
-        self.is_open = True
         self._kind = kind
-        self._key = frozenset(needed), roam
-        node = self._known.pop(kind, None)
-        if node is not None:
-            self._known[kind] = node  # The latest kind is last.
-        self._come_to(node or self._nothing)
+        self._here = self._first.get(kind)
 
-    def _come_to(self, node: _Node) -> None:
-        self._node = node
-        self.expected = node.expected
-        self.is_known = node.is_known(self._key)
+    def required(self, gather: int) -> None:
+        """The forward comes to the gather of a required unit."""
+        self._trace.append(gather)
+        self._here = self._here and self._here.after.get(gather)
 
-    def required(self, collective: int) -> None:
-        """The pass comes to a required collective."""
-        self._trace.append(collective)
-        self.came.add(collective)
-        self.place += 1
-        self._come_to(self._node.after(collective))
-
-    def goes_on_with(self, collective: int | None) -> bool:
-        """Whether a recorded pass went on from here with this required collective (None: ended)."""
-        return collective in self._node.following
+    def happened(self, region: int) -> None:
+        """All ranks gather a region here."""
+        self._came.setdefault(len(self._trace), set()).add(region)
 
     @property
-    def has_events(self) -> bool:
-        """Whether an optional event has happened here."""
-        return self.place in self._events
+    def exchanges(self) -> bool:
+        """Whether ranks exchange here."""
+        return self._here is None or self._here.has_regions or not self._here.is_known
 
-    @property
-    def last_required(self) -> int | None:
-        """The latest required collective."""
-        return self._trace[-1] if self._trace else None
+    def leaves_with(self, gather: int | None) -> bool:
+        """Whether no forward went on from here with this gather (None: ended): on a path that ranks
+        do not know they exchange at once."""
+        if self._here is None:
+            return True
+        return gather not in self._here.after if gather is not None else self._here.seen is None
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a recorded pass began like the open one."""
-        return bool(self._node.scripts)
-
-    def ahead(self) -> Iterator[tuple[int, list[int]]]:
-        """The required collectives that come next, as far as all recorded passes agree, each with
-        the optional events expected behind it."""
-        node = self._node
-        while len(node.following) == 1:
-            (collective,) = node.following
-            if collective is None:
-                return
-            node = node.after(collective)
-            yield collective, node.expected
-
-    def happened(self, event: int) -> None:
-        """All ranks take part in an optional event here."""
-        self._events.setdefault(self.place, []).append(event)
-        self.came.add(event)
-        self.last_event = event
-
-    @property
-    def events(self) -> tuple[tuple[int, Path], ...]:
-        """What has happened in the open pass: (place, events)."""
-        return tuple((place, tuple(found)) for place, found in sorted(self._events.items()))
-
-    def end(self, is_final: bool = True) -> None:
-        """The pass has ended: learn from it.
-
-        Args:
-            is_final: whether `take_back` leaves what was learned.
-        """
-        self._before = None
-        if not self.is_open:
-            return
-        before = self._known.get(self._kind)
-        begin = before or self._nothing
-        path = tuple(self._trace)
-        script = begin.scripts.get(path)
-        noted = (script or _Script()).with_pass(self._events)
-        if noted is not script:
-            begin = _Node({**begin.scripts, path: noted})
-        self._known[self._kind] = begin
-        dropped = {}
-        if len(self._known) > self._max_kinds:
-            oldest = next(iter(self._known))
-            dropped[oldest] = self._known.pop(oldest)
-        if not is_final:
-            self._before = self._kind, before, dropped
-        self.abort()
-
-    def take_back(self) -> None:
-        """Forget what the latest pass that ended has taught, unless that is final."""
-        if self._before is None:
-            return
-        (kind, before, dropped), self._before = self._before, None
-        if before is None:
-            del self._known[kind]
-        else:
-            self._known[kind] = before
-        self._known = {**dropped, **self._known}
+    def end(self) -> None:
+        self._ended = self._kind, self._trace, self._came
 
     def abort(self) -> None:
-        """Drop the open pass, if any."""
-        self.is_open, self.place, self.last_event = False, 0, None
-        self._trace, self._events, self.came = [], {}, set()
-        self._kind = None
-        self._key = frozenset(), False
-        self._come_to(self._nothing)
+        """Drop the open forward, or the one that ended last."""
+        self._ended = None
+        self._kind = self._here = None
+        self._trace: list[int] = []
+        self._came: dict[int, set[int]] = {}
+        """Number of a place -> regions gathered there."""
+
+    def _learn(self, kind: Hashable, trace: list[int], came: dict[int, set[int]]) -> None:
+        path = [self._first.setdefault(kind, _Place())]
+        for gather in trace:
+            path.append(path[-1].after.setdefault(gather, _Place()))
+        last = path[-1]
+        last.seen = {} if last.seen is None else last.seen
+        for number, regions in came.items():
+            path[number].has_regions = True
+            for region in regions:
+                last.seen.setdefault(region, set()).add(number)
+        for place in reversed(path):
+            place.is_known = place.has_seen(self._regions) and all(
+                [each.is_known for each in place.after.values()]
+            )
+
+
+class _Place:
+    def __init__(self) -> None:
+        self.after: dict[int, _Place] = {}
+        """By the required gather that came next."""
+        self.has_regions = False
+        self.seen: dict[int, set[int]] | None = None
+        """Of the forwards that ended here: each region, with the numbers of its places."""
+        self.is_known = False
+        """Whether every forward that passed here has seen every region, each at one place: one with
+        several may have more."""
+
+    def has_seen(self, regions: frozenset[int]) -> bool:
+        seen = self.seen
+        return seen is None or (
+            regions <= seen.keys() and all([len(places) == 1 for places in seen.values()])
+        )

@@ -77,6 +77,11 @@ class CheckpointGroup:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def first(self) -> int:
+        """Global rank of the first."""
+        return dist.get_rank() if self._group is None else self._group.ranks[0]
+
     def gather(self, what: str, own: bytes, nbytes_moved: int = 0) -> list[bytes]:
         """Every rank's bytes, in rank order. Collective; blocks the host.
 

@@ -120,7 +120,7 @@ def _source(handle: FlatParamHandle, dtype: torch.dtype, layer: dict[int, Any]) 
         ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
         for index, value in layer.items():
             owned = ranges[index]
-            flat[owned.offset : owned.offset + owned.numel] = value.local
+            flat[owned.offset : owned.offset + owned.numel] = value.local.reshape(-1)
         return flat
 
     return FlatSource(handle, handle.fqns[0], dtype, shard, sorted(layer))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from layerzero.flat.names import clean_name
@@ -19,22 +20,23 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.module_state import shard_of
 from layerzero.state_dict.names import Names, name_in_group
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
 from layerzero.state_dict.optimizers import (
     check_optimizers,
     keeps_whole_states,
+    map_values,
     on_device,
     refuse_shared,
 )
+from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
-from layerzero.state_dict.stream import FlatSource, source_of_weights, stream_sources
+from layerzero.state_dict.whole import gather_shards
 from layerzero.state_dict.whole_states import gather_whole_states
-from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 
-_BUCKET_NBYTES = 1 << 30
 StateDict = dict[str, Any]
 _States = Mapping[nn.Parameter, Mapping[str, Any]]
 
@@ -62,18 +64,19 @@ class _Choice:
         full, offload = options.full_state_dict, options.cpu_offload
         return cls(full, offload, full and offload, options.ignore_frozen_params)
 
-    def copied(self, value: torch.Tensor) -> torch.Tensor:
-        return value.detach().to("cpu" if self.cpu_offload else value.device, copy=True)
+    def made(self, roots: Sequence[RootState], found: StateDict) -> StateDict:
+        """What was asked for, from a state dict of shards. Collective if `full`."""
+        keepers = [checkpoint_group_of(roots[0], None).first] if self.rank0_only else []
+        if self.full:
+            found = gather_shards(found, cpu_offload=self.cpu_offload, ranks_only=keepers)
+        if keepers and dist.get_rank() not in keepers:
+            return {}
+        moved: StateDict = map_values(found, _on_host) if self.cpu_offload else found
+        return moved
 
-    def moved(self, value: Any) -> Any:
-        """Nested dicts and lists, with tensors on the CPU if `cpu_offload`."""
-        if not self.cpu_offload:
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.cpu()
-        if isinstance(value, dict):
-            return {key: self.moved(item) for key, item in value.items()}
-        return [self.moved(item) for item in value] if isinstance(value, list) else value
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def get_model_state_dict(
@@ -102,31 +105,23 @@ def get_model_state_dict(
     choice = _Choice.of(options, full, cpu_offload, rank0_only)
     roots = root_states_of(model, "get_model_state_dict", choice.full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
-    names = Names(model)
-    names_of = names.in_state_dict(model)
     if choice.ignore_frozen:
+        names = Names(model)
+        names_of = names.in_state_dict(model)
         for parameter, _ in names.parameters:
             if not parameter.requires_grad:
                 for name in names_of.get(id(parameter), ()):
                     entries.pop(name, None)
-    if not choice.full:
-        return choice.moved(entries)
-    if choice.rank0_only:
-        for root in roots:
-            refuse_experts(root, "rank0_only")
-    keeps = not choice.rank0_only or checkpoint_group_of(roots[0], None).is_first
-    # Copies, because these entries share memory with the model.
-    result = {
-        name: choice.copied(value) if type(value) is torch.Tensor else value
-        for name, value in entries.items()
-    }
-    sources = [source_of_weights(handle) for handle in names.handles]
-    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
-        found = names_of.get(id(source.handle.sharded_params[index]), ())
-        wanted = [name for name in found if name in entries]
-        if keeps and wanted:
-            result.update(dict.fromkeys(wanted, choice.copied(value)))
-    return result if keeps else {}
+    if choice.full:
+        # Copies, because these entries share memory with the model; a tied weight is gathered once.
+        shards: dict[int, ParameterShard] = {}
+        entries = {
+            name: shards.setdefault(id(value.sharded_param and value.sharded_param()), value)
+            if isinstance(value, ParameterShard)
+            else _copied(value)
+            for name, value in entries.items()
+        }
+    return choice.made(roots, entries)
 
 
 def get_optimizer_state_dict(
@@ -195,32 +190,16 @@ def _state_dict_of(
         return {"state": whole, "param_groups": groups} if keeps else {}
     held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     states: _States = dict(held) or state_template(optimizer)
-    if not choice.full:
-        by_name = {
-            _name(names, parameter): shards_of_state(parameter, own)
-            for parameter, own in states.items()
-        }
-        return choice.moved({"state": by_name, "param_groups": groups})
-    if choice.rank0_only:
-        for root in roots:
-            refuse_experts(root, "rank0_only")
-    together = checkpoint_group_of(roots[0], None)
-    keeps = not choice.rank0_only or together.is_first
-    members = [group["params"] for group in groups]
-    messages = together.exchange("optimizer state", lambda: _message(states, names, members))
-    everything: StateDict = {}
-    own_names = {name for _, found in names.parameters for name in found}
-    for each in messages:
-        message = json.loads(each)
-        for name, own in message["state"].items():
-            if name in own_names:  # Otherwise an expert of other ranks.
-                everything.setdefault(name, {}).update(own)
-        if len(message["groups"]) == len(members):
-            # Other ranks may have parameters that are empty here, and so not in the optimizer.
-            for group, theirs in zip(members, message["groups"], strict=True):
-                group[:] = dict.fromkeys([*group, *(name for name in theirs if name in own_names)])
-    by_name = _gather_states(names, states, everything, choice, keeps)
-    return {"state": by_name, "param_groups": groups} if keeps else {}
+    if choice.full:
+        members = [group["params"] for group in groups]
+        found = _of_all_ranks(roots[0], names, states, members)
+    else:
+        found = {_name(names, p): shards_of_state(p, own) for p, own in states.items()}
+    return choice.made(roots, {"state": found, "param_groups": groups})
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if type(value) is torch.Tensor else value
 
 
 def _name(names: Names, parameter: nn.Parameter) -> str:
@@ -229,77 +208,54 @@ def _name(names: Names, parameter: nn.Parameter) -> str:
     return found[0]
 
 
-def _is_shard(parameter: nn.Parameter, value: Any) -> bool:
-    is_sharded = get_info(parameter) is not None
-    return is_sharded and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+def _of_all_ranks(
+    root: RootState, names: Names, states: _States, members: list[list[str]]
+) -> dict[str, StateDict]:
+    """The state of this rank's model with the same keys on every rank. Collective.
 
+    A rank with an empty shard of a parameter may have no state for it, and may have left it out of
+    the optimizer. So the rank with the parameter's first element says which keys there are, and
+    sends values that are no shards.
 
-def _message(states: _States, names: Names, members: list[list[str]]) -> bytes:
-    """This rank's message: names in each group; for parameters it announces, values, and dtypes of
-    tensors to gather."""
-    own_states: StateDict = {}
-    for parameter, state in states.items():
-        name = _name(names, parameter)
-        own = own_states.setdefault(name, {})
-        for key, value in state.items():
-            if not names.announces(parameter):
-                continue
-            if _is_shard(parameter, value):
-                own[key] = ["gathered", dtype_name(value.dtype, f"{name}: {key}")]
-            else:
-                own[key] = ["value", encode(value, f"optimizer state {key!r} of {name}")]
-    return json.dumps({"state": own_states, "groups": members}).encode()
+    Args:
+        members: names in each group; those that other ranks have there are added.
+    """
 
+    def describe() -> bytes:
+        rows: StateDict = {}
+        for parameter, state in states.items():
+            name = _name(names, parameter)
+            for key, value in state.items() if names.announces(parameter) else ():
+                if get_info(parameter) is None:
+                    row = ["own", None]
+                elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    row = ["shard", dtype_name(value.dtype, f"{name}: {key}")]
+                else:
+                    row = ["value", encode(value, f"optimizer state {key!r} of {name}")]
+                rows.setdefault(name, {})[key] = row
+        return json.dumps({"state": rows, "groups": members}).encode()
 
-def _gather_states(
-    names: Names,
-    states: _States,
-    everything: StateDict,
-    choice: _Choice,
-    keeps: bool,
-) -> StateDict:
-    result: StateDict = {name: dict.fromkeys(own) for name, own in everything.items()}
-    keys = sorted({key for own in everything.values() for key in own})
-    sources: list[FlatSource] = []
-    key_of: dict[int, str] = {}
-    for key in keys:
-        for handle in names.handles:
-            source = _source_of_state(handle, names, states, everything, key)
-            if source is not None:
-                key_of[id(source)] = key
-                sources.append(source)
-    for source, index, value in stream_sources(sources, _BUCKET_NBYTES):
-        if keeps:
-            name = _name(names, source.handle.sharded_params[index])
-            result[name][key_of[id(source)]] = choice.copied(value)
-    for parameter, state in states.items():
-        if get_info(parameter) is None:
-            whole = {k: choice.copied(v) for k, v in state.items() if isinstance(v, torch.Tensor)}
-            result[_name(names, parameter)] = {**state, **whole}
-    for name, own in everything.items():
-        for key, (how, value) in own.items():
-            if how == "value":
-                result[name][key] = decode(value)
+    together = checkpoint_group_of(root, None)
+    parameters = {found: parameter for parameter, all in names.parameters for found in all}
+    result: dict[str, StateDict] = {}
+    for each in together.exchange("optimizer state", describe):
+        message = json.loads(each)
+        if len(message["groups"]) == len(members):
+            for group, theirs in zip(members, message["groups"], strict=True):
+                group[:] = dict.fromkeys([*group, *(name for name in theirs if name in parameters)])
+        for name, row in message["state"].items():
+            if name not in parameters:
+                continue  # An expert of other ranks.
+            parameter, state = parameters[name], result.setdefault(name, {})
+            held = states.get(parameter, {})
+            for key, (how, value) in row.items():
+                if how == "value":
+                    state[key] = decode(value)
+                elif how == "own":
+                    state[key] = _copied(held.get(key))
+                elif key in held:
+                    state[key] = shard_of(parameter, held[key].detach())
+                else:
+                    none = torch.zeros_like(parameter, dtype=DTYPES[value]).detach()
+                    state[key] = shard_of(parameter, none)
     return result
-
-
-def _source_of_state(
-    handle: FlatParamHandle, names: Names, states: _States, everything: StateDict, key: str
-) -> FlatSource | None:
-    """State `key` of a handle's parameters as a flat tensor; None if no parameter has it."""
-    entries = [everything.get(_name(names, p), {}).get(key) for p in handle.sharded_params]
-    present = [index for index, how in enumerate(entries) if how and how[0] == "gathered"]
-    if not present:
-        return None
-    dtype = DTYPES[entries[present[0]][1]]
-
-    def shard() -> torch.Tensor:
-        flat = torch.zeros_like(handle.main_shard, dtype=dtype)
-        ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
-        for index in present:
-            owned, state = ranges[index], states.get(handle.sharded_params[index], {})
-            if owned.numel and key in state:
-                flat[owned.offset : owned.offset + owned.numel] = state[key]
-        return flat
-
-    return FlatSource(handle, f"{key} of {handle.fqns[0]}", dtype, shard, present)

@@ -153,7 +153,7 @@ def _info_of(sharded_param: nn.Parameter) -> ParameterInfo:
 
 
 def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of an entry of a state dict: [numel of `sharded_param`].
+    """This rank's part of an entry of a state dict, in the shape of `sharded_param`.
 
     Args:
         value: a full tensor of the original shape, a DTensor, a shard of the same range, or a plain
@@ -174,7 +174,7 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
                 "or load through torch.distributed.checkpoint"
             )
         local = info.tensor_parallel.localize(value.detach(), info.fqn)
-        return local.reshape(-1)[start:stop]
+        return local.reshape(-1)[start:stop].view(sharded_param.shape)
     if isinstance(value, ParameterShard):
         if (value.extent, value.range) != (extent, (start, stop)):
             raise ValueError(
@@ -183,11 +183,11 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
                 "saved with another sharding; load full tensors, or a checkpoint of "
                 "layerzero.checkpoint or torch.distributed.checkpoint"
             )
-        return value.local
+        return value.local.view(sharded_param.shape)
     if tuple(value.shape) == extent.shape:
         ends = zip(extent.offsets, extent.local_shape, strict=True)
         block = value[tuple(slice(at, at + size) for at, size in ends)]
-        return block.reshape(-1)[start:stop]
+        return block.reshape(-1)[start:stop].view(sharded_param.shape)
     if value.shape == sharded_param.shape:
         return value
     raise ValueError(

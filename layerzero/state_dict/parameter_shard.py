@@ -41,8 +41,8 @@ class ParameterShard(torch.Tensor):
     """A tensor of which this rank holds elements [start, stop) of the flattened block `extent`.
 
     Attributes:
-        local: [stop - start], this rank's elements. In a state dict it shares memory with the model
-            or the optimizer: writing to it changes them.
+        local: this rank's elements, contiguous, in the shape of the sharded parameter. In a state
+            dict it shares memory with the model or the optimizer: writing to it changes them.
         extent: the full tensor's shape, and this rank's tensor-parallel block of it.
         range: (start, stop).
 
@@ -99,10 +99,10 @@ class ParameterShard(torch.Tensor):
         return full.detach().clone()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a plain tensor of the full shape: [stop - start]."""
+        """This rank's elements of a plain tensor of the full shape, in the shape of `local`."""
         ends = zip(self.extent.offsets, self.extent.local_shape, strict=True)
         block = whole[tuple(slice(at, at + size) for at, size in ends)]
-        return block.reshape(-1)[slice(*self.range)]
+        return block.reshape(-1)[slice(*self.range)].view(self.local.shape)
 
     def storage(self) -> NoReturn:  # The last method that safetensors tries.
         self._refuse_bytes()
@@ -210,7 +210,7 @@ class ParameterShard(torch.Tensor):
         for box in self._boxes():
             if index.offset is None or torch.Size(box.offsets) == index.offset:
                 numel = torch.Size(box.sizes).numel()
-                return self.local[box.local : box.local + numel].view(box.sizes)
+                return self.local.view(-1)[box.local : box.local + numel].view(box.sizes)
         raise ValueError(
             f"{index.fqn}: no box of this rank begins at {index.offset}; this rank has elements "
             f"{self.range} of shape {tuple(self.shape)}"

@@ -35,11 +35,11 @@ def gather_shards(
         NotImplementedError: a value is optimizer state of one rank only (`RankLocal`).
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    by_root: dict[int, tuple[RootState, list[ParameterShard]]] = {}
+    by_root: dict[int, tuple[RootState, dict[int, ParameterShard]]] = {}
     for value in _values_in(state_dict):
         if isinstance(value, ParameterShard):
             root = root_of(value)
-            by_root.setdefault(id(root), (root, []))[1].append(value)
+            by_root.setdefault(id(root), (root, {}))[1][id(value)] = value
         elif isinstance(value, RankLocal):
             value.refuse()
     if not by_root:
@@ -49,9 +49,11 @@ def gather_shards(
     for root, shards in by_root.values():
         if ranks_only:
             refuse_experts(root, "full tensors on some ranks only")
-        for shard, value in gather(root, shards):
-            kept = value.detach().to("cpu" if cpu_offload else value.device, copy=True)
-            full[id(shard)] = kept if keeps else None
+        for shard, value in gather(root, list(shards.values())):
+            full[id(shard)] = None
+            if keeps:
+                device = "cpu" if cpu_offload else value.device
+                full[id(shard)] = value.detach().to(device, copy=True)
             del value
     replaced: dict[str, Any] = _replace(state_dict, full)
     return replaced

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,18 +49,18 @@ def gather_whole_states(
         return json.dumps(rows).encode()
 
     everything = [json.loads(each) for each in together.exchange("whole states", describe)]
-    streams = _streams(tensors, everything, together, keeps)
+    received = _exchange(tensors, everything, together, keeps)
     if not keeps:
         return {}
     order = {found[0]: number for number, (_, found) in enumerate(names.parameters)}
     result: dict[str, dict[str, Any]] = {}
-    for rows, stream in zip(everything, streams, strict=True):
+    for rows, data in zip(everything, received, strict=True):
         start = 0
         for name, rest, described in rows:
             own = {}
             for key, dtype, shape in described:
                 nbytes = _nbytes(dtype, shape)
-                part = stream[start : start + nbytes].clone()  # Aligned, in memory of its own.
+                part = data[start : start + nbytes].clone()  # Aligned, in memory of its own.
                 own[key] = part.view(DTYPES[dtype]).view(shape)
                 start += nbytes
             if name in order:  # Otherwise an expert of other ranks.
@@ -73,7 +72,7 @@ def _nbytes(dtype: str, shape: list[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def _streams(
+def _exchange(
     tensors: list[torch.Tensor],
     everything: list[list[Any]],
     together: CheckpointGroup,
@@ -84,23 +83,14 @@ def _streams(
         sum(_nbytes(dtype, shape) for _, _, described in rows for _, dtype, shape in described)
         for rows in everything
     ]
-    sent = (part for tensor in tensors for part in _rounds(tensor))
-    streams = [torch.empty(total if keeps else 0, dtype=torch.uint8) for total in totals]
-    ends = [0] * len(totals)
-    buffer = b""
-    for _ in range(-(-max(totals, default=0) // _ROUND_NBYTES)):
-        while len(buffer) < _ROUND_NBYTES and (more := next(sent, None)) is not None:
-            buffer += more
-        own, buffer = buffer[:_ROUND_NBYTES], buffer[_ROUND_NBYTES:]
-        for rank, received in enumerate(together.gather("tensors of whole states", own)):
-            if keeps and received:
-                part = torch.frombuffer(bytearray(received), dtype=torch.uint8)
-                streams[rank][ends[rank] : ends[rank] + len(received)] = part
-                ends[rank] += len(received)
-    return streams
-
-
-def _rounds(tensor: torch.Tensor) -> Iterator[bytes]:
-    if tensor.numel():
-        for part in tensor.detach().reshape(-1).view(torch.uint8).split(_ROUND_NBYTES):
-            yield part.cpu().numpy().tobytes()
+    parts = [each.detach().reshape(-1).view(torch.uint8).cpu() for each in tensors]
+    own = torch.cat([*parts, torch.empty(0, dtype=torch.uint8)])
+    received = [torch.empty(total if keeps else 0, dtype=torch.uint8) for total in totals]
+    for begin in range(0, max(totals, default=0), _ROUND_NBYTES):
+        sent = own[begin : begin + _ROUND_NBYTES].numpy().tobytes()
+        answers = together.gather("tensors of whole states", sent)
+        for into, answer in zip(received if keeps else (), answers, strict=keeps):
+            if answer:
+                part = torch.frombuffer(bytearray(answer), dtype=torch.uint8)
+                into[begin : begin + len(answer)] = part
+    return received

@@ -83,7 +83,8 @@ class Backward:
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
-        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
+        if not call.unit.is_optional:  # Ranks that skip it finish others later.
+            self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
@@ -91,6 +92,8 @@ class Backward:
             # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
             prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
+        for begin_backward in self._extensions.begin_backward:
+            begin_backward(unit)
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
         """The pass that autograd runs now; registers a new one."""
@@ -134,6 +137,8 @@ class Backward:
         ended = BackwardPass(graph_task=-1, makes_graph=False, is_recorded=True)
         ended.forwards[forward_pass] = None
         self._reducer.begin_backward()
+        for unit in self._units:
+            unit.follow_requires_grad(lays_out=True)
         self._scheduler.recorder.begin(("backward", forward_pass.order))
         self._passes.append(ended)
         self._context.set_in_backward(True)
@@ -166,14 +171,6 @@ class Backward:
         current.enter(unit, start)
         unit.set_training_state(TrainingState.BACKWARD)
 
-    def finish_begun_after(self, time: int) -> None:
-        """Everything created after this time has run: finish units whose calls all began later."""
-        graph_task = torch._C._current_graph_task_id()
-        for current in self._passes:
-            if current.graph_task == graph_task and current.active:
-                shares_casts = any([each.shares_casts for each in self._passes[0].forwards])
-                self._finish_done(current, time, shares_casts, None)
-
     def _finish_done(
         self, current: BackwardPass, end: int, shares_casts: bool, caller: Unit | None
     ) -> None:
@@ -193,7 +190,6 @@ class Backward:
             unit for unit, start in current.active.items() if start > end and unit is not caller
         ]
         # Latest start first: the same order, whether they are done at once or one after the other.
-        # Ranks may differ in that, where they differ in optional units.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
@@ -251,7 +247,10 @@ class Backward:
             # Otherwise the gradients stay on this rank, and there is no collective to take part in.
             if self._reducer.requires_sync or self._reducer.sums_sharded:
                 self._reduce_untouched(ended)
-            self._reducer.deliver()
+            with self._context.profile("deliver", "model"):
+                for before_delivery in self._extensions.before_delivery:
+                    before_delivery(ended.forwards)
+                self._reducer.deliver()
             self._reducer.commit()
             self._complete(ended, first)
         except BaseException as error:
@@ -270,7 +269,9 @@ class Backward:
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
             unit.forget_starts_before(oldest)
-        self._scheduler.end_backward(first, (each.order for each in ended.forwards))
+        for end_backward in self._extensions.end_backward:
+            end_backward(ended.forwards)
+        self._scheduler.end_backward(first)
         if self._reducer.requires_sync:
             # Not inside `no_sync`: the next micro-batch gathers the same weights.
             self._scheduler.end_step()

@@ -7,12 +7,10 @@ it depends neither on the root nor on other units.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -21,14 +19,12 @@ from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.ops import pack_
+from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 from layerzero.step.rate_limiter import RateLimiter
 
 _logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
-Ranges = Callable[[str, str, AbstractContextManager[object]], AbstractContextManager[object]]
-"""Function of an action, a unit's label, and the context that `profile` returns for them."""
 
 
 class RuntimeContext:
@@ -59,8 +55,10 @@ class RuntimeContext:
         limiter: RateLimiter,
         tensor_parallel_groups: Sequence[ShardGroup],
         owner: Callable[[], object | None],
+        extensions: Extensions,
     ) -> None:
         self.device = device
+        self._extensions = extensions
         self.streams = streams
         self.operations = operations
         self.limiter = limiter
@@ -94,8 +92,6 @@ class RuntimeContext:
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
     reduce_with_peer = staticmethod(collectives.reduce_with_peer)
-    pack: Callable[..., object] = staticmethod(pack_)
-    """Function that fills the buffer that a reduction sends."""
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
@@ -156,23 +152,27 @@ class RuntimeContext:
         self.streams.wait_on_host(self.shard_uploaded)
         self.shard_uploaded = None
 
-    def watch_actions(self, ranges: Ranges | None) -> None:
-        """Let `ranges` replace the context that `profile` returns; None: stop that."""
-        self.__dict__.pop("profile", None)
-        if ranges is not None:
-            own = functools.partial(type(self).profile, weakref.proxy(self))
-            watched = lambda action, unit: ranges(action, unit, own(action, unit))  # noqa: E731
-            self.__dict__["profile"] = watched
-
-    # Profiling ------------------------------------------------------------------------------
-
     def profile(self, action: str, unit: str) -> AbstractContextManager[object]:
-        """A range in the profiler's timeline, and a DEBUG log record when it begins.
+        """A range in the profiler's timeline, an action for extensions, and a DEBUG log record.
 
-        `unit` is a unit's label. Costs next to nothing when no profiler runs and DEBUG is off.
+        `unit` is a unit's label. Costs next to nothing if nothing reads any of these.
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
+        inner = _NOTHING
         if self._profiling():
-            return torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
-        return _NOTHING
+            inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
+        if self._extensions.begin_action:
+            return self._watched(action, unit, inner)
+        return inner
+
+    @contextmanager
+    def _watched(
+        self, action: str, unit: str, inner: AbstractContextManager[object]
+    ) -> Iterator[None]:
+        with inner:
+            for begin_action in self._extensions.begin_action:
+                begin_action(action, unit)
+            yield
+            for end_action in self._extensions.end_action:
+                end_action(action, unit)

@@ -20,9 +20,6 @@ class Extension:
     `unit` is a `Unit`, which lies above this file.
     """
 
-    def enter_call(self, unit: Any, start: int) -> None:
-        """A call of a unit begins at this time, recomputations included; the unit is sharded."""
-
     def exit_call(self, call: Any, outputs: object, is_outermost: bool) -> None:
         """The forward of a `ForwardCall` has returned these outputs, recomputations included."""
 
@@ -32,6 +29,12 @@ class Extension:
 
     def before_backward(self, order: tuple[int, ...]) -> None:
         """A backward of the model begins, through a forward of this order."""
+
+    def before_delivery(self, forwards: Any) -> None:
+        """A backward through these `ForwardPass`es ends; gradients are not delivered yet."""
+
+    def end_backward(self, forwards: Any) -> None:
+        """A backward through these `ForwardPass`es has ended; units are not freed yet."""
 
     def before_abort(self, error: BaseException | None) -> None:
         """The pass is about to be dropped, after an error or an interrupt."""
@@ -48,19 +51,33 @@ class Extension:
     def trainable_changed(self, unit: Any) -> None:
         """Other parameters of the unit require grad than before."""
 
+    def begin_backward(self, unit: Any) -> None:
+        """The backward of a call of `unit` begins; the unit is unsharded."""
+
+    def begin_action(self, action: str, unit: str) -> None:
+        """The engine begins to do something for the unit with this label: the ranges of
+        docs/howto/profile.md. An extension has both this method and `end_action`, or neither."""
+
+    def end_action(self, action: str, unit: str) -> None:
+        """The action has ended. Not called if it raised; then `before_abort` is."""
+
 
 class Extensions:
     """The extensions of one model: for each event, the methods to call."""
 
-    enter_call: _Events
     exit_call: _Events
     before_forward: _Events
     before_backward: _Events
+    before_delivery: _Events
+    end_backward: _Events
     before_abort: _Events
     begin_call: _Events
     end_call: _Events
     after_forward: _Events
     trainable_changed: _Events
+    begin_backward: _Events
+    begin_action: _Events
+    end_action: _Events
 
     def __init__(self) -> None:
         self._all: list[Extension] = []

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from layerzero.comm.gloo.loop_threads import wake_without_preempting
 from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.model_numbers import number_model
-from layerzero.comm.pending import Operation
+from layerzero.comm.pending import Operation, Timer
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.step.timeouts import Phases
@@ -91,6 +91,7 @@ class Operations:
         self._streams = streams
         self.count = 0
         self._tensor_parallel_count = 0
+        self.time_by(None)
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         groups = list(groups)
         self.phases = Phases(device, groups)
@@ -105,6 +106,10 @@ class Operations:
         """Set `prefix` for the collectives that follow."""
         self.prefix = prefix
 
+    def time_by(self, time: Callable[[str, ShardGroup, int], Timer | None] | None) -> None:
+        """Let `time` make the timer of each later collective, from its verb, group and number."""
+        self._time = time
+
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which runs over `group`. Every rank must name the same ones.
 
@@ -114,7 +119,10 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         self.count += 1
-        return self._named(verb, unit, self.count, group, self._detector)
+        operation = self._named(verb, unit, self.count, group, self._detector)
+        if self._time is not None:
+            operation = operation._replace(timer=self._time(verb, group, self.count))
+        return operation
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""

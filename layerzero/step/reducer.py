@@ -145,16 +145,13 @@ class GradientReducer:
         """
         if self.agreed is not None and not self.agreed.before_reduction(unit):
             return
-        self._make_room(unit)
         with torch.no_grad(), self._context.profile("reduce", unit.label):
+            # Complete the oldest, until the others may be in flight beside the unit's.
+            while self._in_flight and not self._fits(unit):
+                self._complete_oldest()
             self._in_flight += reduce_unit(
                 self._context, unit, self.requires_sync, self.sums_sharded
             )
-
-    def _make_room(self, unit: Unit) -> None:
-        """Complete the oldest reductions, until the others may be in flight beside the unit's."""
-        while self._in_flight and not self._fits(unit):
-            self._complete_oldest()
 
     def _fits(self, unit: Unit) -> bool:
         if not self._max_in_flight_nbytes:
@@ -175,7 +172,8 @@ class GradientReducer:
         # Removed only when done: after an error `drop` has to wait for it, too.
         reduction = self._in_flight[0]
         if reduction.pending is not None:
-            reduction.pending.wait()
+            with self._context.profile("wait_for_reduce", reduction.unit.label):
+                reduction.pending.wait()
             if reduction.is_partial:
                 reduction.handle.gradients.release_buffer()
             else:
@@ -199,7 +197,8 @@ class GradientReducer:
         with torch.no_grad():
             presence = self.exchange_presence(last)
             self._complete_all()
-            arrived = presence()
+            with self._context.profile("wait_for_presence", "model"):
+                arrived = presence()
             self._context.before_delivery()
             self._undelivered = []
         if self._judge is not None and self._are_dropped(self._judge, arrived):
@@ -397,7 +396,7 @@ class GradientReducer:
         Returns:
             A function that waits, and returns the reductions with the parameters present anywhere.
         """
-        if self.agreed is not None and any(each.unit.is_optional for each in reductions):
+        if self.agreed is not None and any(self.agreed.concerns(each.unit) for each in reductions):
             return self.agreed.exchange_presence(reductions)
         by_placement: dict[int, list[Reduction]] = {}
         for reduction in reductions:

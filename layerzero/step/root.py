@@ -73,12 +73,11 @@ class RootState:
     structure: Structure
     """The module tree as it was wrapped."""
     has_forward_checks: bool
-    """Whether the next forward calls `check_first_forward` and the watcher of forwards."""
+    """Whether the next forward calls `check_first_forward`."""
     moves_inputs: bool
     """Whether a call of the root unit moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
-    _scheduler_class: type[UnshardScheduler] = UnshardScheduler
     _reducer_class: type[GradientReducer] = GradientReducer
 
     def __init__(
@@ -113,9 +112,10 @@ class RootState:
             RateLimiter(budget),
             tensor_parallel_groups,
             owner=weakref.ref(self),
+            extensions=self.extensions,
         )
         self.optional = self.join = None
-        self.scheduler = self._scheduler_class(
+        self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
         self.reducer = self._reducer_class(self.context, self.units, reduction)
@@ -137,7 +137,6 @@ class RootState:
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
         self.has_forward_checks = any(unit.awaits_values for unit in self.units)
-        self._watcher: Callable[[], bool] | None = None
         self._join_units()
 
     def _make_streams(self, finishing_thread: bool) -> Streams:
@@ -164,11 +163,6 @@ class RootState:
         """
         self.has_forward_checks = True
         self.scheduler.make_room_for(depth)
-
-    def watch_forwards(self, watcher: Callable[[], bool]) -> None:
-        """Call `watcher` before each forward of the model, until it returns False."""
-        self._watcher = watcher
-        self.has_forward_checks = True
 
     # Small services -------------------------------------------------------------------------
 
@@ -330,8 +324,6 @@ class RootState:
         """A forward call of `unit` begins: unshard it."""
         if self._call_depth == 0:
             self._begin_forward(unit)
-        for enter_call in self.extensions.enter_call:
-            enter_call(unit, self.clock + 1)
         self._call_depth += 1
         self.clock += 1
         call = ForwardCall(unit, self._forward_pass, self.clock, in_autocast())
@@ -356,8 +348,7 @@ class RootState:
             self.operations.refuse()
         if self.has_forward_checks and not self.context.in_backward:
             check_first_forward(self.units, self.device)
-            watcher = self._watcher
-            self.has_forward_checks = watcher is not None and watcher()
+            self.has_forward_checks = False
         self._forward_pass = ForwardPass(self.clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
@@ -474,7 +465,8 @@ class RootState:
             for unit in reversed(self.units):
                 if unit.is_trainable:
                     self.reducer.reduce(unit)
-            self.reducer.deliver()
+            with self.context.profile("deliver", "model"):
+                self.reducer.deliver()
             self.reducer.commit(num_micro_batches=0)
         except BaseException as error:
             self.abort(error)

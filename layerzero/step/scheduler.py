@@ -23,7 +23,7 @@ Note [Micro-batches in flight]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ _POLICY = int(Hold.POLICY)
 _EXPLICIT = int(Hold.EXPLICIT)
 _MICRO_BATCHES = int(Hold.MICRO_BATCHES)
 _DOUBLE_BACKWARD = int(Hold.DOUBLE_BACKWARD)
+_OPTIONAL = int(Hold.OPTIONAL)
 _OF_A_FORWARD = _LAST | _POLICY
 _OF_A_STEP = _LAST | _POLICY | _FIRST | _EXPLICIT
 
@@ -76,7 +77,7 @@ class UnshardScheduler:
         """`units` is the root's list."""
         self.recorder = self._own_recorder = ExecOrderRecorder()
         self.agreed: Any = None
-        """The recorder, if ranks agree on what they gather (`layerzero/optional`); else None."""
+        """Agrees with other ranks on what is gathered (`layerzero/optional`); or None."""
         self.last_order = self._order_before = ()
         self.forward_depth = forward_depth
         self.backward_depth = 1
@@ -90,9 +91,10 @@ class UnshardScheduler:
         """The unit held as `LAST_OF_FORWARD`."""
         self.holds_for_graph = False
 
-    def agree(self, agreed: Any) -> None:
-        """Let this recorder decide with other ranks what is gathered; None: none does any more."""
-        self.agreed, self.recorder = agreed, agreed or self._own_recorder
+    def agree(self, agreed: Any, recorder: ExecOrderRecorder | None = None) -> None:
+        """Consult `agreed` before each use of a unit; None: nothing. A `recorder` stands in for the
+        model's until the next call of this."""
+        self.agreed, self.recorder = agreed, recorder or self._own_recorder
 
     # Orders ---------------------------------------------------------------------------------
 
@@ -133,6 +135,8 @@ class UnshardScheduler:
                 # A hold left from the last step must not keep the unit in this one.
                 other.end_hold(_OF_A_STEP)
                 continue
+            if other.is_held(_OPTIONAL):
+                continue  # A backward may come that reaches it, and no rank gathers it there.
             # What an earlier forward left unsharded may be older than the weights. It stays only
             # under one of these holds, and only if the weights are the same.
             stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
@@ -255,14 +259,8 @@ class UnshardScheduler:
             for unit in self._units:
                 (unit.hold if holds else unit.end_hold)(_DOUBLE_BACKWARD)
 
-    def end_backward(self, first: Unit | None, orders: Iterable[Order]) -> None:
-        """Free what the pass left unsharded, except `first`, which begins the next micro-batch.
-
-        Args:
-            orders: of the forwards that the pass ran through.
-        """
-        if self.agreed is not None:
-            self.agreed.end_backward(orders)
+    def end_backward(self, first: Unit | None) -> None:
+        """Free what the pass left unsharded, except `first`, which begins the next micro-batch."""
         for unit in self._units:
             # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
             if unit is not first and unit.state is not ShardState.SHARDED and not unit.depth:
@@ -273,8 +271,6 @@ class UnshardScheduler:
         self.last = None
         self.holds_for_graph = False
         self.recorder.abort()
-        if self.agreed is not None:
-            self.agreed.drop()
 
     def free_last(self) -> None:
         """Free the unit held as `LAST_OF_FORWARD`."""
@@ -291,7 +287,7 @@ class UnshardScheduler:
         # call is recomputed for, has unsharded the unit already.
         if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
             return
-        if self.last is not None and self.last is not unit:
+        if self.last is not None and self.last is not unit and not unit.is_optional:
             self.free_last()  # Another unit's forward begins: see Note [One unit stays].
         # `backward_prefetch=None` holds for units that recomputation needs, too.
         self.ensure_unsharded(
@@ -318,7 +314,8 @@ class UnshardScheduler:
                     break
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
         if unit.state is not ShardState.UNSHARDED:
-            self.recorder.visit(unit.index)
+            if not unit.is_optional:
+                self.recorder.visit(unit.index)
             unit.unshard()
         # After this unit's own gather is queued, so that prefetches cannot delay it; before the
         # wait, so that they are in flight while this unit computes, even where waiting blocks.
@@ -326,8 +323,6 @@ class UnshardScheduler:
             self.prefetch_after(unit, in_backward)
         unit.wait_for_unshard()
         unit.show_unsharded()
-        if self.agreed is not None:
-            self.agreed.after_use(unit)
 
     def prefetch_after(
         self, unit: Unit, in_backward: bool, behind_reductions: bool | None = None
@@ -337,10 +332,8 @@ class UnshardScheduler:
         Args:
             behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
         """
-        if self.agreed is not None and self.agreed.prefetches_after(
-            unit, in_backward, is_post=behind_reductions is False
-        ):
-            return
+        if unit.is_optional or (self.agreed is not None and not self.agreed.prefetches):
+            return  # Ranks would not prefetch alike.
         if in_backward:
             depth = self.backward_depth
             explicit: Sequence[Unit] | None = unit.backward_prefetch
@@ -349,8 +342,7 @@ class UnshardScheduler:
             explicit = unit.forward_prefetch
         if explicit is None:  # The user's list wins.
             explicit = [self._units[index] for index in self.recorder.predict(depth)]
-        limiter = self._limiter if self.agreed is None else self.agreed.room
-        context = self._context
+        limiter, context = self._limiter, self._context
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
             if other.state is ShardState.SHARDED and other.may_prefetch:
@@ -364,10 +356,8 @@ class UnshardScheduler:
 
     def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
         """The forward of `unit` has ended. Not called for recomputation."""
-        if not unit.handles:
-            return
-        if self.agreed is not None:
-            grad_enabled = self.agreed.makes_graph(unit, grad_enabled)
+        if not unit.handles or unit.is_optional:
+            return  # An optional unit is freed by `agreed`.
         if self.last is not None:
             self.free_last()  # Only one unit stays: the one whose forward ended last.
         if not unit.options.reshard_after_forward:
@@ -381,8 +371,6 @@ class UnshardScheduler:
 
     def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
         """The backward of `unit` is over: free it unless another hold is left."""
-        if self.agreed is not None and unit in self.agreed.ahead:
-            return  # It was prefetched for a use to come.
         unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
 
     def keep_first(self, unit: Unit) -> None:

@@ -58,6 +58,8 @@ class Hold(enum.IntFlag):
     """Kept for a pipeline; see Note [Micro-batches in flight] in scheduler.py."""
     DOUBLE_BACKWARD = 32
     """A graph of the backward (`create_graph`) reads it again."""
+    OPTIONAL = 64
+    """Ranks may skip it, and the backward of a forward that used it is still to come."""
 
 
 SHARD_TRANSITIONS: dict[ShardState, frozenset[ShardState]] = {

@@ -246,7 +246,7 @@ def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
         strict=True,
     ):
         if sharded.grad is not None and owned.numel:
-            flat[owned.offset : owned.offset + owned.numel] = sharded.grad
+            flat[owned.offset : owned.offset + owned.numel] = sharded.grad.reshape(-1)
     return flat
 
 
@@ -277,7 +277,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
         strict=True,
     ):
         value = _flat_of(handle, owned.param, parameter)
-        sharded.data.copy_(value[owned.start : owned.stop])
+        sharded.data.copy_(value[owned.start : owned.stop].view(sharded.shape))
         if entry.was_written(owned.param):
             torch.autograd.graph.increment_version(sharded)
         if options.with_grads:
@@ -305,7 +305,7 @@ def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) 
         if entry.parameters is not None:
             full.copy_(_flat_of(handle, index, entry.parameters[index]))
         _broadcast(root, full, handle, "summon writeback", name)
-        sharded.data.copy_(full[ranges[index].start : ranges[index].stop])
+        sharded.data.copy_(full[ranges[index].start : ranges[index].stop].view(sharded.shape))
         if options.with_grads:
             _send_gradient_from_first(root, entry, index, ranges[index])
 
@@ -331,7 +331,7 @@ def _send_gradient_from_first(
 def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, owned: ShardRange) -> None:
     """Set `.grad` to this rank's part of `full`, [numel of the original parameter]."""
     part = None if full is None else full[owned.start : owned.stop]
-    sharded.grad = None if part is None else part.to(sharded.device, copy=True)
+    sharded.grad = None if part is None else part.view(sharded.shape).to(sharded.device, copy=True)
 
 
 def _broadcast(

@@ -128,6 +128,8 @@ class Unit:
         ]
         self._holds = 0
         self._is_watched = False
+        self._is_counted = True
+        """Whether the budget for prefetching counts its full buffers."""
         self._is_laid_out = True
         """Whether gradients are laid out for the parameters that require grad, and no others."""
         self._forms: list[nn.Parameter] = []
@@ -319,7 +321,10 @@ class Unit:
             if handle.reset_sharded_params(self.label):
                 context.note_weights()
         self._set_shard_state(ShardState.GATHERING)
-        context.limiter.acquire(self.nbytes)
+        # Ranks may differ in optional units, and prefetch alike.
+        self._is_counted = not self.is_optional
+        if self._is_counted:
+            context.limiter.acquire(self.nbytes)
         with context.profile("unshard", self.label):
             for handle in self.handles:
                 handle.unshard(context, self.label, behind_reductions)
@@ -355,7 +360,8 @@ class Unit:
                 handle.reshard()
             if self.saved_casts:
                 free_casts(self.saved_casts)
-        context.limiter.release(self.nbytes)
+        if self._is_counted:
+            context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
 
     # Why it stays unsharded -----------------------------------------------------------------

@@ -19,6 +19,7 @@ from layerzero.step_ledger.records import (
     PREVIOUS,
     TRANSFER,
     Hop,
+    Job,
     Record,
     Wait,
 )
@@ -36,11 +37,6 @@ class Segment(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.begin
-
-
-class _InFlight(NamedTuple):
-    ended: float
-    hops: list[Hop]
 
 
 class LastPeers:
@@ -76,23 +72,22 @@ def explain(record: Record, wait: Wait, peers: LastPeers) -> list[Segment]:
             for reduction in reductions:
                 # It may itself wait for a peer.
                 last, peer = peers.of(reduction.hops[0], record.rank)
-                cut.until(min(hop.issued, last, reduction.ended), PEER_LATE, peer)
-                cut.until(min(hop.issued, reduction.ended), PREVIOUS)
+                cut.until(min(hop.issued, last, reduction.end), PEER_LATE, peer)
+                cut.until(min(hop.issued, reduction.end), PREVIOUS)
             # On a device: compute waits for what the host has yet to issue.
             cut.until(hop.called, HOST_BOUND)
         cut.until(hop.issued, base)
         last, peer = peers.of(hop, record.rank)
-        arrived = wait.end if hop.arrived is None else hop.arrived
-        cut.until(min(last, arrived), PEER_LATE, peer)
+        cut.until(min(last, hop.arrived), PEER_LATE, peer)
         if hop.issued > hop.called:
             # Lanes of a device: a backend runs collectives of one group one after the other.
-            same = (each.ended for each in reductions if each.hops[0].ranks == hop.ranks)
-            cut.until(min(max(same, default=0.0), arrived), PREVIOUS)
-        cut.until(arrived, base)
+            same = (each.end for each in reductions if each.hops[0].ranks == hop.ranks)
+            cut.until(min(max(same, default=0.0), hop.arrived), PREVIOUS)
+        cut.until(hop.arrived, base)
     cut.until(wait.end, base)
     if base == TRANSFER:
         known = sum(each.seconds for each in cut.segments if each.reason == HOST_BOUND)
-        return _charge_host(cut.segments, _host_delay(record, wait) - known)
+        return _charge_host(cut.segments, _host_delay(record, wait, reductions) - known)
     return cut.segments
 
 
@@ -111,32 +106,30 @@ class _Cut:
             self._at = end
 
 
-def _in_flight_before(record: Record, index: int) -> list[_InFlight]:
+def _in_flight_before(record: Record, index: int) -> list[Job]:
     """The reductions that were in flight when a gather was asked for, oldest first."""
-    found: list[_InFlight] = []
+    found: list[Job] = []
     if record.jobs[index].kind != "gather":
         return found
-    asked = record.jobs[index].asked
     for other in reversed(record.jobs[:index]):
-        end = other.end
-        if other.kind == "reduction" and end is not None:
-            if end <= asked:
+        if other.kind == "reduction" and other.hops:
+            if other.end <= record.jobs[index].asked:
                 break  # They end in order.
-            found.append(_InFlight(end, other.hops))
+            found.append(other)
     return found[::-1]
 
 
-def _host_delay(record: Record, wait: Wait) -> float:
+def _host_delay(record: Record, wait: Wait, reductions: Sequence[Job]) -> float:
     """Seconds by which the host issued a gather after it could, or did not run in a wait."""
     job, asleep = record.jobs[wait.job], _overlap(record.silent, wait.begin, wait.end)
     if job.kind == "reduction":
         return asleep
-    could = max([job.asked_on_host, *(each.ended for each in _in_flight_before(record, wait.job))])
+    could = max([job.asked_on_host, *(each.end for each in reductions)])
     delay = silent = 0.0
     for hop in sorted(job.hops, key=lambda hop: hop.called):
         delay += max(hop.called - could, 0.0)
         silent += _overlap(record.silent, job.asked_on_host, hop.called)
-        could = max(could, hop.called if hop.arrived is None else hop.arrived)
+        could = max(could, hop.arrived)
     return max(delay, silent) + asleep
 
 

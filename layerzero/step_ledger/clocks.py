@@ -73,55 +73,42 @@ class DeviceClock:
         return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
 
 
-class Offset(NamedTuple):
-    """Offset of this rank's clock to that of the first rank of a group, in seconds."""
+class Reading(NamedTuple):
+    """Offset of this rank's clock to that of the first rank of all, at one time, in seconds."""
 
-    value: float
+    at: float
+    offset: float
     error: float
+    """Bound on the error of the offset."""
 
 
-def measure_offset(group: ShardGroup, operations: Operations, device: torch.device) -> Offset:
-    """See Note [Offset of two clocks]. Collective over the group; blocks the host."""
-    own = torch.zeros(1, dtype=torch.int64, device=device)
-    times: list[float] = []
-    for _ in range(1 + _ROUNDS):
-        times.append(host_s())
-        _gather(own, group, operations)
-        times.append(host_s())
-    del times[:2]  # The first one lasts from the first rank's arrival.
-    mine = torch.tensor(times, dtype=torch.float64, device=device)
-    rows = _gather(mine, group, operations)
-    sent, received = rows[0][::2], rows[0][1::2]
-    upper = min(e - s for e, s in zip(times[1::2], sent, strict=True))
-    lower = max(s - e for s, e in zip(times[::2], received, strict=True))
-    if group.is_first:
-        return Offset(0.0, 0.0)
-    return Offset((upper + lower) / 2, (upper - lower) / 2)
+def read_clock(
+    groups: Sequence[ShardGroup], operations: Operations, device: torch.device
+) -> Reading:
+    """See Note [Offset of two clocks]. Collective over each group; blocks the host.
 
-
-def share(payload: bytes, groups: Sequence[ShardGroup], operations: Operations, device: Any) -> Any:
-    """Every rank's payloads, in the order of ranks along each group.
-
-    Collective over each group; blocks the host.
+    Args:
+        groups: inner first; together they connect all ranks.
     """
-    payloads = [payload]
+    offset = error = 0.0
     for group in groups:
-        joined = b"".join(payloads)
-        sizes = [len(each) for each in payloads]
-        table = _gather(torch.tensor(sizes, device=device), group, operations)
-        longest = max(sum(row) for row in table)
-        padded = torch.frombuffer(bytearray(joined.ljust(longest)), dtype=torch.uint8).to(device)
-        operation = operations.next("ledger", "the model", group)
-        rows = gather_small(padded, group, operation).cpu().numpy()
-        payloads = []
-        for row, sizes in zip(rows, table, strict=True):
-            start = 0
-            for size in sizes:
-                payloads.append(row[start : start + size].tobytes())
-                start += size
-    return payloads
 
+        def gather(values: torch.Tensor, group: ShardGroup = group) -> list[list[float]]:
+            operation = operations.next("ledger", "the model", group)
+            return gather_small(values, group, operation).tolist()
 
-def _gather(values: torch.Tensor, group: ShardGroup, operations: Operations) -> list[list[Any]]:
-    operation = operations.next("ledger", "the model", group)
-    return gather_small(values, group, operation).tolist()
+        own = torch.zeros(1, dtype=torch.int64, device=device)
+        times: list[float] = []
+        for _ in range(1 + _ROUNDS):
+            times.append(host_s())
+            gather(own)
+            times.append(host_s())
+        # The first round lasts from the first rank's arrival.
+        row = torch.tensor([offset, error, *times[2:]], dtype=torch.float64, device=device)
+        theirs, error_of_first, *first = gather(row)[0]
+        upper = min(e - s for e, s in zip(times[3::2], first[::2], strict=True))
+        lower = max(s - e for s, e in zip(times[2::2], first[1::2], strict=True))
+        if not group.is_first:
+            offset = theirs + (upper + lower) / 2
+            error = error_of_first + (upper - lower) / 2
+    return Reading(host_s(), offset, error)

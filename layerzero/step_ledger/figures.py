@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from layerzero.step_ledger.blame import LastPeers, Segment, explain
-from layerzero.step_ledger.records import PEER_LATE, REASONS, Hop, Job, Record
+from layerzero.step_ledger.records import PEER_LATE, REASONS, Hop, Record
 
 Intervals = list[tuple[float, float]]
 
@@ -75,10 +76,16 @@ class Explained:
             for rank, record in records.items()
         }
 
+    def seconds_of(self, rank: int, reason: str) -> list[tuple[int, float]]:
+        """Index of each wait of a rank, and its seconds for this reason."""
+        return [
+            (index, sum(each.seconds for each in segments if each.reason == reason))
+            for index, segments in enumerate(self.segments[rank])
+        ]
+
     def unit_row(self, rank: int, label: str, fqn: str) -> UnitRow:
         record = self.records[rank]
-        steps = max(record.num_steps, 1)
-        per_step = 1e3 / steps
+        num_steps = max(record.num_steps, 1)
         busy: dict[str, float] = defaultdict(float)
         exposed: dict[str, float] = defaultdict(float)
         sent: dict[str, int] = defaultdict(int)
@@ -86,16 +93,15 @@ class Explained:
         waited_until: dict[int, float] = {}
         for wait, segments in zip(record.waits, self.segments[rank], strict=True):
             job = record.jobs[wait.job]
-            if job.unit != label:
-                continue
-            waited_until[wait.job] = wait.end
-            for segment in segments:
-                reasons[segment.reason] += segment.seconds * per_step
-                exposed[job.kind] += segment.seconds * per_step
+            if job.unit == label:
+                waited_until[wait.job] = wait.end
+                for segment in segments:
+                    reasons[segment.reason] += segment.seconds * record.ms_per_step
+                    exposed[job.kind] += segment.seconds * record.ms_per_step
         for index, job in enumerate(record.jobs):
             if job.unit == label and job.hops:
-                end = max(_end_of(job, record), waited_until.get(index, 0.0))
-                busy[job.kind] += (end - job.asked) * per_step
+                end = max(job.end, waited_until.get(index, job.end))
+                busy[job.kind] += (end - job.asked) * record.ms_per_step
                 sent[job.kind] += job.nbytes
         return UnitRow(
             fqn,
@@ -103,92 +109,77 @@ class Explained:
             exposed["gather"],
             busy["reduction"],
             exposed["reduction"],
-            sent["gather"] / steps,
-            sent["reduction"] / steps,
+            sent["gather"] / num_steps,
+            sent["reduction"] / num_steps,
             reasons,
         )
 
     def reasons(self) -> dict[str, float]:
         """Milliseconds of a step by reason, the mean of all ranks."""
-        total = dict.fromkeys(REASONS, 0.0)
-        for rank, waits in self.segments.items():
-            per_step = 1e3 / max(self.records[rank].num_steps, 1) / len(self.records)
-            for segment in (segment for segments in waits for segment in segments):
-                total[segment.reason] += segment.seconds * per_step
-        return total
+        return {
+            reason: sum(
+                seconds * record.ms_per_step / len(self.records)
+                for rank, record in self.records.items()
+                for _, seconds in self.seconds_of(rank, reason)
+            )
+            for reason in REASONS
+        }
 
     def group_rows(self, rank: int) -> list[GroupRow]:
         record = self.records[rank]
-        steps = max(record.num_steps, 1)
+        num_steps = max(record.num_steps, 1)
         by_group: dict[tuple[int, ...], list[Hop]] = defaultdict(list)
         for job in record.jobs:
             for hop in job.hops:
                 by_group[hop.ranks].append(hop)
-        return [
-            GroupRow(
-                ranks,
-                tuple(sorted({hop.verb for hop in hops})),
-                sum(hop.nbytes * (len(ranks) - 1) / len(ranks) for hop in hops) / steps,
-                length(self.under_way(rank, hops)) / steps,
-            )
-            for ranks, hops in sorted(by_group.items())
-        ]
-
-    def under_way(self, rank: int, hops: Sequence[Hop]) -> Intervals:
-        """When collectives were under way: issued by every rank, and not arrived."""
-        return [
-            (min(max(hop.issued, self.peers.of(hop, rank)[0]), hop.arrived), hop.arrived)
-            for hop in hops
-            if hop.arrived is not None
-        ]
+        rows = []
+        for ranks, hops in sorted(by_group.items()):
+            sent = sum(hop.nbytes * (len(ranks) - 1) / len(ranks) for hop in hops)
+            # Issued by every rank, and not arrived.
+            under_way = [
+                (max(hop.issued, self.peers.of(hop, rank)[0]), hop.arrived) for hop in hops
+            ]
+            verbs = tuple(sorted({hop.verb for hop in hops}))
+            rows.append(GroupRow(ranks, verbs, sent / num_steps, length(under_way) / num_steps))
+        return rows
 
     def rank_rows(self, errors: Mapping[int, float]) -> list[RankRow]:
         waited_for: dict[int, float] = defaultdict(float)
         for rank, record in self.records.items():
-            for segments in self.segments[rank]:
-                for segment in segments:
-                    if segment.reason == PEER_LATE:
-                        waited_for[segment.rank] += segment.seconds / max(record.num_steps, 1)
+            for segment in itertools.chain(*self.segments[rank]):
+                if segment.reason == PEER_LATE:
+                    waited_for[segment.rank] += segment.seconds * record.ms_per_step
         rows = []
         for rank, record in sorted(self.records.items()):
-            per_step = 1e3 / max(record.num_steps, 1)
-            exposed: dict[str, float] = defaultdict(float)
-            for wait in record.waits:
-                exposed[record.jobs[wait.job].kind] += (wait.end - wait.begin) * per_step
-            total = (record.end - record.begin) * per_step
-            rows.append(
-                RankRow(
-                    rank,
-                    total,
-                    total - sum(exposed.values()),
-                    exposed["gather"],
-                    exposed["reduction"],
-                    waited_for[rank] * 1e3,
-                    errors[rank] * 1e3,
-                )
-            )
+            gathers, reductions = self._exposed(rank)
+            total = (record.end - record.begin) * record.ms_per_step
+            compute = total - gathers - reductions
+            late, error = waited_for[rank], errors[rank] * 1e3
+            rows.append(RankRow(rank, total, compute, gathers, reductions, late, error))
         return rows
 
     def parts(self, rank: int) -> dict[str, float]:
         """Milliseconds of a step: compute of each pass, the rest, and what was exposed."""
         record = self.records[rank]
-        per_step = 1e3 / max(record.num_steps, 1)
         waits = [(wait.begin, wait.end) for wait in record.waits]
-        parts = {}
-        for phase in ("forward", "backward"):
-            spans = [(s.begin, s.end) for s in record.slices if s.phase == phase and not s.unit]
-            parts[phase] = length(without(spans, waits)) * per_step
-        passes = [(s.begin, s.end) for s in record.slices if not s.unit]
-        rest = without([(record.begin, record.end)], [*passes, *waits])
-        parts["between passes"] = length(rest) * per_step
-        for kind, name in (("gather", "exposed gathers"), ("reduction", "exposed reductions")):
-            of_kind = [w for w in record.waits if record.jobs[w.job].kind == kind]
-            parts[name] = sum(w.end - w.begin for w in of_kind) * per_step
-        return parts
+        spans = [(s.phase, (s.begin, s.end)) for s in record.slices if not s.unit]
+        parts = {
+            phase: length(without([span for of, span in spans if of == phase], waits))
+            for phase in ("forward", "backward")
+        }
+        passes = [span for _, span in spans]
+        parts["between passes"] = length(without([(record.begin, record.end)], [*passes, *waits]))
+        parts = {name: seconds * record.ms_per_step for name, seconds in parts.items()}
+        gathers, reductions = self._exposed(rank)
+        return {**parts, "exposed gathers": gathers, "exposed reductions": reductions}
 
-
-def _end_of(job: Job, record: Record) -> float:
-    return record.end if job.end is None else job.end
+    def _exposed(self, rank: int) -> tuple[float, float]:
+        """Milliseconds of a step in which compute waited for gathers, and for reductions."""
+        record = self.records[rank]
+        exposed = {"gather": 0.0, "reduction": 0.0}
+        for wait in record.waits:
+            exposed[record.jobs[wait.job].kind] += (wait.end - wait.begin) * record.ms_per_step
+        return exposed["gather"], exposed["reduction"]
 
 
 def length(spans: Intervals) -> float:

@@ -13,9 +13,9 @@ from layerzero.flat.groups import ShardGroup, own_rank
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.advice import Settings, advise
+from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
-from layerzero.step_ledger.merge import Merged, merge, read_clocks
-from layerzero.step_ledger.path import PathRow, critical_path
+from layerzero.step_ledger.merge import Merged, merge
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.text import Figures, as_text
@@ -30,11 +30,12 @@ class Ledger:
     Complete once the block has ended; before, and if the block raised, its attributes raise
     RuntimeError. All ranks' records are in it, on the clock of the first rank.
 
-    On the CPU every figure is measured by the host: a wait is time that the host spent in it. On a
-    device with streams, events on the lanes and on the compute stream are timed. Not measured there
-    are how long a collective waited inside the backend for another of its group (it is taken from
-    when that one ended), kernels that run slower beside a collective, and what the host does
-    between two events.
+    On the CPU every figure is measured by the host: a wait is time that the host spent in it, and a
+    gather has arrived when compute has waited for it, for gloo tells nobody else. On a device with
+    streams, events on the lanes and on the compute stream are timed. Not measured there are how
+    long a collective waited inside the backend for another of its group (it is taken from when that
+    one ended), kernels that run slower beside a collective, and what the host does between two
+    events.
     """
 
     _merged: Merged | None = None
@@ -72,7 +73,7 @@ class Ledger:
     def step_ms(self) -> float:
         """The block's milliseconds on this rank divided by its steps; 0 without steps."""
         record = self._all.records[self._rank]
-        return (record.end - record.begin) * 1e3 / record.num_steps if record.num_steps else 0.0
+        return (record.end - record.begin) * record.ms_per_step if record.num_steps else 0.0
 
     @property
     def units(self) -> list[UnitRow]:
@@ -102,12 +103,6 @@ class Ledger:
         explained = self._all
         assert self._merged is not None, "else `_all` raises"
         return explained.rank_rows(self._merged.clock_errors)
-
-    @property
-    def critical_path(self) -> list[PathRow]:
-        """The chain of compute and waits, over all ranks, that the last rank's end waited for:
-        milliseconds of a step by rank and kind, longest first."""
-        return critical_path(self._all)
 
     @property
     def advice(self) -> str:
@@ -169,7 +164,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         root.context.limiter.budget,
     )
     result = Ledger()
-    before = read_clocks(groups, root.operations, root.device)
+    before = read_clock(groups, root.operations, root.device)
     recorder = Recorder(root, own_rank())
     _open.add(root)
     recorder.begin()
@@ -184,7 +179,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         raise RuntimeError(
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
-    after = read_clocks(groups, root.operations, root.device)
+    after = read_clock(groups, root.operations, root.device)
     merged = merge(recorder.record, before, after, groups, root.operations, root.device)
     result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)], settings)
 

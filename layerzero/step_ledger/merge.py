@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
 
+from layerzero.comm.collectives import gather_small
 from layerzero.flat.groups import ShardGroup
 from layerzero.step.operations import Operations
-from layerzero.step_ledger.clocks import Offset, host_s, measure_offset, share
+from layerzero.step_ledger.clocks import Reading
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
-
-
-class ClockReading(NamedTuple):
-    """Offsets of this rank's clock to the first rank of each group, at one time."""
-
-    at: float
-    offsets: tuple[Offset, ...]
-
-
-def read_clocks(
-    groups: Sequence[ShardGroup], operations: Operations, device: torch.device
-) -> ClockReading:
-    """Collective over each group; blocks the host."""
-    offsets = tuple(measure_offset(group, operations, device) for group in groups)
-    return ClockReading(host_s(), offsets)
 
 
 class Merged(NamedTuple):
@@ -41,8 +27,8 @@ class Merged(NamedTuple):
 
 def merge(
     record: Record,
-    before: ClockReading,
-    after: ClockReading,
+    before: Reading,
+    after: Reading,
     groups: Sequence[ShardGroup],
     operations: Operations,
     device: torch.device,
@@ -52,71 +38,52 @@ def merge(
     Args:
         before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
     """
-    own = {
-        "record": asdict(record),
-        "firsts": [group.ranks[0] for group in groups],
-        "before": [before.at, before.offsets],
-        "after": [after.at, after.offsets],
-    }
-    payload = zlib.compress(json.dumps(own).encode(), 1)
-    shared = share(payload, groups, operations, device)
-    texts = {
-        each["record"]["rank"]: each for each in (json.loads(zlib.decompress(p)) for p in shared)
-    }
-    chains = {rank: _chain(rank, texts) for rank in texts}
-    records = {}
-    for rank, text in texts.items():
-        records[rank] = _moved(_read(text["record"]), *chains[rank][:2])
-    return Merged(records, {rank: chain[2] for rank, chain in chains.items()})
+    payloads = [zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)]
+    for group in groups:
+        payloads = _gather(payloads, group, operations, device)
+    merged = Merged({}, {})
+    for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
+        first, last = (Reading(*reading) for reading in readings)
+        found = _moved(_read(text), first, last)
+        merged.records[found.rank] = found
+        merged.clock_errors[found.rank] = max(first.error, last.error)
+    return merged
 
 
-def _chain(
-    rank: int, texts: Mapping[int, Any]
-) -> tuple[tuple[float, float], tuple[float, float], float]:
-    """(time, offset to the first rank of all) at two times, and the bound on their error."""
-    points = []
-    error = 0.0
-    for name in ("before", "after"):
-        at, offset, bound = texts[rank][name][0], 0.0, 0.0
-        current = rank
-        for index in range(len(texts[rank]["firsts"])):
-            value, further = texts[current][name][1][index]
-            offset, bound = offset + value, bound + further
-            current = texts[current]["firsts"][index]
-        points.append((at, offset))
-        error = max(error, bound)
-    return points[0], points[1], error
+def _gather(
+    payloads: list[bytes], group: ShardGroup, operations: Operations, device: torch.device
+) -> list[bytes]:
+    """The payloads of all ranks of the group, of which each has as many."""
 
+    def gather(values: torch.Tensor) -> torch.Tensor:
+        operation = operations.next("ledger", "the model", group)
+        return gather_small(values.to(device), group, operation).cpu()
 
-def _read(text: Any) -> Record:
-    text = dict(text)
-    text["jobs"] = [
-        Job(
-            **{**job, "hops": [Hop(**{**hop, "ranks": tuple(hop["ranks"])}) for hop in job["hops"]]}
-        )
-        for job in text["jobs"]
+    table = gather(torch.tensor([len(each) for each in payloads]))
+    joined = b"".join(payloads).ljust(int(table.sum(dim=1).max()))
+    rows = gather(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
+    return [
+        part.numpy().tobytes()
+        for row, sizes in zip(rows, table.tolist(), strict=True)
+        for part in row[: sum(sizes)].split(sizes)
     ]
-    text["waits"] = [Wait(**wait) for wait in text["waits"]]
-    text["slices"] = [Slice(**each) for each in text["slices"]]
-    text["silent"] = [(begin, end) for begin, end in text["silent"]]
+
+
+def _read(text: dict[str, Any]) -> Record:
+    for job in text["jobs"]:
+        job["hops"] = [Hop(**{**hop, "ranks": tuple(hop["ranks"])}) for hop in job["hops"]]
+    for name, kind in (("jobs", Job), ("waits", Wait), ("slices", Slice)):
+        text[name] = [kind(**each) for each in text[name]]
     return Record(**text)
 
 
-def _moved(record: Record, first: tuple[float, float], last: tuple[float, float]) -> Record:
+def _moved(record: Record, first: Reading, last: Reading) -> Record:
     """The record on the clock of the first rank."""
-    (t0, o0), (t1, o1) = first, last
-    slope = (o1 - o0) / (t1 - t0) if t1 > t0 else 0.0
+    elapsed = last.at - first.at
+    slope = (last.offset - first.offset) / elapsed if elapsed > 0 else 0.0
 
     def moved(seconds: float) -> float:
-        return seconds - (o0 + slope * (seconds - t0))
+        return seconds - (first.offset + slope * (seconds - first.at))
 
-    record.resolve(moved)
-    for job in record.jobs:
-        job.asked_on_host = moved(job.asked_on_host)
-        for hop in job.hops:
-            hop.called = moved(hop.called)
-    for wait in record.waits:
-        wait.begin_on_host = moved(wait.begin_on_host)
-    record.step_ends = [moved(end) for end in record.step_ends]
-    record.silent = [(moved(begin), moved(end)) for begin, end in record.silent]
+    record.resolve(moved, moved)
     return record

@@ -8,6 +8,7 @@ Slice forward or backward of a unit on the compute lane
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,15 +35,16 @@ class Hop:
     verb: str
     ranks: tuple[int, ...]
     """Global ranks of its group."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of the whole tensor on one rank, of which (size - 1) / size travel."""
-    called: float
+    called: float = 0.0
     """When the host issued it."""
-    issued: Stamp
+    issued: Stamp = 0.0
     """When its lane came to it; on the CPU, `called`."""
-    arrived: Stamp | None = None
-    """When its data had arrived, by the work handle; None: it never did inside the block."""
-    done: Stamp | None = None
+    arrived: Stamp = None
+    """When its data had arrived, as far as something waited for it; None: nothing did inside the
+    block."""
+    done: Stamp = None
     """When its result was ready: a reduction on gloo sums what arrived."""
 
 
@@ -67,10 +69,9 @@ class Job:
         return sum(hop.nbytes for hop in whole or self.hops)
 
     @property
-    def end(self) -> float | None:
-        """When its result was ready; None if it never was."""
-        ends: list[Any] = [h.arrived if h.done is None else h.done for h in self.hops]
-        return None if not ends or None in ends else max(ends)
+    def end(self) -> float:
+        """When its result was ready; only of a job with collectives."""
+        return float(max(hop.done for hop in self.hops))
 
 
 @dataclass(slots=True)
@@ -84,7 +85,6 @@ class Wait:
     it."""
     begin: Stamp
     end: Stamp
-    begin_on_host: float = 0.0
 
 
 @dataclass(slots=True)
@@ -126,15 +126,23 @@ class Record:
             return self.num_forwards
         return min(self.num_backwards, self.num_optimizer_steps or self.num_backwards)
 
-    def resolve(self, seconds: Any) -> None:
-        """Replace every stamp by its seconds; forget jobs' hops that never arrived."""
-        self.begin, self.end = seconds(self.begin), seconds(self.end)
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds of a step for each second of the block."""
+        return 1e3 / max(self.num_steps, 1)
+
+    def resolve(self, seconds: Any, moved: Callable[[float], float] = float) -> None:
+        """Replace all times: stamps by `seconds`, times of the host by `moved`. Forgets collectives
+        that never arrived."""
         for job in self.jobs:
-            job.asked = seconds(job.asked)
+            job.asked, job.asked_on_host = seconds(job.asked), moved(job.asked_on_host)
             job.hops = [hop for hop in job.hops if hop.arrived is not None]
             for hop in job.hops:
-                hop.issued, hop.arrived = seconds(hop.issued), seconds(hop.arrived)
+                hop.called, hop.issued = moved(hop.called), seconds(hop.issued)
+                hop.arrived = seconds(hop.arrived)
                 hop.done = hop.arrived if hop.done is None else seconds(hop.done)
-        spans: list[Wait | Slice] = [*self.waits, *self.slices]
+        spans: list[Any] = [self, *self.waits, *self.slices]
         for span in spans:
             span.begin, span.end = seconds(span.begin), seconds(span.end)
+        self.step_ends = [moved(end) for end in self.step_ends]
+        self.silent = [(moved(begin), moved(end)) for begin, end in self.silent]

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from layerzero.step_ledger.figures import GroupRow, RankRow, UnitRow
-from layerzero.step_ledger.path import PathRow
 
 _MAX_UNITS = 40
-_MAX_PATH = 8
 _SMALL = 0.005
 """Milliseconds below which a reason is not printed."""
 
@@ -24,7 +22,6 @@ class Figures(NamedTuple):
     units: list[UnitRow]
     groups: list[GroupRow]
     ranks: list[RankRow]
-    critical_path: list[PathRow]
     advice: str
 
 
@@ -67,7 +64,6 @@ def as_text(ledger: Figures) -> str:
             ],
         ),
         "",
-        f"critical path: {_path(ledger)}",
         f"advice: {ledger.advice}",
     ]
     return "\n".join(lines)
@@ -108,16 +104,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]} ({len(ranks)})"
     return ", ".join(map(str, ranks))
-
-
-def _path(ledger: Figures) -> str:
-    rows = ledger.critical_path
-    parts = []
-    for row in rows[:_MAX_PATH]:
-        unit = f" of {row.unit}" if row.unit else ""
-        parts.append(f"{row.what}{unit} on rank {row.rank} {row.ms:.2f}")
-    rest = sum(row.ms for row in rows[_MAX_PATH:])
-    return ", ".join([*parts, *([f"the rest {rest:.2f}"] if rest else [])])
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -94,7 +94,7 @@ def _about_job(job: Job, start: float, peers: LastPeers, rank: int) -> tuple[str
             "issued_us": (hop.issued - start) * 1e6,
             "last_peer": peer,
             "last_peer_issued_us": (last - start) * 1e6,
-            "arrived_us": None if hop.arrived is None else (hop.arrived - start) * 1e6,
+            "arrived_us": (hop.arrived - start) * 1e6,
         }
     return f"LayerZeRO3.{_VERBS[job.kind]}({job.unit})", args
 
@@ -105,12 +105,10 @@ def on_lane(record: Record, kind: str) -> list[tuple[int, float, float]]:
     spans = []
     reached = float("-inf")
     jobs = [(job, index) for index, job in enumerate(record.jobs) if job.kind == kind and job.hops]
-    ends = [job.end if job.end is not None else record.end for job, _ in jobs]
-    for end, (job, index) in sorted(zip(ends, jobs, strict=True), key=lambda pair: pair[0]):
+    for job, index in sorted(jobs, key=lambda pair: pair[0].end):
         begin = max(min(hop.issued for hop in job.hops), reached)
-        begin = min(begin, end)
-        spans.append((index, begin, end))
-        reached = end
+        reached = job.end
+        spans.append((index, min(begin, reached), reached))
     return spans
 
 

@@ -4,18 +4,18 @@
     optimizers.py   the optimizers of a joined loop, on a rank that follows the others
     scalers.py      the same for its gradient scalers
     state.py        one join on this rank
-    parts.py        the objects of `optional/`, inside a join
     negotiation.py  the exchange: what all ranks do next, or an error on every rank
+    follower.py     one pass that only some ranks run
     running_join.py the extension that a model has inside a join, and what a rank shadows
     joinable.py     ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
     context.py      `layerzero.join`
 
 Note [How a rank shadows]
-    Inside a join all units are optional (see `layerzero.optional`), as one region. Before
-    each forward, backward, clipping and step, ranks exchange what they want to do next, and all
-    choose the same request. Ranks with that request run it. The others take part in its collectives
-    with nothing of their own, and exchange again, with the request that they had. A rank that is
-    out of batches requests nothing any more. What needs the sum over all micro-batches is chosen
-    only once every rank with batches left requests it; so ranks may differ in the number of
-    micro-batches, too.
+    Before each forward, backward, clipping and step, ranks exchange what they want to do next, and
+    all choose the same request. If it is the request of all, they run it as outside of a join. Else
+    ranks with that request run it; the others take part in its collectives with nothing of their
+    own (follower.py), and exchange again, with the request that they had. A rank that is out of
+    batches requests nothing any more. What needs the sum over all micro-batches is chosen only once
+    every rank with batches left requests it; so ranks may differ in the number of micro-batches,
+    too.
 """

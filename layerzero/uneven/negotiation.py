@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import NoReturn
+import contextlib
+from typing import NamedTuple, NoReturn
 
-from layerzero.optional.agreement import GO_ON, pack_bits, unpack_bits
 from layerzero.optional.exchange import Exchange
 from layerzero.step.operations import Operations, remembers_failure
-from layerzero.uneven.parts import Entry, JoinedSchedule
-from layerzero.uneven.requests import (
-    IN_FORWARD,
-    OUT,
-    RAISED,
-    WIDTH,
-    Different,
-    Kind,
-    Request,
-    choose,
-)
+from layerzero.uneven.requests import OUT, RAISED, WIDTH, Different, Kind, Request, choose
 from layerzero.uneven.state import JoinState
 from layerzero.watch.diagnosis import CollectiveError
+
+
+class _Entry(NamedTuple):
+    """What one rank brings to an exchange."""
+
+    request: Request
+    is_last: bool
+    """Whether all ranks are out of batches, and this one was among the last."""
+    gradient_states: list[int]
+    """`JoinedOptimizers.gradient_states`"""
+    options: list[int]
+    """`JoinedOptimizers.options`"""
 
 
 class EndedByPeer(RuntimeError):
@@ -31,20 +31,10 @@ class EndedByPeer(RuntimeError):
 class Negotiation:
     """Exchanges the requests of the ranks of one join, with what else each brings."""
 
-    def __init__(
-        self,
-        state: JoinState,
-        operations: Operations,
-        exchange: Exchange,
-        schedule: JoinedSchedule,
-        num_bits: int,
-    ) -> None:
-        """`num_bits`: at most so many are brought inside a forward."""
+    def __init__(self, state: JoinState, operations: Operations, exchange: Exchange) -> None:
         self.operations = operations
         self._state = state
         self._exchange = exchange
-        self._schedule = schedule
-        self._num_bits = num_bits
 
     @remembers_failure
     def choose(self, request: Request, what: str = "", is_last: bool = False) -> Request | None:
@@ -52,27 +42,20 @@ class Negotiation:
 
         Args:
             what: the call, in messages.
-            is_last: see `Entry`.
+            is_last: see `_Entry`.
 
         Returns:
-            The request that all ranks follow; `IN_FORWARD`: a forward went on, in which this rank
-            took part, so exchange again; None: all ranks are out of batches.
+            The request that all ranks follow; None: all ranks are out of batches.
+            `JoinState.is_common` says whether all ranks have it.
 
         Raises:
             RuntimeError: on every rank: one raised, or ranks came to different calls.
         """
-        state, agreement = self._state, self._schedule.agreement
+        state = self._state
         looks = is_last or (
             state.num_active < state.num_ranks and request.kind in (Kind.BACKWARD, Kind.REDUCE)
         )
-        bring = functools.partial(self._bring, request, is_last, looks)
-        if agreement.is_unsettled:
-            entries = agreement.settle_with(bring)
-            if entries is None:
-                return IN_FORWARD
-            self._schedule.settle_order()
-        else:
-            entries = bring()
+        entries = self._bring(request, is_last, looks)
         requests = [entry.request for entry in entries]
         state.num_active, state.num_ranks = sum(r != OUT for r in requests), len(requests)
         if request == OUT and not is_last:
@@ -93,20 +76,14 @@ class Negotiation:
             if chosen.kind == Kind.CALL:
                 error = "a call inside a join needs every rank, but some have no batches"
                 self._end(what, error, request)
+        state.is_common = all(each == chosen for each in requests)
         return chosen
-
-    def inside_forward(self, event: int, bits: Sequence[bool]) -> list[Entry]:
-        """An exchange of a rank whose forward goes on. Collective."""
-        return self._bring(IN_FORWARD, False, False, event, bits)
 
     def raise_everywhere(self, error: Exception) -> None:
         """This rank leaves the join with an error: raise on the others, too. Collective."""
         first_line = (str(error).splitlines() or [""])[0]
-        try:
-            while self.choose(RAISED, f"{type(error).__name__}: {first_line}") == IN_FORWARD:
-                pass
-        except (CollectiveError, EndedByPeer):
-            pass
+        with contextlib.suppress(CollectiveError, EndedByPeer):
+            self.choose(RAISED, f"{type(error).__name__}: {first_line}")
 
     def compare_lists(self) -> None:
         """Compare the optimizers. Collective.
@@ -124,14 +101,7 @@ class Negotiation:
             }
             raise ValueError(f"join: optimizers differ between ranks: {texts}")
 
-    def _bring(
-        self,
-        request: Request,
-        is_last: bool,
-        looks: bool,
-        event: int = GO_ON,
-        bits: Sequence[bool] = (),
-    ) -> list[Entry]:
+    def _bring(self, request: Request, is_last: bool, looks: bool) -> list[_Entry]:
         """Exchange this rank's entry, whose optimizers' part is as they are now. Collective.
 
         Args:
@@ -142,27 +112,23 @@ class Negotiation:
         """
         notified = None if request == OUT else self._state.notify()
         optimizers = self._state.optimizers
-        words = pack_bits([*bits, *[False] * (self._num_bits - len(bits))])
-        row = [self._exchange.rank, *map(int, request), is_last, event, *words]
+        row = [self._exchange.rank, *map(int, request), is_last]
         row += [*optimizers.gradient_states(looks), *optimizers.options()]
-        states = 3 + WIDTH + len(words)
-        options = states + len(optimizers)
+        options = 2 + WIDTH + len(optimizers)
         entries = [
-            Entry(
-                Request(*row[1 : 1 + WIDTH]),
-                bool(row[1 + WIDTH]),
-                row[2 + WIDTH],
-                unpack_bits(row[3 + WIDTH : states], self._num_bits),
-                row[states:options],
-                row[options:],
+            _Entry(
+                Request(*each[1 : 1 + WIDTH]),
+                bool(each[1 + WIDTH]),
+                each[2 + WIDTH : options],
+                each[options:],
             )
-            for row in self._exchange(row)
+            for each in self._exchange(row)
         ]
         if notified is not None:
             notified.wait()
         return entries
 
-    def _follow_optimizers(self, entries: list[Entry]) -> None:
+    def _follow_optimizers(self, entries: list[_Entry]) -> None:
         """This rank is out: its options and gradients are as those of ranks that are not."""
         optimizers = self._state.optimizers
         others = [entry for entry in entries if entry.request != OUT]

@@ -30,12 +30,12 @@ class Kind(enum.IntEnum):
     """Another collective call, which ranks without batches cannot take part in."""
     OUT = 12
     """The rank is out of batches."""
-    IN_FORWARD = 13
-    """The rank is in a forward that others have ended; see parts.py. Never chosen."""
 
 
 SCALING = (Kind.UNSCALE, Kind.SCALED_STEP, Kind.UPDATE)
 FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
+"""What ranks without a batch for it follow collective by collective."""
 _TEXTS = {
     Kind.BACKWARD: "backward",
     Kind.MICRO_FORWARD: "a forward inside no_sync",
@@ -74,7 +74,6 @@ class Request(NamedTuple):
 WIDTH = len(Request(0))
 RAISED = Request(Kind.RAISED)
 OUT = Request(Kind.OUT)
-IN_FORWARD = Request(Kind.IN_FORWARD)
 
 
 class Different(Exception):

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.build.regions import OptionalRegions
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import clip_grad_norm_, clipped
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
 from layerzero.optim.scaler import scaler_that_calls
 from layerzero.optional.exchange import Exchange
+from layerzero.optional.meeting import Meeting
 from layerzero.optional.optional_units import OptionalUnits
-from layerzero.step.calls import ForwardPass
+from layerzero.step.calls import ForwardCall, ForwardPass
+from layerzero.step.exec_order import ExecOrderRecorder
+from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
+from layerzero.step.states import Hold
 from layerzero.step.unit import Unit, get_unit
+from layerzero.uneven.follower import Follower
 from layerzero.uneven.negotiation import Negotiation
-from layerzero.uneven.parts import JoinedAgreement, JoinedReductions, JoinedSchedule
 from layerzero.uneven.requests import (
+    FOLLOWED,
     FORWARDS,
-    IN_FORWARD,
     OUT,
     SCALING,
     Kind,
@@ -34,46 +37,35 @@ from layerzero.uneven.requests import (
     number_of,
 )
 from layerzero.uneven.state import JoinState
-from layerzero.watch.diagnosis import CollectiveError
+from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
+_FIRST = int(Hold.FIRST_OF_FORWARD)
+_OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
 
 
-class RunningJoin(OptionalUnits):
-    """An extension whose ranks exchange what they want to do next. All units are optional."""
-
-    agreement: JoinedAgreement
-    schedule: JoinedSchedule
-    reductions: JoinedReductions
-    _agreement_class = JoinedAgreement
-    _schedule_class = JoinedSchedule
-    _reductions_class = JoinedReductions
+class RunningJoin(Extension):
+    """An extension whose ranks exchange what they want to do next."""
 
     def __init__(self, root: RootState, state: JoinState, exchange: Exchange) -> None:
         """Begin a join. Collective."""
-        regions = {unit.index: "the model" for unit in root.units if unit.handles}
-        # The mean over participants, so that `_scale` is called.
-        super().__init__(root, OptionalRegions(regions, "participants"), exchange)
-        self.state = self.schedule.state = self.reductions.state = state
-        self._root = root
-        self._negotiation = Negotiation(
-            state, root.operations, exchange, self.schedule, 3 + len(root.units)
-        )
-        self.agreement.bring_inside = self._negotiation.inside_forward
-        self.agreement.exchanges_at_end = self.reductions.exchanges_at_end
+        self.state = state
+        self._root, self._units, self._context = root, root.units, root.context
+        self._backward = root.backward
+        self._meeting = Meeting(exchange)
+        self._negotiation = Negotiation(state, root.operations, exchange)
+        self._follower: Follower | None = None
+        """Consulted in the open pass, if not all ranks run it."""
         self._num_forwards = 0
         self._forwards: dict[int, ForwardPass] = {}
         """The latest forwards inside the join, by number."""
         self._negotiation.compare_lists()
-        self._before: OptionalUnits | None = root.optional
-        """What it stands in for."""
-        if self._before is not None:
-            self._before.end(root)
-            if self._before.reductions.averages_participants:
-                state.participants = frozenset(self._before._regions.region_of)
-        self.begin(root)
+        self._optional: OptionalUnits | None = root.optional
+        if self._optional is not None and self._optional.reductions.averages_participants:
+            state.participants = frozenset(self._optional.region_of)
         root.join = self
+        root.extensions.add(self)
         join_ref = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,10 +84,8 @@ class RunningJoin(OptionalUnits):
             return
         root.join = None
         self._step_hook.remove()
-        self.end(root)
-        del self.agreement.bring_inside, self.agreement.exchanges_at_end  # They close cycles.
-        if self._before is not None:
-            self._before.begin(root)
+        self._run_together()
+        root.extensions.remove(self)
         joined.difference_update(self.state.optimizers.all)
         for scaler in self.state.scalers.all:
             joined_scalers.pop(scaler, None)
@@ -117,9 +107,12 @@ class RunningJoin(OptionalUnits):
         """
         if self.state.is_idle:
             return
+        self._run_together()
         while (chosen := self._negotiation.choose(request, what or str(request))) != request:
             assert chosen is not None, "this rank is not out"
             self._shadow(chosen)
+        if not self.state.is_common and request.kind in FOLLOWED:
+            self._follow(runs=True)
 
     def shadow_next(self) -> bool:
         """This rank is out of batches: shadow what the others do next.
@@ -127,6 +120,7 @@ class RunningJoin(OptionalUnits):
         Returns:
             False: all ranks are out.
         """
+        self._run_together()
         chosen = self._negotiation.choose(OUT)
         if chosen is not None:
             self._shadow(chosen)
@@ -138,8 +132,7 @@ class RunningJoin(OptionalUnits):
         Args:
             is_last: whether this rank was not out before the others.
         """
-        while self._negotiation.choose(OUT, is_last=is_last) == IN_FORWARD:
-            pass
+        self._negotiation.choose(OUT, is_last=is_last)
 
     def raise_everywhere(self, error: BaseException) -> None:
         """This rank leaves the join with an error: raise on the others, too, which wait for it.
@@ -154,6 +147,51 @@ class RunningJoin(OptionalUnits):
                 self._root.abort(error)
         self._negotiation.raise_everywhere(error)
 
+    # Passes that not all ranks run ----------------------------------------------------------------
+
+    def _follow(self, runs: bool) -> Follower:
+        """Let ranks agree on each collective until `_run_together`."""
+        root = self._root
+        self._follower = Follower(root, self._meeting, self.state, runs)
+        if self._optional is not None:
+            self._optional.end(root)
+        root.scheduler.agree(self._follower, ExecOrderRecorder())
+        root.reducer.agreed = self._follower
+        return self._follower
+
+    def _run_together(self) -> None:
+        """The pass is over; all ranks run the next one, unless they say otherwise."""
+        if self._follower is None:
+            return
+        root, self._follower = self._root, None
+        root.scheduler.agree(None)
+        root.reducer.agreed = None
+        if self._optional is not None:
+            self._optional.begin(root)
+
+    def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
+        if is_outermost and self._follower is not None and not self._context.in_backward:
+            self._follower.finish()
+
+    def before_abort(self, error: BaseException | None) -> None:
+        """Raise on ranks that follow, too, unless they raise at the same place."""
+        follower = self._follower
+        if follower is None or not follower.is_open:
+            return
+        # After an interrupt, or a failed collective, the others may be gone.
+        is_own = error is None or (
+            isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
+        )
+        if is_own and not self._root.operations.has_failed:
+            self._meeting.report(error or RuntimeError("a backward pass failed"))
+        follower.is_open = False
+
+    def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
+        if self._follower is not None:
+            for unit in self._units:
+                if unit.is_held(_FIRST):
+                    unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
+
     # What a rank runs -----------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
@@ -164,16 +202,16 @@ class RunningJoin(OptionalUnits):
         if not torch.is_grad_enabled():
             kind = Kind.EVALUATION
         self.come_to(Request(kind, unit.index, unit.module.training))
-        self._note_forward(forward_pass, unit.module.training)
+        self._note_forward(forward_pass)
 
-    def _note_forward(self, forward_pass: ForwardPass, is_training: bool) -> None:
-        self.state.is_training = is_training
+    def _note_forward(self, forward_pass: ForwardPass) -> None:
+        self.state.makes_graph = torch.is_grad_enabled()
         self._num_forwards += 1
         self._forwards[self._num_forwards] = forward_pass
         self._forwards.pop(self._num_forwards - _MAX_FORWARDS, None)
 
     def before_backward(self, order: tuple[int, ...]) -> None:
-        if not self.schedule.is_recording:
+        if not self._root.scheduler.recorder.is_recording:
             # -1: a forward from outside the join.
             found = (n for n, each in self._forwards.items() if each.order is order)
             syncs = self._root.reducer.requires_sync
@@ -260,6 +298,8 @@ class RunningJoin(OptionalUnits):
         grad_enabled = request.kind != Kind.EVALUATION
         try:
             with torch.set_grad_enabled(grad_enabled):
+                if request.kind in FOLLOWED:
+                    self._follow(runs=False)
                 if request.kind in FORWARDS:
                     self._shadow_forward(self._units[request.which], request, grad_enabled)
                 elif request.kind == Kind.BACKWARD:
@@ -276,15 +316,17 @@ class RunningJoin(OptionalUnits):
             root.abort(error)
             raise
         finally:
+            self._run_together()
             state.is_shadowing = False
 
     def _shadow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
         root = self._root
         forward_pass = ForwardPass(root.clock)
-        self._note_forward(forward_pass, bool(request.is_training))
+        self._note_forward(forward_pass)
         root.context.note_weights()
         root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.adds_up)
-        self.schedule.settle_forward()
+        assert self._follower is not None, "of this pass"
+        self._follower.finish()
         root.context.wait_for_uploads()
         forward_pass.ended(root.scheduler.end_forward(grad_enabled))
 
@@ -293,8 +335,8 @@ class RunningJoin(OptionalUnits):
         before = reducer.requires_sync
         reducer.set_requires_sync(bool(request.requires_sync))
         try:
-            forward_pass = self._forwards.get(request.which) or ForwardPass(self._root.clock)
-            self._backward.run_without_graph(forward_pass)
+            own = self._forwards.get(request.which)
+            self._backward.run_without_graph(ForwardPass(own.start if own else self._root.clock))
         finally:
             reducer.set_requires_sync(before)
 

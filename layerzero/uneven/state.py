@@ -32,10 +32,12 @@ class JoinState:
     num_active: int = 0
     """Ranks that were not out at the last exchange, of `num_ranks`."""
     num_ranks: int = 0
+    is_common: bool = False
+    """Whether all ranks had the request that was chosen."""
     is_shadowing: bool = False
     """Whether this rank takes part in what others run."""
-    is_training: bool = False
-    """Whether the open forward is one of training."""
+    makes_graph: bool = False
+    """Whether the open forward has gradients."""
     has_ended: bool = False
     """Whether an error, of which every rank has heard, ends the join."""
 

@@ -21,29 +21,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
-from layerzero.comm.collectives import (
-    Add,
-    gather_from_peers,
-    gather_small,
-    slices_of,
-)
+from layerzero.comm.collectives import Add, gather_small, slices_of
 from layerzero.comm.gather_texts import gather_texts
-from layerzero.comm.gloo.messages import messages_carry_names
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.ops import (
-    Segments,
-    checked_pack_,
-    checked_sum_,
-    ordered_sum_,
-    pack_,
-    word_sums,
-)
+from layerzero.ops import checked_sum_, ordered_sum_, word_sums
 from layerzero.step.context import RuntimeContext
 from layerzero.step.unit import Unit
-from layerzero.verify.errors import CorruptionError
-from layerzero.verify.packed import Packed
 from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
 from layerzero.verify.wire import Checksums, Wire, kept
@@ -54,6 +39,15 @@ _LASTS = "load a checkpoint"
 _contexts: WeakSet[VerifiedContext] = WeakSet()
 _hooks: list[Any] = []
 """The handle of the hook on optimizers' steps, once a model is verified."""
+
+
+class CorruptionError(RuntimeError):
+    """Bytes are not those that were sent or written. The message names unit, operation and rank.
+
+    Every rank of the model raises it, and weights and optimizer state are as before the step. What
+    was corrupted on the way, or in a full buffer, is gone with the step, which may be run again.
+    After corruption of a main shard or of optimizer state, load a checkpoint.
+    """
 
 
 class VerifiedContext(RuntimeContext):
@@ -76,11 +70,8 @@ class VerifiedContext(RuntimeContext):
         """Whether the backward that comes next is checked."""
         self._wire = Wire(self.device, self.operations)
         self._resting = Resting(self._units)
-        self._packed = Packed(self._units, self._keep)
         self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
         """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
-        self._copies: dict[int, Segments] = {}
-        """Layouts of copies, by number of elements."""
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -109,14 +100,8 @@ class VerifiedContext(RuntimeContext):
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
         sent, slices = self._checksum_of(shard), slices_of(full, group)
-        copies_own = messages_carry_names(group, shard.device)
-        if copies_own and slices[group.rank].data_ptr() != shard.data_ptr():
-            # The own part is copied when the peers' have come, so that one pass also sums it.
-            pending = gather_from_peers(slices, shard, group, operation)
-            pending.then(functools.partial(self._gathered, operation, group, sent, slices, shard))
-        else:
-            pending = collectives.all_gather(full, shard, group, operation)
-            pending.then(functools.partial(self._gathered, operation, group, sent, slices))
+        pending = collectives.all_gather(full, shard, group, operation)
+        pending.then(functools.partial(self._gathered, operation, group, sent, slices))
         return pending
 
     def _checksum_of(self, shard: torch.Tensor) -> Checksums:
@@ -130,40 +115,13 @@ class VerifiedContext(RuntimeContext):
         return checksum
 
     def _gathered(
-        self,
-        operation: Operation,
-        group: ShardGroup,
-        sent: Checksums,
-        slices: list[torch.Tensor],
-        own: torch.Tensor | None = None,
+        self, operation: Operation, group: ShardGroup, sent: Checksums, slices: list[torch.Tensor]
     ) -> None:
-        """What peers sent is in `slices`. `own` goes there now, summed in the same pass."""
-        rank = group.rank
-        received = word_sums(
-            each[:0] if own is not None and place == rank else each
-            for place, each in enumerate(slices)
-        )
-        if own is not None:
-            received[rank : rank + 1] = checked_pack_(slices[rank], [own], self._whole(own), 1)
-        self._wire.note(operation, group, sent, self._keep(received))
-
-    def _whole(self, shard: torch.Tensor) -> Segments:
-        """The layout of a copy."""
-        numel = shard.numel()
-        found = self._copies.get(numel)
-        if found is None:
-            found = self._copies[numel] = Segments.concatenate([numel])
-        return found
-
-    def pack(self, out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments) -> None:
-        """`pack_`, with the checksums of what is sent."""
-        if self._records:
-            self._packed.pack(out, srcs, segs)
-        else:
-            pack_(out, srcs, segs)
+        """What peers sent is in `slices`."""
+        self._wire.note(operation, group, sent, self._keep(word_sums(slices)))
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
-        return False  # What is sent is looked for in one buffer.
+        return False  # Only the reductions here are checked.
 
     def reduce_scatter(  # type: ignore[no-redef]
         self,
@@ -181,12 +139,9 @@ class VerifiedContext(RuntimeContext):
             return collectives.reduce_scatter(
                 chunks, group, operation, scale, deterministic, order, out, add
             )
-        packed = self._packed.take(chunks)
-        if packed is None:
-            own = chunks.chunk(group.size)
-            chosen = own if order is None else [own[place] for place in order]
-            packed = self._keep(_of_peers(chosen, group))
-        sent = packed
+        own = chunks.chunk(group.size)
+        chosen = own if order is None else [own[place] for place in order]
+        sent = self._keep(_of_peers(chosen, group))
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             if add is ordered_sum_:
@@ -324,7 +279,6 @@ class VerifiedContext(RuntimeContext):
     def after_abort(self) -> None:
         self._wire.undo()
         self._checksums.clear()
-        self._packed.clear()
 
 
 def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:

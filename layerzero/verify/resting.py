@@ -17,7 +17,7 @@ import torch
 
 from layerzero.flat.flat_param import FlatParam
 from layerzero.ops import word_sums
-from layerzero.optim.claims import name_of
+from layerzero.optim.checks import name_of
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.step.unit import Unit
 

@@ -32,7 +32,7 @@ from layerzero.checkpoint import (
     saving,
     set_optimizer_state_dict,
 )
-from layerzero.checkpoint.file_io import batches, transfer
+from layerzero.checkpoint.file_io import transfer
 from layerzero.flat import host_memory as host
 from layerzero.flat import layout
 from layerzero.flat.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
@@ -663,11 +663,10 @@ def _from_a_device(root: str) -> None:
     optimizer.step()
     save(root, model, optimizer, step=0)
     with (
-        mock.patch.object(batches, "is_on_host", lambda tensor: False),
+        mock.patch.object(transfer, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
         mock.patch.object(transfer, "wait_for"),
         mock.patch.object(saving, "wait_for"),
-        mock.patch.object(batches, "BATCH_NBYTES", window),
         mock.patch.object(transfer, "BATCH_NBYTES", window),
         mock.patch.object(host, "runtime_of", lambda device: runtime),
     ):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save
-from layerzero.checkpoint.file_io import batches
+from layerzero.checkpoint.file_io import transfer
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
@@ -405,7 +405,7 @@ def _partial_writes(root: str) -> None:
 
     os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)  # type: ignore
     os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)  # type: ignore
-    batches.BATCH_NBYTES = 100  # several calls for a run
+    transfer.BATCH_NBYTES = 100  # several calls for a run of more than a page
     model, optimizer, _ = _saved(root)
     load(root, model, optimizer)
     expected = get_model_state_dict(model, full=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError, load, save
-from layerzero.checkpoint.command.verify import verify
+from layerzero.checkpoint.__main__ import verify
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.models import Mlp
 from tests.harness.ranks import run_ranks

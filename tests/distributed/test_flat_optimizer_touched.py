@@ -168,8 +168,6 @@ def _touch_all(clips: bool, accumulates: bool) -> None:
                 forward_backward(model, _batch(step))
                 if not late:
                     touch(model)
-                    if touch is _write_data:  # Torch counts no write.
-                        torch.autograd.graph.increment_version([p.grad for p in _trained(model)])
                 if clips:
                     norm = (own if own is optimizer else model).clip_grad_norm_(_HUGE)
                     assert_norm_of_gradients(norm, model, what=f"{what}: norm")

@@ -19,7 +19,7 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError, load, save
-from layerzero.checkpoint.command.verify import verify
+from layerzero.checkpoint.__main__ import verify
 from layerzero.checkpoint.format.folder import resolve
 from tests.harness import mutate
 from tests.harness.bounds import MOST_NBYTES, limited_memory, outcome, peak_nbytes

@@ -77,6 +77,7 @@ def _exchanges_of_each_call() -> None:
     model, optimizer = _made()
     found = Exchanges()
     counts: list[Counter[str]] = []
+    num_units = len(inner_units(model))
     with found.counted(), layerzero.join(model, optimizer):
         for step in range(STEPS[dist.get_rank()]):
             counts.append(Counter())
@@ -86,17 +87,20 @@ def _exchanges_of_each_call() -> None:
                 counts[-1][name] += found.count - before
         if dist.get_rank() == 1:
             found.count = 0
-    expected = {"forward": 1, "backward": 2, "clip": 1, "step": 1, "zero_grad": 0}
-    for step, count in list(enumerate(counts))[1:]:
+    together = {"forward": 1, "backward": 1, "clip": 1, "step": 1, "zero_grad": 0}
+    # Before each gather and reduction, and at the end; in backward also which gradients exist.
+    followed = {"forward": num_units + 2, "backward": 2 * num_units - 1 + 3}
+    for step, count in enumerate(counts):
+        expected = together if step < STEPS[1] else {**together, **followed}
         assert count == expected, f"step {step}: {count}"
     if dist.get_rank() == 1:
         num_shadowed = STEPS[0] - STEPS[1]
         # One finds that the other rank is out, too, and one ends the join.
-        assert found.count == 5 * num_shadowed + 2
+        assert found.count == (sum(followed.values()) + 2) * num_shadowed + 2
 
 
 def _bytes_of_a_step() -> None:
-    """A step sends what it does outside of a join, a gather more, and the exchanges' integers."""
+    """A step sends what it does outside of a join, and the exchanges' integers."""
     sent: dict[str, list[int]] = {}
     for name in ("plain", "joined"):
         model, optimizer = _made()
@@ -116,10 +120,10 @@ def _bytes_of_a_step() -> None:
             before = counter.nbytes - exchanges.nbytes
         if is_joined and dist.get_rank() == 1:
             steps += [(counter.nbytes - exchanges.nbytes - before) // (STEPS[0] - STEPS[1])]
-    gather = inner_units(model)[0].nbytes // 2  # The root: its forward ends last.
     presence = sum(1 for parameter in model.parameters() if parameter.requires_grad)
-    expected = sent["plain"][-1] + gather - presence
-    assert sent["joined"][1:] == [expected] * len(sent["joined"][1:]), (sent, gather, presence)
+    together, followed = sent["joined"][: STEPS[1]], sent["joined"][STEPS[1] :]
+    assert together == sent["plain"], sent
+    assert followed == [sent["plain"][-1] - presence] * len(followed), (sent, presence)
 
 
 def _counts() -> None:
@@ -127,7 +131,7 @@ def _counts() -> None:
     _bytes_of_a_step()
 
 
-def test_a_step_has_five_exchanges_and_one_gather_more() -> None:
+def test_a_step_has_four_exchanges_and_more_once_ranks_follow() -> None:
     run_ranks(2, _counts, timeout=60)
 
 

@@ -22,7 +22,7 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.comm.pending import Pending
 from layerzero.step_ledger import Ledger
-from layerzero.step_ledger.clocks import measure_offset
+from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.records import REASONS
 from tests.harness.checks import NANOSECOND_MS, of_milliseconds
 from tests.harness.internals import root_state
@@ -229,16 +229,26 @@ def test_compute_and_exposed_communication_add_up_to_the_step() -> None:
     assert max(run_ranks(2, _left_over)) <= 0.03
 
 
-def _traces(model: ZeRO3) -> list[tuple[str, str]]:
-    """Methods of the engine's objects that are on the object itself."""
+def _traces(model: ZeRO3) -> list[object]:
+    """What the engine calls beside its own methods, and those that are on an object itself."""
     root = root_state(model)
     objects = (root.context, root.operations, root.scheduler, root.reducer, root.streams.reduce)
-    return [
+    replaced = [
         (type(each).__name__, name)
         for each in objects
         for name, value in vars(each).items()
         if callable(value) and hasattr(type(each), name)
     ]
+    timer = root.operations.next(
+        "nothing", "the model", root.units[0].handles[0].placement.groups[0]
+    ).timer
+    events = [
+        method.__qualname__
+        for each in vars(root.extensions).values()
+        for method in each
+        if callable(method)
+    ]
+    return [*replaced, *events, timer]
 
 
 def _check_trace(ledger: Ledger, path: Path) -> None:
@@ -324,16 +334,13 @@ def _figures_of_a_step(folder: str) -> None:
     assert ledger.ranks[1].clock_error_ms > 0 == ledger.ranks[0].clock_error_ms
     root = root_state(model)
     (shard_group,) = root.units[0].handles[0].placement.groups
-    offset = measure_offset(shard_group, root.operations, root.device)
+    reading = read_clock([shard_group], root.operations, root.device)
     # Both ranks are on one machine, with one clock.
-    assert abs(offset.value) <= offset.error < 1
+    assert abs(reading.offset) <= reading.error < 1
     assert str(pickle.loads(pickle.dumps(ledger))) == str(ledger)
     _check_trace(ledger, Path(folder) / f"{own.rank}.json")
-    # Of the rank that ended last, which is either.
-    path_ms = sum(row.ms for row in ledger.critical_path)
-    assert path_ms in [of_milliseconds(row.step_ms) for row in ledger.ranks]
     text = str(ledger)
-    for part in ("blocks.1", "mean of 3 steps", "critical path: ", f"advice: {ledger.advice}"):
+    for part in ("blocks.1", "mean of 3 steps", f"advice: {ledger.advice}"):
         assert part in text
     pytest.importorskip("matplotlib")
     if own.rank == 0:  # Not collective.

@@ -245,7 +245,7 @@ def _leaves_nothing(_: None) -> None:
     torch.manual_seed(0)
     models = [ZeRO3(Tower(), auto_wrap_policy={Block}, memory_budget=HUGE) for _ in range(2)]
     plain = ZeRO3(Tower(), auto_wrap_policy={Block})
-    assert plain.memory_choice is None and not plain._root_state.has_forward_checks
+    assert plain.memory_choice is None and not plain._root_state.extensions.begin_action
     # Two models learn at once, and the first one ends first.
     train(models[0], 2), train(models[1], 2)
     assert len(stack()) == 2
@@ -259,7 +259,8 @@ def _leaves_nothing(_: None) -> None:
     gc.collect()
     assert not stack() and torch.UntypedStorage.resize_ is resize
     root = models[0]._root_state
-    assert not root.has_forward_checks and "profile" not in root.context.__dict__
+    assert len(root.extensions.before_forward) == len(plain._root_state.extensions.before_forward)
+    assert not root.extensions.begin_action
     text = str(models[0].memory_choice)
     assert "stay full between forward and backward" in text and "blocks.0" in text
 

@@ -603,7 +603,7 @@ def _costs() -> None:
         "([1, 0], [1, 0])": (2, 1),
         "([1, 0], [0, 1])": (3, 1),
     }
-    assert {8 * size for size in sizes} == {24}
+    assert {8 * size for size in sizes} == {16}
 
 
 def test_known_steps_cost_the_exchanges_that_the_page_says() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layerzero import CollectiveError, ZeRO3
 from layerzero.optional.exchange import Exchange
 from layerzero.watch import desync
+from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
     WIDTH,
     Backbone,
@@ -191,8 +192,7 @@ def _regions(model: Model) -> list[nn.Module]:
     return [modules[name] for name in model.optional]
 
 
-PRESENCE = ("gradient presence", "the model")
-EXCHANGE_NBYTES = 24
+EXCHANGE_NBYTES = 16
 """From one rank to another."""
 
 
@@ -206,82 +206,62 @@ def _costs() -> None:
     for _ in range(2):
         for enters in (NOBODY, EVERYBODY):
             loss_of(optional(draw(enters))).backward()
+    nobody = Cost(optional, draw(NOBODY))
     for place in (None, 0, 1, 2, "all"):
         enters = EVERYBODY if place == "all" else tuple(each == place for each in range(3))
         own = enters if dist.get_rank() == 1 or place == "all" else NOBODY
-        loss_of(optional(draw(own))).backward()  # its backward is known from here on
         loss_of(required(draw(enters))).backward()
         cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
-        if any(enters):
-            # Which gradients exist, ranks exchange with the rest.
-            assert truth.of.pop(PRESENCE) == 1 and PRESENCE not in cost.of
+        entered = [unit for unit in inner_units(optional) if unit.fqn.startswith(_names(enters))]
+        assert (len(entered) == len(inner_units(optional)) - 2) == (place == "all")
+        # Each unit of a region is gathered once, in forward, and reduced once, at the end.
+        for unit in entered:
+            assert truth.of["all-gather", unit.label] == 2
+            truth.of["all-gather", unit.label] = 1
         assert cost.of == truth.of, place
-        assert cost.backward == truth.backward, place
-        for region, is_entered in zip(REGIONS, enters, strict=True):
-            # Each unit of a region once in forward, once in backward, and reduced once.
-            num_units = sum(unit.startswith(region) for unit in model.units)
-            ways = cost.count("all-gather", region), cost.count("reduce-scatter", region)
-            assert ways == ((2 * num_units, num_units) if is_entered else (0, 0)), place
+        reduced = [("reduce-scatter", unit.label) for unit in entered]
+        assert cost.backward == nobody.backward + reduced, place
         # Forward: one exchange for the regions between two required units (the last two are
         # neighbours), and one to leave each region. Backward: one, at its end.
         assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
         assert cost.exchanged == EXCHANGE_NBYTES * sum(cost.num_exchanges), place
-        apart = presence_nbytes(plain.module, REGIONS, enters) if any(enters) else 0
-        assert cost.nbytes - truth.nbytes == cost.exchanged - apart, place
+        # Which gradients of these units exist, ranks exchange there, and not a byte for each.
+        apart = sum(len(h.fqns) for unit in entered for h in unit.handles)
+        second = sum(unit.nbytes // 2 for unit in entered)
+        assert cost.nbytes - truth.nbytes == cost.exchanged - apart - second, place
 
 
-def presence_nbytes(module: nn.Module, regions: Sequence[str], enters: Sequence[bool]) -> int:
-    """Sent by a rank without optional modules in "gradient presence": a byte for each parameter
-    that backward reduces."""
-    skipped = tuple(
-        name for name, is_entered in zip(regions, enters, strict=True) if not is_entered
-    )
-    names = [name for name, _ in module.named_parameters()]
-    return sum(not name.startswith(skipped) for name in names)
-
-
-def _prefetches_within_the_budget() -> None:
-    model, plain = three_regions(), three_regions()
-    optional = _wrapped(model, optional_modules=_regions(model), limit_all_gathers=1)
-    required = _wrapped(plain, limit_all_gathers=1)
-    draw = Draw()
-    for _ in range(3):
-        cost, truth = Cost(optional, draw(EVERYBODY)), Cost(required, draw(EVERYBODY))
-    assert cost.backward == truth.backward
+def _names(enters: Sequence[bool]) -> tuple[str, ...]:
+    return tuple(name for name, is_entered in zip(REGIONS, enters, strict=True) if is_entered)
 
 
 def _costs_where_the_last_unit_is_optional() -> None:
-    """It stays for the backward, as every last unit does, if it ran last on every rank."""
-    model, plain = three_regions(), three_regions()
-    for each in (model, plain):
-        each.units.update(each.module.end_in_slot())
-    optional, required = _wrapped(model, optional_modules=_regions(model)), _wrapped(plain)
-    draw, rank = Draw(), dist.get_rank()
-    alone = EVERYBODY if rank else NOBODY
-    for _ in range(2):
-        for enters, own in ((NOBODY,) * 2, (EVERYBODY,) * 2, (EVERYBODY, alone)):
-            cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
-            if own == enters:
-                stays = cost.backward
-            elif rank == 1:
-                assert (cost.backward[0], cost.backward[1:]) == (LAST_GATHER, stays)
-    for own in (NOBODY, EVERYBODY):
-        cost, truth = Cost(optional, draw(own)), Cost(required, draw(own))
-        assert cost.backward == truth.backward
-        assert cost.num_exchanges == ([6, 1] if any(own) else [3, 0])
+    """Required units are gathered in backward as if all ranks had skipped all regions."""
+    for limit in (True, 1):
+        model = three_regions()
+        model.units.update(model.module.end_in_slot())
+        optional = _wrapped(model, optional_modules=_regions(model), limit_all_gathers=limit)
+        draw, rank = Draw(), dist.get_rank()
+        alone = EVERYBODY if rank else NOBODY
+        for _ in range(2):
+            for own in (NOBODY, EVERYBODY):
+                nobody = Cost(optional, draw(NOBODY))
+                loss_of(optional(draw(own))).backward()
+        for own, some in ((NOBODY, False), (EVERYBODY, True), (alone, True)):
+            cost = Cost(optional, draw(own))
+            number = len(nobody.backward)
+            assert cost.backward[:number] == nobody.backward
+            assert all(verb == "reduce-scatter" for verb, _ in cost.backward[number:])
+            assert cost.num_exchanges == ([6, 1] if some else [3, 0])
 
 
-LAST_GATHER = ("all-gather", "slots.1.regions.0.blocks.0")
-
-
-def _costs_and_prefetches() -> None:
+def _all_costs() -> None:
     _costs()
     _costs_where_the_last_unit_is_optional()
-    _prefetches_within_the_budget()
 
 
-def test_a_region_costs_what_entering_it_costs_and_nothing_where_all_skip_it() -> None:
-    run_ranks(2, _costs_and_prefetches)
+def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_it() -> None:
+    run_ranks(2, _all_costs)
 
 
 # On a device --------------------------------------------------------------------------------------

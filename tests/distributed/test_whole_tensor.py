@@ -408,7 +408,7 @@ def _owned() -> tuple[list[int], int]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     states = [s for state in optimizer.state.values() for s in state.values() if s.ndim]
-    largest = max(bucket.nbytes for _, bucket in next(iter(optimizer._buckets.values())))
+    largest = max(bucket.to_owners.nbytes for _, bucket in next(iter(optimizer._buckets.values())))
     return [
         sum(p.numel() for p in optimizer.owned.values()),
         sum(s.numel() for s in states),

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     "another model's": (
         _of_another_model,
         ValueError,
-        "0.weight belongs to another model than stem",
+        "'0.weight' belongs to another ZeRO3 module than 'stem",
     ),
     "no model's": (
         lambda m: whole([*m.parameters(), nn.Parameter(torch.ones(2, 3))]),
@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     "given twice": (
         lambda m: whole([{"params": m.parameters()}, {"params": [m.module.head.weight]}]),
         ValueError,
-        "head.weight was given twice",
+        "'head.weight' was given twice",
     ),
     "two of whole tensors": (
         lambda m: _twice(m, whole, whole),
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     "vectors": (
         lambda m: WholeTensorOptimizer(m.parameters(), Muon),
         ValueError,
-        "Muon refuses stem.bias, .*2D.*give these parameters to another optimizer",
+        "Muon refuses 'stem.bias', .*2D.*give these parameters to another optimizer",
     ),
     "an option": (
         lambda m: WholeTensorOptimizer(m.parameters(), SGD, lr=-1.0),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
     "cost": (
         lambda m: whole(m.parameters(), cost=lambda shape: -1),
         ValueError,
-        r"cost of stem.weight with shape \(5, 5\): expected a number >= 0",
+        r"cost of 'stem.weight' with shape \(5, 5\): expected a number >= 0",
     ),
     "in backward": (_inside_backward, RuntimeError, "made inside forward or backward"),
     "in the constructor of one owner": (
@@ -228,7 +228,7 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
     parameters = list(model.parameters())
     yield (
         lambda: whole(parameters[: 3 + rank]),
-        r"ranks differ: blocks.0.up.bias of shape \(7,\) .* on rank 1; nothing more on rank 0",
+        r"ranks differ: 'blocks.0.up.bias' of shape \(7,\) .* on rank 1; nothing more on rank 0",
     )
     yield lambda: whole(parameters, lr=0.1 * (1 + rank)), r"lr=0.1 on rank 0; lr=0.2 on rank 1"
     cls = (SGD, AdamW)[rank]
@@ -236,11 +236,11 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
         lambda: WholeTensorOptimizer(parameters, cls, lr=0.1),
         r"AdamW, bucket_bytes=\d+ on rank 1; SGD, bucket_bytes=\d+ on rank 0",
     )
-    yield lambda: whole(parameters if rank else parameters[::-1]), "ranks differ: head.weight"
+    yield lambda: whole(parameters if rank else parameters[::-1]), "ranks differ: 'head.weight'"
     yield lambda: whole(parameters, bucket_bytes=100 + rank), "bucket_bytes=100 on rank 0"
     yield (
         lambda: whole([parameters, [*parameters, parameters[0]]][rank]),
-        "rank 1 refused its arguments|stem.weight was given twice",
+        "rank 1 refused its arguments|'stem.weight' was given twice",
     )
     yield (
         lambda: WholeTensorOptimizer(parameters, (SGD, LBFGS)[rank]),
@@ -332,7 +332,7 @@ def _errors_in_a_step() -> None:
     with pytest.raises(RuntimeError, match=r"lists of parameters in its groups were changed"):
         optimizer.step()
     optimizer.param_groups[0]["params"] = members
-    with pytest.raises(ValueError, match=r"stem.weight was given twice"):
+    with pytest.raises(ValueError, match=r"'stem.weight' was given twice"):
         optimizer.add_param_group({"params": members[:1]})
     _train(model, optimizer)
 

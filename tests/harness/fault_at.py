@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -94,10 +95,15 @@ def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
     for kind, orders in scheduler.recorder._recorded.items():
         found[kind] = orders.num_passes, orders.last_seen
     if scheduler.agreed is not None:
-        found["open"] = [order.key for order in scheduler.agreed._open]
-        for kind, node in scheduler.agreed.agreement.places._known.items():
-            found["places", kind] = {path: each.events for path, each in node.scripts.items()}
+        places = copy.deepcopy(scheduler.agreed.places)
+        places.begin(None)  # Learns from the latest forward, unless that was taken back.
+        found["places"] = [(kind, *_learned(each)) for kind, each in places._first.items()]
     return found
+
+
+def _learned(place: Any) -> list[Any]:
+    after = [(gather, *_learned(each)) for gather, each in place.after.items()]
+    return [place.has_regions, place.seen, place.is_known, *after]
 
 
 def _copy(value: Any) -> Any:

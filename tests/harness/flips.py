@@ -73,7 +73,7 @@ class Transport:
             if operation.verb in _CHECKED and self._skip >= 0:
                 self._skip -= 1
                 if self._skip < 0:
-                    self._corrupt(pending, incoming, outgoing, group)
+                    self._corrupt(pending, incoming, group)
             return pending
 
         with mock.patch.object(messages, "exchange", exchange):
@@ -83,7 +83,6 @@ class Transport:
         self,
         pending: Pending,
         incoming: Sequence[torch.Tensor],
-        outgoing: Sequence[torch.Tensor],
         group: ShardGroup,
     ) -> None:
         verb = pending.operation.verb
@@ -91,10 +90,8 @@ class Transport:
         if not (self._own and "gather" in verb):
             ranks = [rank for rank in ranks if rank != group.rank]
         source = self._rng.choice(ranks)
-        arrives, waits = pending.wait_for_data, pending.wait
-        # The own part is copied after the others have arrived: its copy gets the flipped bit.
-        is_copied = source == group.rank
-        target = (outgoing if is_copied else incoming)[source]
+        arrives = pending.wait_for_data
+        target = incoming[source]
         bit = self._rng.randrange(8 * target.nbytes) if target.nbytes else None
 
         def arrive() -> None:
@@ -103,15 +100,7 @@ class Transport:
                 self.flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
                 flip(target, bit)
 
-        def wait() -> None:
-            before = self.flipped
-            waits()
-            if self.flipped != before and target.data_ptr() != incoming[source].data_ptr():
-                assert bit is not None
-                flip(target, bit)
-
         pending.wait_for_data = arrive  # type: ignore[method-assign]
-        pending.wait = wait  # type: ignore[method-assign]
 
 
 class Trials:

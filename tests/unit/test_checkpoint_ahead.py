@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.checkpoint.file_io import population
-from layerzero.checkpoint.file_io.aligned_memory import in_memory
-from layerzero.checkpoint.file_io.batches import Transfer
-from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES
-from layerzero.checkpoint.file_io.population import populating
-from layerzero.checkpoint.file_io.transfer import read_ranges, write_ranges
-from layerzero.checkpoint.format import preallocation
+from layerzero.checkpoint.file_io import direct_io
+from layerzero.checkpoint.file_io import transfer as moving
+from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, pages, populating
+from layerzero.checkpoint.file_io.transfer import Transfer, read_ranges, write_ranges
+from layerzero.checkpoint.format import folder
 from layerzero.checkpoint.format.folder import write_durably
 from layerzero.checkpoint.format.inventory import MODEL, Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
@@ -43,7 +42,7 @@ def _fails_with(error: int) -> Callable[..., int]:
 @needs_linux
 def test_a_new_file_has_all_its_blocks(tmp_path: Path) -> None:
     with (tmp_path / "probe").open("wb") as probe:
-        call = preallocation._fallocate()
+        call = folder._fallocate()
         if call(probe.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(MIB)):
             pytest.skip("this file system reserves no blocks")
     write_durably(tmp_path / "file", HEAD, MIB)
@@ -59,7 +58,7 @@ def test_a_new_file_has_all_its_blocks(tmp_path: Path) -> None:
 def test_without_reserved_blocks_a_new_file_has_its_length(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preallocation, "_fallocate", lambda: call)
+    monkeypatch.setattr(folder, "_fallocate", lambda: call)
     write_durably(tmp_path / "file", HEAD, MIB)
     assert (tmp_path / "file").read_bytes() == HEAD + bytes(MIB - len(HEAD))
 
@@ -68,7 +67,7 @@ def test_without_reserved_blocks_a_new_file_has_its_length(
 def test_a_full_disk_shows_before_anything_is_written(
     error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preallocation, "_fallocate", lambda: _fails_with(error))
+    monkeypatch.setattr(folder, "_fallocate", lambda: _fails_with(error))
     with pytest.raises(OSError) as caught:
         write_durably(tmp_path / "file", HEAD, MIB)
     assert caught.value.errno == error
@@ -76,8 +75,8 @@ def test_a_full_disk_shows_before_anything_is_written(
 
 def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert preallocation._fallocate() is None
-    assert population._madvise() is None
+    assert folder._fallocate() is None
+    assert direct_io._madvise() is None
 
 
 def _transfer(begin: int, nbytes: int, file: str = "a") -> Transfer:
@@ -95,10 +94,6 @@ def _transfer(begin: int, nbytes: int, file: str = "a") -> Transfer:
         replica=0,
     )
     return Transfer(file, TensorEntry(torch.uint8, (nbytes,), begin), 0, entry)
-
-
-def _placed(*transfers: Transfer) -> list[Transfer]:
-    return in_memory(transfers, ["x"] * len(transfers))
 
 
 def _present(tensor: torch.Tensor) -> float:
@@ -123,41 +118,59 @@ def _finish() -> None:
 def test_memory_is_there_ahead_of_the_reads() -> None:
     with mmap.mmap(-1, PAGE_NBYTES) as probe:
         try:
-            probe.madvise(population._POPULATE_WRITE)
+            probe.madvise(direct_io._POPULATE_WRITE)
         except OSError:
             pytest.skip("needs Linux 5.14")
-    transfers = _placed(_transfer(100, 6 * MIB), _transfer(100 + 6 * MIB, 6 * MIB))
-    first, second = (each.entry.tensor for each in transfers)
-    assert _present(first) == _present(second) == 0
-    with populating(transfers, 0):
+    memories = [pages(6 * MIB), pages(6 * MIB)]
+    assert [_present(each) for each in memories] == [0, 0]
+    with populating(memories, 0):
         _finish()
-    assert _present(first) == _present(second) == 1
-    assert not first.any() and not second.any()
+    assert [_present(each) for each in memories] == [1, 1]
+    assert not any(each.any() for each in memories)
 
 
-def _asked(transfers: list[Transfer], lead_nbytes: int = 0) -> list[tuple[int, int]]:
-    return list(population._steps(transfers, lead_nbytes))
+def test_memory_is_asked_for_in_the_order_of_reading_without_what_is_read_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(direct_io, "_madvise", lambda: lambda *step: asked.append(step[:2]))
+    step = direct_io._POPULATE_NBYTES
+    memories = [pages(step + 5 * PAGE_NBYTES), pages(PAGE_NBYTES), pages(2 * step)]
+    first, second, third = (each.data_ptr() for each in memories)
+    steps = [
+        (first, step),
+        (first + step, 5 * PAGE_NBYTES),
+        (second, PAGE_NBYTES),
+        (third, step),
+        (third + step, step),
+    ]
+    for lead in range(5):
+        asked.clear()
+        with populating(memories, lead * step + 5):
+            _finish()
+        assert asked == steps[lead:]
 
 
-def test_memory_is_asked_for_in_the_order_of_reading_without_what_is_read_at_once() -> None:
-    step = population._STEP_NBYTES
+def test_pages_come_in_the_order_of_the_files_and_small_shards_take_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+
+    @contextlib.contextmanager
+    def records(memories: list[torch.Tensor], lead_nbytes: int) -> Iterator[None]:
+        recorded.extend(each.data_ptr() for each in memories)
+        yield
+
+    monkeypatch.setattr(moving, "populating", records)
     # Parameters by themselves, as a model lists them; in the file their states lie apart.
-    listed = [_transfer(0, step), _transfer(3 * step, step), _transfer(step, step)]
-    transfers = _placed(*listed, _transfer(0, step, file="b"))
-    first, far, second, other = (each.entry.tensor.data_ptr() for each in transfers)
-    assert second == first + step
-    assert _asked(transfers) == [(address, step) for address in (first, second, far, other)]
-    assert _asked(transfers, step) == [(address, step) for address in (second, far, other)]
-    rest = step // 2
-    asked = _asked(transfers, 2 * step + rest)
-    assert asked == [(far + rest, step - rest), (other, step)]
-    assert _asked(transfers, 4 * step) == []
-
-
-def test_small_tensors_are_left_out() -> None:
-    assert (
-        _asked(_placed(_transfer(100, 1000), _transfer(5000, 100_000), _transfer(0, 0, "b"))) == []
-    )
+    listed = [_transfer(0, MIB), _transfer(3 * MIB, MIB), _transfer(MIB, MIB)]
+    listed += [_transfer(0, MIB, file="b"), _transfer(4 * MIB + 100, 100_000)]
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(5 * MIB))
+    found, _ = read_ranges(tmp_path, listed, lambda nbytes: None)
+    first, far, second, other, _ = (each.entry.tensor.data_ptr() for each in found)
+    assert second == first + MIB
+    assert recorded == [first, far, other]
 
 
 @pytest.mark.parametrize("result", [None, -1, 0], ids=["no such call", "refused", "done"])
@@ -171,20 +184,19 @@ def test_values_are_read_whatever_the_kernel_says(
         assert result is not None
         return result
 
-    monkeypatch.setattr(population, "_madvise", lambda: None if result is None else madvise)
+    monkeypatch.setattr(direct_io, "_madvise", lambda: None if result is None else madvise)
     data = torch.randint(0, 256, (40 * MIB,), dtype=torch.uint8)
     listed = _transfer(64, len(data))
     full = listed._replace(entry=replace(listed.entry, tensor=data))
     write_durably(tmp_path / "a", HEAD, 64 + len(data))
     written = write_ranges(tmp_path, [full], lambda nbytes: None)
-    (placed,) = _placed(listed)
-    assert read_ranges(tmp_path, [placed], lambda nbytes: None) == written
-    assert torch.equal(placed.entry.tensor, data)
+    (found,), read = read_ranges(tmp_path, [listed], lambda nbytes: None)
+    assert read == written and torch.equal(found.entry.tensor, data)
     # A refusal is not repeated; and reads do not wait for what they have overtaken.
     assert len(calls) <= {None: 0, -1: 1, 0: 3}[result]
 
 
 def test_an_error_of_a_read_ends_the_thread(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        read_ranges(tmp_path, _placed(_transfer(0, 64 * MIB)), lambda nbytes: None)
+        read_ranges(tmp_path, [_transfer(0, 64 * MIB)], lambda nbytes: None)
     assert all(thread.name != "layerzero-populate" for thread in threading.enumerate())

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.checkpoint.file_io import batches as cutting
 from layerzero.checkpoint.file_io import transfer as moving
-from layerzero.checkpoint.file_io.aligned_memory import in_memory
-from layerzero.checkpoint.file_io.batches import BATCH_NBYTES, Slice, Transfer, batches_of
-from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES
-from layerzero.checkpoint.file_io.transfer import read_ranges, write_ranges
+from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, FileWriter
+from layerzero.checkpoint.file_io.transfer import (
+    BATCH_NBYTES,
+    Tally,
+    Transfer,
+    read_ranges,
+    write_ranges,
+)
 from layerzero.checkpoint.format.inventory import MODEL, Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.state_dict.ranges import Extent
@@ -49,73 +52,67 @@ def _transfer(
 def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
     transfers = []
     for size in sizes:
-        transfers.append(_transfer(begin, torch.empty(size, dtype=torch.uint8)))
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        transfers.append(_transfer(begin, data))
         begin += size
     return transfers
 
 
-def _check(batches: Sequence[Sequence[Slice]], transfers: Sequence[Transfer]) -> None:
-    """Every byte of every shard is in one slice, and a batch is adjacent in the file."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for batch in batches:
-        for each, following in itertools.pairwise(batch):
-            assert each.end == following.offset
-        for each in batch:
-            place = transfers[each.transfer].place
-            assert each.behind == place.begin + place.nbytes - each.end
-            found.setdefault(each.transfer, []).append((each.offset, each.end))
-    for index, transfer in enumerate(transfers):
-        begin = transfer.place.begin
-        assert found[index][0][0] == begin and found[index][-1][1] == begin + transfer.place.nbytes
-        assert all(a[1] == b[0] for a, b in zip(found[index], found[index][1:], strict=False))
+def _writes(
+    folder: Path, transfers: Sequence[Transfer], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """Write the transfers of one file, and check its bytes; [begin, end) of each write, sorted."""
+    end = max(each.place.end for each in transfers)
+    content = bytearray(random.Random(0).randbytes(end + 100))
+    (folder / "a").write_bytes(content)
+    found: list[tuple[int, int]] = []
+    original = FileWriter.write
+
+    def write(writer: FileWriter, view: memoryview, offset: int) -> None:
+        found.append((offset, offset + len(view)))
+        original(writer, view, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileWriter, "write", write)
+        write_ranges(folder, transfers, lambda nbytes: None)
+    for each in transfers:
+        content[each.place.begin : each.place.end] = bytes(each.entry.tensor.numpy())
+    assert (folder / "a").read_bytes() == content
+    return sorted(found)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_batches_have_every_byte_once_and_are_cut_at_pages(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "BATCH_NBYTES", 4 * PAGE_NBYTES)
+    monkeypatch.setattr(moving, "BATCH_NBYTES", 4 * PAGE_NBYTES)
     generator = random.Random(seed)
     sizes = [generator.choice([1, 40, PAGE_NBYTES, 9999, 40_000]) for _ in range(30)]
     begin = generator.choice([0, 64, PAGE_NBYTES, 5003])
     transfers = _adjacent(begin, sizes)
-    order = generator.sample(range(len(sizes)), len(sizes))
-    batches = batches_of(transfers, order)
-    _check(batches, transfers)
-    assert all(batch[-1].end % PAGE_NBYTES == 0 for batch in batches[:-1])
-    nbytes = [batch[-1].end - batch[0].offset // PAGE_NBYTES * PAGE_NBYTES for batch in batches]
+    batches = _writes(tmp_path, generator.sample(transfers, len(sizes)), monkeypatch)
+    assert batches[0][0] == begin and batches[-1][1] == begin + sum(sizes)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(batches))
+    assert all(end % PAGE_NBYTES == 0 for _, end in batches[:-1])
+    nbytes = [end - start // PAGE_NBYTES * PAGE_NBYTES for start, end in batches]
     assert max(nbytes) <= 4 * PAGE_NBYTES
     # As few as the largest size allows, and as equal as whole pages allow.
     assert len(batches) == -(-(begin % PAGE_NBYTES + sum(sizes)) // (4 * PAGE_NBYTES))
     assert max(nbytes) - min(nbytes) < PAGE_NBYTES * len(batches)
 
 
-def test_a_run_just_over_the_largest_batch_is_halved() -> None:
-    transfers = _adjacent(96, [BATCH_NBYTES + 96])
-    first, second = batches_of(transfers, [0])
-    assert abs(len(first[0].data) - len(second[0].data)) <= 2 * PAGE_NBYTES
-
-
-def test_what_is_apart_in_the_file_and_too_many_slices_get_batches_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_run_just_over_the_largest_batch_is_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "_MAX_SLICES", 3)
+    first, second = _writes(tmp_path, _adjacent(96, [BATCH_NBYTES + 96]), monkeypatch)
+    assert abs(first[1] - first[0] - (second[1] - second[0])) <= 2 * PAGE_NBYTES
+
+
+def test_what_is_apart_in_the_file_gets_batches_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfers = _adjacent(0, [10] * 7) + _adjacent(71, [10])
-    batches = batches_of(transfers, range(8))
-    _check(batches, transfers)
-    assert [len(batch) for batch in batches] == [3, 3, 1, 1]
-
-
-def test_spare_memory_of_a_cut_shard_is_the_rest_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting, "BATCH_NBYTES", 2 * PAGE_NBYTES)
-    (transfer,) = _adjacent(100, [5 * PAGE_NBYTES])
-    for spare in [(100, 3996), (0, 0)]:
-        batches = batches_of([transfer._replace(spare=spare)], [0])
-        for (each,) in batches:
-            inside = each.offset - 100, 5 * PAGE_NBYTES + 100 - each.end
-            expected = spare[0] + inside[0], spare[1] + inside[1]
-            # Without spare memory nothing is known about what lies beside the shard.
-            assert each.spare == (expected if any(spare) else (0, 0))
+    assert _writes(tmp_path, transfers, monkeypatch) == [(0, 70), (71, 81)]
 
 
 def _written(folder: Path, num_files: int) -> list[Transfer]:
@@ -129,20 +126,22 @@ def _written(folder: Path, num_files: int) -> list[Transfer]:
     return transfers
 
 
-def _as_new(transfers: Sequence[Transfer]) -> list[Transfer]:
+def _read(
+    folder: Path, transfers: Sequence[Transfer], progress: Any
+) -> tuple[list[Transfer], list[Tally]]:
     meta = [
         each._replace(entry=replace(each.entry, tensor=each.entry.tensor.to("meta")))
         for each in transfers
     ]
-    return in_memory(meta, ["x"] * len(meta))
+    return read_ranges(folder, meta, progress)
 
 
 def test_several_files_are_moved_with_the_same_checksums(tmp_path: Path) -> None:
     transfers = _written(tmp_path, 5)
     done: list[int] = []
     written = write_ranges(tmp_path, transfers, done.append)
-    new = _as_new(transfers)
-    assert read_ranges(tmp_path, new, done.append) == written
+    new, read_again = _read(tmp_path, transfers, done.append)
+    assert read_again == written
     for old, read in zip(transfers, new, strict=True):
         assert_bitwise(read.entry.tensor, old.entry.tensor)
         assert (tmp_path / old.file).read_bytes()[64:] == bytes(old.entry.tensor.numpy())
@@ -155,16 +154,16 @@ def test_the_next_file_begins_before_the_last_one_is_done(
     """Or the disk would wait at the end of each file."""
     transfers = _written(tmp_path, 2)
     began = threading.Event()
-    original = moving.FileWriter.write
+    original = FileWriter.write
 
-    def write(writer: Any, views: Any, offset: int) -> Any:
+    def write(writer: Any, view: Any, offset: int) -> Any:
         if threading.current_thread().name.endswith("_0"):
             assert began.wait(60), "the second file never began"
         else:
             began.set()
-        return original(writer, views, offset)
+        return original(writer, view, offset)
 
-    monkeypatch.setattr(moving.FileWriter, "write", write)
+    monkeypatch.setattr(FileWriter, "write", write)
     write_ranges(tmp_path, transfers, lambda nbytes: None)
 
 
@@ -174,7 +173,7 @@ def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
     open_files = len(list(Path("/proc/self/fd").iterdir()))
     (tmp_path / "2").write_bytes(bytes(1000))
     with pytest.raises(OSError, match=r"2: the file now ends at byte 1000: it was truncated"):
-        read_ranges(tmp_path, _as_new(transfers), lambda nbytes: None)
+        _read(tmp_path, transfers, lambda nbytes: None)
     (tmp_path / "3").unlink()
     with pytest.raises(OSError, match=r"3: .*No such file"):
         write_ranges(tmp_path, transfers, lambda nbytes: None)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
+from layerzero.checkpoint import __main__ as program
 from layerzero.checkpoint import save
 from layerzero.checkpoint.__main__ import main
-from layerzero.checkpoint.command import verified_read
 from layerzero.checkpoint.format.safetensors_file import make_head
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -311,7 +311,7 @@ def test_convert_casts_cuts_and_keeps_ties(
 def test_convert_takes_large_tensors_in_pieces(
     root: Path, weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified_read, "CHUNK_NBYTES", 24)
+    monkeypatch.setattr(program, "CHUNK_NBYTES", 24)
     assert main(["convert", str(root), str(tmp_path / "out"), "--dtype", "float64"]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(

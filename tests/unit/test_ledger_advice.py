@@ -1,15 +1,10 @@
-"""The advice names what to change for the reason that costs most; the path goes through ranks."""
+"""The advice names what to change for the reason that costs most."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-
-import pytest
 
 from layerzero.config import GatherBudget
 from layerzero.step_ledger.advice import Settings, advise
 from layerzero.step_ledger.figures import Explained
-from layerzero.step_ledger.path import critical_path
 from layerzero.step_ledger.records import (
     HOST_BOUND,
     ISSUED_LATE,
@@ -23,7 +18,6 @@ from layerzero.step_ledger.records import (
     Slice,
     Wait,
 )
-from tests.harness.checks import of_floats
 
 SETTINGS = Settings(1, True, GatherBudget(max_units=3))
 
@@ -50,16 +44,9 @@ def _advice(record: Record, settings: Settings = SETTINGS, **peers: Record) -> s
     return advise(Explained(records), 0, settings)
 
 
-UNEVEN = _forward((0, 1, 0, 1), (0, 2, 4, 4), (4, 8, 5, 8), (5, 9, 11, 11))
-"""The third gather takes four seconds, and compute of the unit before it only one."""
-
-
-def test_a_deeper_prefetch_is_advised_where_it_hides_a_gather() -> None:
+def test_transfers_that_compute_is_too_short_to_hide_are_named() -> None:
     even = [(max(i - 1, 0) * 4, i * 4 + 4, i * 4 + 1, i * 4 + 4) for i in range(5)]
     assert "compute is too short to hide the transfers" in _advice(_forward(*even))
-    text = _advice(UNEVEN)
-    assert text.startswith("raise `forward_prefetch` to 2: 2000 ms of 4000 exposed")
-    assert "too short" in _advice(UNEVEN, SETTINGS._replace(forward_depth=4))
 
 
 def test_late_gathers_are_asked_for_ahead() -> None:
@@ -105,28 +92,3 @@ def test_there_may_be_nothing_to_change() -> None:
     record = _forward((0, 0.1, 0.05, 0.1))
     record.end = 100.0
     assert _advice(record) == "nothing to change: 50 ms of a step of 100000 ms are exposed"
-
-
-def test_the_critical_path_goes_on_at_the_rank_that_was_late() -> None:
-    own = _forward((0, 9, 1, 9))
-    peer = _forward((7, 9, 7, 9))
-    peer.rank, peer.end = 1, 9.5
-    rows = critical_path(Explained({0: own, 1: peer}))
-    found = {(row.rank, row.what, row.unit): row.ms for row in rows}
-    # Rank 0 ends last; before the transfer, rank 1 computed for seven seconds.
-    assert found.pop((1, "forward", "")) == of_floats(7e3)
-    assert found.pop((0, "forward", "")) == of_floats(1e3)
-    assert found.pop((0, TRANSFER, "blocks.0")) == of_floats(2e3)
-    assert sum(found.values()) == of_floats(0)
-
-
-@pytest.mark.parametrize("peer_begins", [-5.0, -0.5, 2.0])
-def test_the_critical_path_adds_up_where_ranks_enter_at_different_times(peer_begins: float) -> None:
-    own = _forward((0, 9, 1, 9))
-    peer = _forward((-4, -1, -3, -1), (-2, 0.5, -1, 0.5), (7, 9, 7, 9))
-    peer.rank, peer.begin, peer.end = 1, peer_begins, 9.5
-    peer.slices = [Slice("forward", "", peer_begins, 9.5)]
-    own.jobs[0].hops = [replace(own.jobs[0].hops[0], number=2)]
-    rows = critical_path(Explained({0: own, 1: peer}))
-    assert {row.rank for row in rows} == {0, 1}
-    assert sum(row.ms for row in rows) == of_floats((own.end - own.begin) * 1e3)

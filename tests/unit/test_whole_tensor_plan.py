@@ -7,8 +7,14 @@ import random
 import pytest
 
 from layerzero.flat.layout import FlatLayout
-from layerzero.optim.whole_tensor.ownership import assign_owners
-from layerzero.optim.whole_tensor.plan import Bucket, WholeTensor, make_buckets, pieces_of
+from layerzero.optim.whole_tensor.plan import (
+    Bucket,
+    Move,
+    Piece,
+    WholeTensor,
+    assign_owners,
+    make_buckets,
+)
 
 
 def _transformer(layers: int = 12, width: int = 768, vocab: int = 8192) -> list[int]:
@@ -37,6 +43,11 @@ def test_the_owner_holds_most_where_loads_are_equal() -> None:
     assert assign_owners([1, 1, 1], held, 3) == [2, 0, 1]
 
 
+def _pieces(layout: FlatLayout, index: int, holders: range) -> tuple[Piece, ...]:
+    ranges = [(*layout.owned_range(index, shard), rank) for shard, rank in enumerate(holders)]
+    return tuple(Piece(*each) for each in ranges if each[0] < each[1])
+
+
 def _random_tensors(seed: int, num_ranks: int, copies: int) -> list[WholeTensor]:
     """Replica k is on ranks k * num_ranks and those that follow."""
     draw = random.Random(seed)
@@ -45,7 +56,7 @@ def _random_tensors(seed: int, num_ranks: int, copies: int) -> list[WholeTensor]
     )
     replicas = [
         tuple(
-            pieces_of(layout, index, range(copy * num_ranks, (copy + 1) * num_ranks))
+            _pieces(layout, index, range(copy * num_ranks, (copy + 1) * num_ranks))
             for copy in range(copies)
         )
         for index in range(12)
@@ -83,25 +94,30 @@ def test_every_element_reaches_its_owner_and_comes_back_once(num_ranks: int, cop
             assert returned[piece.holder, number] == list(range(piece.start, piece.stop))
 
 
-def _received(bucket: Bucket, way: int) -> list:
+def _received(bucket: Bucket, way: int) -> list[Move]:
     transfer = (bucket.to_owners, bucket.from_owners)[way]
-    return [*transfer.own, *(span for spans in transfer.incoming for span in spans)]
+    return [*transfer.own, *transfer.incoming]
 
 
 def _check_ends(buckets: tuple[Bucket, ...]) -> None:
     """What one rank sends to another is what that one expects, and is counted."""
     for way in ("to_owners", "from_owners"):
-        sent = 0
-        for source, bucket in enumerate(buckets):
-            for target, spans in enumerate(getattr(bucket, way).outgoing):
-                assert spans == getattr(buckets[target], way).incoming[source]
-                sent += sum(span.nbytes for span in spans)
-        assert {b.nbytes if way == "to_owners" else b.returned_nbytes for b in buckets} == {sent}
+        transfers = [getattr(bucket, way) for bucket in buckets]
+        for source, transfer in enumerate(transfers):
+            for target, other in enumerate(transfers):
+                moves = [move for move in transfer.outgoing if move.target == target]
+                assert moves == [move for move in other.incoming if move.source == source]
+                nbytes = sum(move.nbytes for move in moves)
+                assert nbytes == transfer.sent[target] == other.received[source]
+            targets = [move.target for move in transfer.outgoing]
+            assert targets == sorted(targets)
+        total = sum(nbytes for transfer in transfers for nbytes in transfer.sent)
+        assert {transfer.nbytes for transfer in transfers} == {total}
 
 
 def test_nothing_travels_for_tensors_that_lie_with_their_owner() -> None:
     layout = FlatLayout.build([8, 8], 2)
-    tensors = [WholeTensor(4, index, (pieces_of(layout, index, (0, 1)),)) for index in range(2)]
+    tensors = [WholeTensor(4, index, (_pieces(layout, index, range(2)),)) for index in range(2)]
     (bucket,) = make_buckets(list(enumerate(tensors)), 0, 2, 1 << 20)
     assert all(whole.lies_with_owner for whole in tensors)
-    assert (bucket.nbytes, bucket.returned_nbytes) == (0, 0)
+    assert (bucket.to_owners.nbytes, bucket.from_owners.nbytes) == (0, 0)

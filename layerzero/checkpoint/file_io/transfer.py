@@ -1,35 +1,68 @@
 """Moves bytes between this rank's shards and files, and computes the checksum of every shard.
 
-A rank writes and reads its own runs in place; adjacent shards of a file go in one call. Nothing
+    file       ..aaaaaaaabbbbbbbbbbbbbbb.....cccccc..     a, b, c: shards of this rank
+    regions      aaaaaaaabbbbbbbbbbbbbbb     cccccc       adjacent in the file
+    batches      aaaaaaa|abbbbbb|bbbbbbb     cccccc       one thread moves each with one call
+
+Batches are cut at pages, for direct I/O, and about equally large: with a few small ones at the end
+of each region the disk would wait more often. Values are read into memory laid out like the file,
+so that whole pages go there directly; the parts of a page around a region are read, too. Nothing
 here is collective.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from layerzero.checkpoint.file_io.batches import BATCH_NBYTES, Slice, Transfer, batches_of
-from layerzero.checkpoint.file_io.direct_io import FileReader, FileWriter, bytes_of
-from layerzero.checkpoint.file_io.population import populating
-from layerzero.checkpoint.format.crc import crc32, placed
+from layerzero.checkpoint.file_io.direct_io import (
+    PAGE_NBYTES,
+    FileReader,
+    FileWriter,
+    bytes_of,
+    pages,
+    populating,
+)
+from layerzero.checkpoint.format.crc import copy_crc32, crc32, placed
+from layerzero.checkpoint.format.inventory import Entry
+from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
 
+BATCH_NBYTES = 8 << 20
+"""Largest batch, so that it is still in the CPU cache when it is moved after being checksummed, or
+the other way round."""
+_MIN_PAGES_NBYTES = 256 << 10
+"""Smallest region that is read into pages of its own."""
+_ALIGNMENT = 64
+"""Of smaller regions: that of the memory that torch allocates."""
 _NUM_THREADS = 4
-File = TypeVar("File")
+File = TypeVar("File", FileReader, FileWriter)
 Progress = Callable[[int], None]
 """Called with the number of bytes after each batch is written or read."""
+
+
+class Transfer(NamedTuple):
+    """A shard and the tensor in a file that it is part of."""
+
+    file: str
+    place: TensorEntry
+    number: int
+    """Number of the tensor, the same on all ranks."""
+    entry: Entry
+    life: Hashable = None
+    """Lifetime of what is read; shards with different lifetimes share no storage, so that one can
+    be freed before the other."""
 
 
 class Tally(NamedTuple):
@@ -41,72 +74,92 @@ class Tally(NamedTuple):
     crc: int
 
 
+class _Part(NamedTuple):
+    """Adjacent bytes of a shard and of the file."""
+
+    offset: int
+    nbytes: int
+    transfer: int
+    """Index of the transfer that it is part of."""
+    local: int
+    """Offset in the shard's bytes."""
+    behind: int
+    """Bytes of the tensor behind this part."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def cut(self, nbytes: int) -> tuple[_Part, _Part]:
+        """The first `nbytes` and the rest."""
+        rest = self.nbytes - nbytes
+        head = self._replace(nbytes=nbytes, behind=self.behind + rest)
+        tail = (self.offset + nbytes, rest, self.transfer, self.local + nbytes, self.behind)
+        return head, _Part(*tail)
+
+
+class _Batch(NamedTuple):
+    parts: list[_Part]
+    """Adjacent in the file."""
+    start: int
+    memory: memoryview | None = None
+    """Where a read puts the file's bytes from `start` on: those of the parts, and what else is in
+    their pages."""
+
+
 def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
     """Write shards into existing files, and fsync them. Blocks.
 
-    Shards on a device, whose values must be there, go through one window of host memory for each
-    thread.
+    The values of shards on a device must be there. Every thread copies them to the host a batch at
+    a time.
 
     Raises:
         OSError: a write failed.
     """
-    windows = _Windows()
+    tensors = [each.entry.tensor for each in transfers]
+    shards = [bytes_of(each) if is_on_host(each) else each.view(torch.uint8) for each in tensors]
+    devices = {each.device for each in shards if isinstance(each, torch.Tensor)}
+    of_thread = threading.local()
 
-    def write(file: FileWriter, batch: list[Slice]) -> list[int]:
-        return file.write(windows.fetch(batch), batch[0].offset)
-
-    def open_file(path: Path) -> FileWriter:
-        return FileWriter(path, BATCH_NBYTES)
-
-    return _move(folder, transfers, open_file, write, progress)
-
-
-def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
-    """Read shards (on the CPU). Blocks; fastest in memory laid out by aligned_memory.py.
-
-    Raises:
-        OSError: a read failed, or a file is too short.
-    """
-
-    def read(file: FileReader, batch: list[Slice]) -> list[int]:
-        spare = batch[0].spare[0], batch[-1].spare[1]
-        views = [each.data for each in batch if isinstance(each.data, memoryview)]
-        file.read(views, batch[0].offset, spare)
-        return [crc32(view) for view in views]
-
-    with populating(transfers, _NUM_THREADS * BATCH_NBYTES):
-        return _move(folder, transfers, FileReader, read, progress)
-
-
-class _Windows:
-    """Host memory through which threads write shards that are on a device."""
-
-    def __init__(self) -> None:
-        self._windows: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-    def fetch(self, batch: Sequence[Slice]) -> list[memoryview]:
-        """The bytes of adjacent slices, on the host; valid until the thread fetches again."""
-        views: list[memoryview] = []
-        devices = set()
-        end = 0
-        for each in batch:
-            if isinstance(each.data, memoryview):
-                views.append(each.data)
-                continue
-            part = self._window(each.data.device)[end : end + len(each.data)]
-            part.copy_(each.data, non_blocking=True)
-            views.append(bytes_of(part))
-            devices.add(each.data.device)
-            end += len(each.data)
+    def write(file: FileWriter, batch: _Batch) -> list[int]:
+        if not hasattr(of_thread, "block"):
+            of_thread.block = _block(devices)
+        begin = end = batch.start % PAGE_NBYTES
+        crcs: list[int | memoryview] = []
+        for part in batch.parts:
+            data = shards[part.transfer][part.local : part.local + part.nbytes]
+            copy = of_thread.block[end : end + part.nbytes]
+            end += part.nbytes
+            if isinstance(data, memoryview):
+                crcs.append(copy_crc32(bytes_of(copy), data))
+            else:
+                copy.copy_(data, non_blocking=True)
+                crcs.append(bytes_of(copy))
         wait_for(devices)
-        return views
+        found = [each if isinstance(each, int) else crc32(each) for each in crcs]
+        file.write(bytes_of(of_thread.block[begin:end]), batch.start)
+        return found
 
-    def _window(self, device: torch.device) -> torch.Tensor:
-        key = threading.get_ident(), device
-        if key not in self._windows:
-            memory = HostMemory(pin_memory=True, device=device)
-            self._windows[key] = memory.lasting(BATCH_NBYTES, torch.uint8)
-        return self._windows[key]
+    parts: dict[str, list[_Part]] = {}
+    for index, transfer in enumerate(transfers):
+        parts.setdefault(transfer.file, []).extend(_parts(transfer, index))
+    batches = {
+        name: [_Batch(batch, batch[0].offset) for region in _regions(own) for batch in _cut(region)]
+        for name, own in parts.items()
+    }
+    return _move(folder, transfers, batches, FileWriter, write, progress)
+
+
+def _block(devices: set[torch.device]) -> torch.Tensor:
+    """Memory of one thread for a batch with what is before it in its first page."""
+    nbytes = max(BATCH_NBYTES, PAGE_NBYTES)
+    for device in devices:
+        return HostMemory(pin_memory=True, device=device).lasting(nbytes, torch.uint8)
+    return pages(nbytes)
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
@@ -115,83 +168,171 @@ def wait_for(devices: Iterable[torch.device]) -> None:
         stream_interface(device).current_stream(device).synchronize()
 
 
+def read_ranges(
+    folder: Path, transfers: Sequence[Transfer], progress: Progress
+) -> tuple[list[Transfer], list[Tally]]:
+    """Read shards into new host memory. Blocks.
+
+    Args:
+        transfers: only numel and dtype of their tensors are used, which may be on meta.
+
+    Returns:
+        The same transfers with the values that were read.
+
+    Raises:
+        OSError: a read failed, or a file is too short.
+    """
+    placed, batches, memories = _in_memory(transfers)
+    shards = [bytes_of(each.entry.tensor) for each in placed]
+
+    def read(file: FileReader, batch: _Batch) -> list[int]:
+        assert batch.memory is not None, "made by _in_memory"
+        file.read(batch.memory, batch.start, batch.parts[-1].end - batch.start)
+        return [crc32(shards[p.transfer][p.local : p.local + p.nbytes]) for p in batch.parts]
+
+    # The first reads begin at once.
+    with populating(memories, _NUM_THREADS * BATCH_NBYTES):
+        return placed, _move(folder, placed, batches, FileReader, read, progress)
+
+
+def _in_memory(
+    transfers: Sequence[Transfer],
+) -> tuple[list[Transfer], dict[str, list[_Batch]], list[torch.Tensor]]:
+    """Transfers with new memory, their batches by file, and the pages in the order of reading."""
+    placed = list(transfers)
+    batches: dict[str, list[_Batch]] = {}
+    large: list[tuple[str, int, torch.Tensor]] = []
+    together: dict[tuple[str, Hashable], list[_Part]] = {}
+
+    def give(index: int, tensor: torch.Tensor) -> None:
+        placed[index] = placed[index]._replace(entry=replace(placed[index].entry, tensor=tensor))
+
+    for index, transfer in enumerate(transfers):
+        own, parts = batches.setdefault(transfer.file, []), list(_parts(transfer, index))
+        dtype = transfer.entry.tensor.dtype
+        # A file from another source may have tensors at misaligned offsets.
+        if len(parts) == 1 and parts[0].offset % dtype.itemsize == 0:
+            together.setdefault((transfer.file, transfer.life), []).extend(parts)
+            continue
+        give(index, torch.empty(transfer.entry.tensor.shape, dtype=dtype))
+        data = bytes_of(placed[index].entry.tensor)
+        for (each,) in itertools.chain.from_iterable(_cut([part]) for part in parts):
+            own.append(_Batch([each], each.offset, data[each.local : each.local + each.nbytes]))
+    for (file, _), parts in together.items():
+        for region in _regions(parts):
+            is_large = region[-1].end - region[0].offset >= _MIN_PAGES_NBYTES
+            unit = PAGE_NBYTES if is_large else _ALIGNMENT
+            first, stop = _rounded(region, unit)
+            if is_large:
+                memory = pages(stop - first)
+                large.append((file, first, memory))
+            else:
+                memory = torch.empty(stop - first, dtype=torch.uint8)
+            for part in region:
+                whole = memory[part.offset - first : part.end - first]
+                give(part.transfer, whole.view(placed[part.transfer].entry.tensor.dtype))
+            view = bytes_of(memory)
+            for batch in _cut(region):
+                begin, end = _rounded(batch, unit)
+                batches[file].append(_Batch(batch, begin, view[begin - first : end - first]))
+    for of_file in batches.values():
+        of_file.sort(key=lambda batch: batch.start)
+    files = list(batches)
+    large.sort(key=lambda item: (files.index(item[0]), item[1]))
+    return placed, batches, [memory for _, _, memory in large]
+
+
+def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
+    place, width = transfer.place, transfer.place.dtype.itemsize
+    for run in transfer.entry.runs():
+        begin, nbytes = place.begin + run.start * width, run.numel * width
+        yield _Part(begin, nbytes, index, run.local * width, place.end - begin - nbytes)
+
+
+def _regions(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Parts of one file, in its order, grouped by what is adjacent."""
+    region: list[_Part] = []
+    for part in sorted(parts):
+        if region and region[-1].end != part.offset:
+            yield region
+            region = []
+        region.append(part)
+    if region:
+        yield region
+
+
+def _cut(region: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Cut adjacent parts into batches."""
+    begin, end = _rounded(region, PAGE_NBYTES)
+    num_pages = (end - begin) // PAGE_NBYTES
+    num_batches = -(-(end - begin) // max(BATCH_NBYTES, PAGE_NBYTES))
+    step = -(-num_pages // num_batches) * PAGE_NBYTES
+    stop, batch = begin + step, list[_Part]()
+    for part in region:
+        while part.end > stop:
+            head, part = part.cut(stop - part.offset)
+            yield [*batch, head]
+            batch, stop = [], stop + step
+        batch.append(part)
+    yield batch
+
+
+def _rounded(parts: Sequence[_Part], unit: int) -> tuple[int, int]:
+    """Where adjacent parts begin and end in the file, in whole units."""
+    return parts[0].offset // unit * unit, -(-parts[-1].end // unit) * unit
+
+
+class _UnderWay(NamedTuple):
+    """A file whose batches a pool of threads moves."""
+
+    path: Path
+    file: Any
+    batches: list[_Batch]
+    futures: list[Future[list[int]]]
+
+
 def _move(
     folder: Path,
     transfers: Sequence[Transfer],
-    open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
-    move: Callable[[File, list[Slice]], list[int]],
+    by_file: dict[str, list[_Batch]],
+    open_file: Callable[[Path], File],
+    move: Callable[[File, _Batch], list[int]],
     progress: Progress,
 ) -> list[Tally]:
-    """Move all shards, file by file, in several threads; `move` returns the CRC of each slice."""
-    by_file: dict[str, list[int]] = {}
-    for index, transfer in enumerate(transfers):
-        by_file.setdefault(transfer.file, []).append(index)
+    """Move all batches in several threads; `move` returns the CRC of each part."""
     crcs: list[int] = []
-    done: list[Slice] = []
-    under_way: deque[_FileMove[File]] = deque()
+    parts: list[_Part] = []
+    under_way: deque[_UnderWay] = deque()
     # Threads let the disk work on the next batches while one is copied and checksummed.
-    with ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool:
+    pool = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
 
-        def finish_first() -> None:
-            file = under_way[0]
-            crcs.extend(file.finish(progress))
-            done.extend(each for batch in file.batches for each in batch)
-            under_way.popleft()
-
-        try:
-            for name, indices in by_file.items():
-                batches = batches_of(transfers, indices)
-                under_way.append(_FileMove(folder / name, open_file, batches, move, pool))
-                # The batches of the next file wait in the pool, so that the disk does not fall
-                # idle at the end of a file.
-                if len(under_way) > 1:
-                    finish_first()
-            while under_way:
-                finish_first()
-        finally:
-            for file in under_way:
-                file.abandon()
-    return _tallies(transfers, done, crcs)
-
-
-class _FileMove(Generic[File]):
-    """The batches of one file that a pool of threads moves."""
-
-    def __init__(
-        self,
-        path: Path,
-        open_file: Callable[[Path], contextlib.AbstractContextManager[File]],
-        batches: Sequence[list[Slice]],
-        move: Callable[[File, list[Slice]], list[int]],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.batches = batches
-        self._path = path
-        self._open = contextlib.ExitStack()
+    def finish_first() -> None:
+        path, file, batches, futures = under_way[0]
         with _naming(path):
-            file = self._open.enter_context(open_file(path))
-        self._futures = [pool.submit(move, file, batch) for batch in batches]
-
-    def finish(self, progress: Progress) -> list[int]:
-        """Wait for all batches and close the file; the CRC of each slice, in order.
-
-        Raises:
-            OSError: a batch was not moved, or the file not closed; then `abandon` it.
-        """
-        crcs: list[int] = []
-        with _naming(self._path):
-            for batch, future in zip(self.batches, self._futures, strict=True):
+            for batch, future in zip(batches, futures, strict=True):
                 crcs.extend(future.result())
-                progress(sum(len(each.data) for each in batch))
-            self._open.close()
-        return crcs
+                parts.extend(batch.parts)
+                progress(sum(part.nbytes for part in batch.parts))
+            file.finish()
+        under_way.popleft()
 
-    def abandon(self) -> None:
-        """Wait for the batches that have begun, drop the others, and close the file."""
-        for future in self._futures:
-            future.cancel()
-        wait(self._futures)
-        self._open.__exit__(*sys.exc_info())
+    try:
+        for name, batches in by_file.items():
+            with _naming(folder / name):
+                file = open_file(folder / name)
+            futures = [pool.submit(move, file, batch) for batch in batches]
+            under_way.append(_UnderWay(folder / name, file, batches, futures))
+            # The batches of the next file wait in the pool, so that the disk does not fall idle at
+            # the end of a file.
+            if len(under_way) > 1:
+                finish_first()
+        while under_way:
+            finish_first()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for each in under_way:
+            each.file.close()
+    return _tallies(transfers, parts, crcs)
 
 
 @contextlib.contextmanager
@@ -203,14 +344,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _tallies(
-    transfers: Sequence[Transfer], done: Sequence[Slice], crcs: Sequence[int]
+    transfers: Sequence[Transfer], parts: Sequence[_Part], crcs: Sequence[int]
 ) -> list[Tally]:
-    parts = placed(crcs, [each.behind for each in done])
-    crc_of: NDArray[np.uint32] = np.zeros(len(transfers), dtype=np.uint32)
-    nbytes_of: NDArray[np.int64] = np.zeros(len(transfers), dtype=np.int64)
-    owners = np.array([each.transfer for each in done], dtype=np.int64)
-    np.bitwise_xor.at(crc_of, owners, parts)
-    np.add.at(nbytes_of, owners, [len(each.data) for each in done])
+    crc_of = np.zeros(len(transfers), dtype=np.uint32)
+    nbytes_of = np.zeros(len(transfers), dtype=np.int64)
+    owners = np.array([part.transfer for part in parts], dtype=np.int64)
+    np.bitwise_xor.at(crc_of, owners, placed(crcs, [part.behind for part in parts]))
+    np.add.at(nbytes_of, owners, [part.nbytes for part in parts])
     return [
         Tally(transfer.number, transfer.entry.replica, int(nbytes), int(crc))
         for transfer, nbytes, crc in zip(transfers, nbytes_of, crc_of, strict=True)

@@ -16,19 +16,23 @@ Note [One rename commits]
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
+from typing import Any
 
-from layerzero.checkpoint.format.preallocation import set_length
 from layerzero.state_dict.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """From which the user's umask takes away; nobody else may write, even where it takes nothing."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
 
@@ -205,10 +209,39 @@ def write_durably(path: Path, data: bytes, nbytes: int | None = None) -> None:
         while view:
             view = view[os.write(descriptor, view) :]
         if nbytes is not None:
-            set_length(descriptor, nbytes)
+            _reserve(descriptor, nbytes)
+            # It costs nothing, and the length is right whatever the file system did.
+            os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Give a new file its blocks on the disk, where the file system can reserve them.
+
+    Ranks write ranges of one file at the same time, in any order. If the file system looks for
+    blocks only then, it does so under a lock of the file, and scatters the file over the disk:
+    slower to write, and to read later. And a disk that is too small shows before anything is
+    written.
+    """
+    # Not os.posix_fallocate: where the file system cannot reserve blocks, it writes to each of
+    # them, which takes as long as writing the file. The system call refuses.
+    allocate = _fallocate()
+    if allocate is not None and nbytes:
+        failed = allocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+        error = ctypes.get_errno()
+        if failed and error in _FULL:
+            raise OSError(error, os.strerror(error))
+
+
+def _fallocate() -> Any:
+    """fallocate(2) with 64-bit offsets; None: not Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    # Where `off_t` has 32 bits, only the former takes these offsets.
+    return getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
 
 
 def make_durably(path: Path) -> None:

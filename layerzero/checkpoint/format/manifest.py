@@ -1,15 +1,19 @@
-"""checkpoint.json: everything in a checkpoint besides tensors, and the checksums of all files."""
+"""checkpoint.json: everything in a checkpoint besides tensors, and the checksums of all files.
+
+A checksum does not make a file trustworthy: whoever writes one can compute it. So the type of every
+value that code relies on is checked, and nothing later fails half-way.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.format.crc import crc32
-from layerzero.checkpoint.format.manifest_values import check_values, parse
 from layerzero.state_dict.errors import CheckpointError
 
 FORMAT = "layerzero-checkpoint"
@@ -18,6 +22,9 @@ VERSION = 2
 which earlier programs read."""
 _SEAL = b',"crc32":"%08x"}'
 """The end of the file: the checksum of all bytes before."""
+_MAX_DEPTH = 200
+"""Levels of lists and objects in one another; Python's recursion takes about a thousand."""
+_Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Manifest:
                 f"contents, {crc32(body):08x}"
             )
         try:
-            values = parse(body + b"}")
+            values = _parse(body + b"}")
         except ValueError as error:
             raise CheckpointError(f"{where}: damaged: {error}") from error
         version = values.pop("version", None)
@@ -102,7 +109,7 @@ class Manifest:
                 f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r:.40}"
             )
         try:
-            check_values(values)
+            _check_values(values)
         except ValueError as error:
             raise CheckpointError(f"{where}: damaged: {error}") from error
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
@@ -134,7 +141,114 @@ def index_of(text: bytes, where: Path) -> Mapping[str, str]:
         CheckpointError: the index is damaged.
     """
     try:
-        weight_map = parse(text)["weight_map"]
+        weight_map = _parse(text)["weight_map"]
         return {str(name): check_file_name(file, where) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where}: damaged index: {error!r}") from error
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """The values of a manifest or index: an object of finite numbers, not nested too deeply.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        values = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected an object, got {type(values).__name__}")
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (dict, list))
+        ]
+    if level:
+        raise ValueError(f"values are nested more than {_MAX_DEPTH} levels deep")
+    return values
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is too large")
+    return value
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Check fields of a manifest: all there are, with the types that `Manifest` says.
+
+    Raises:
+        ValueError: names the first field that is wrong.
+    """
+    unknown = sorted(values.keys() - _FIELDS.keys())
+    missing = sorted(_REQUIRED - values.keys())
+    if unknown or missing:
+        raise ValueError(f"has no field {missing}" if missing else f"has unknown fields {unknown}")
+    for name, value in values.items():
+        if not _FIELDS[name](value):
+            raise ValueError(f"the field {name!r} is not what a save writes: {value!r:.100}")
+
+
+def _is_int_below(limit: int) -> _Check:
+    return lambda value: type(value) is int and 0 <= value < limit
+
+
+def _is_a(kind: type) -> _Check:
+    return lambda value: isinstance(value, kind)
+
+
+def _list_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _object_of(check: _Check) -> _Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+_is_count, _is_crc = _is_int_below(1 << 63), _is_int_below(1 << 32)
+_is_text, _is_anything = _is_a(str), _is_a(object)
+
+
+def _is_file_record(value: Any) -> bool:
+    is_record = isinstance(value, dict) and value.keys() == {"nbytes", "crc32"}
+    return is_record and _is_count(value["nbytes"]) and _is_crc(value["crc32"])
+
+
+def _is_group(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() <= {"params", "options", "optimizer"}
+        and _list_of(_is_text)(value.get("params"))
+        and isinstance(value.get("options"), dict)
+        and _is_text(value.get("optimizer", ""))
+    )
+
+
+_FIELDS: dict[str, _Check] = {
+    "step": _is_count,
+    "world_size": _is_count,
+    "files": _object_of(_is_file_record),
+    "tensors": _object_of(_object_of(_is_crc)),
+    "optimizer_groups": _or_none(_list_of(_is_group)),
+    "optimizer_scalars": _list_of(_is_text),
+    "optimizer_values": _object_of(_object_of(_is_anything)),
+    "scheduler": _or_none(_object_of(_is_anything)),
+    "scheduler_names": _or_none(_list_of(_is_text)),
+    "extras": _list_of(_is_anything),
+    "extra_states": _object_of(_is_anything),
+    "aliases": _object_of(_is_text),
+}
+_REQUIRED = {"step", "world_size", "files", "tensors"}

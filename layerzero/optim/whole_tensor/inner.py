@@ -9,16 +9,16 @@ Note [Several calls make one step]
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from layerzero.optim.checks import name_of
 from layerzero.optim.flat_optimizer import FlatOptimizer
-from layerzero.optim.whole_tensor.members import fqn_of, shape_of
+from layerzero.optim.whole_tensor.owners import info_of
 
 Group = dict[str, Any]
 _NOT_OPTIONS = ("params", "param_names")
@@ -30,124 +30,106 @@ def options_of(group: Mapping[str, Any]) -> Group:
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-def check_class(optimizer_class: Any, refused: Iterable[type]) -> None:
-    """
-    Args:
-        refused: classes that need more than the gradients of one tensor.
-
-    Raises:
-        TypeError: it is no optimizer class, or its `step` needs a closure.
-    """
-    if isinstance(optimizer_class, torch.optim.Optimizer):
-        raise TypeError(
-            f"WholeTensorOptimizer: expected an optimizer class, got an instance of "
-            f"{type(optimizer_class).__name__}; pass the class, and its options by keyword"
-        )
-    if not (
-        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
-    ):
-        raise TypeError(
-            "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
-            f"{optimizer_class!r}"
-        )
-    if issubclass(optimizer_class, FlatOptimizer):
-        raise TypeError(
-            f"WholeTensorOptimizer: layerzero.optim.{optimizer_class.__name__} works on shards; "
-            "pass model.parameters() to it directly"
-        )
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_closure or issubclass(optimizer_class, tuple(refused)):
-        raise TypeError(
-            f"WholeTensorOptimizer: {optimizer_class.__name__} needs a closure that it calls "
-            "during its step, or the gradients of all parameters together; an owner has those of "
-            "its own tensors. Use a class that treats each tensor by itself"
-        )
-
-
-def construct(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Group],
-    options: Mapping[str, Any],
-    is_flat: bool,
-) -> torch.optim.Optimizer:
-    """
-    Args:
-        is_flat: pass the parameters of the only group as a list, which is all that some classes
-            take.
-
-    Raises:
-        TypeError: the class has rearranged the groups.
-        Exception: whatever the class raises.
-    """
-    given = [{**options_of(group), "params": list(group["params"])} for group in groups]
-    made = optimizer_class(given[0]["params"] if is_flat else given, **options)
-    own = [[id(p) for p in group["params"]] for group in made.param_groups]
-    if own != [[id(p) for p in group["params"]] for group in groups]:
-        raise TypeError(
-            f"WholeTensorOptimizer: {optimizer_class.__name__} makes parameter groups of its own; "
-            "make one WholeTensorOptimizer for each of its groups"
-        )
-    return made
-
-
-def make_prototype(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[Group],
-    options: Mapping[str, Any],
-    is_flat: bool,
-) -> torch.optim.Optimizer:
-    """The optimizer over tensors without memory: for its checks, defaults and options.
-
-    Raises:
-        ValueError: the class refuses a parameter; names it.
-        Exception: whatever else the class raises.
-    """
-
-    def make(
-        chosen: Sequence[Group], like: Callable[[nn.Parameter], nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        replaced = [{**group, "params": [like(p) for p in group["params"]]} for group in chosen]
-        return construct(optimizer_class, replaced, options, is_flat)
-
-    try:
-        return make(groups, _on_meta)
-    except Exception as error:
-        # Options such as `fused` may be refused for the device without memory alone.
-        made = _made(functools.partial(make, groups, stand_in_for))
-        if made is not None:
-            return made
-        members = [(group, parameter) for group in groups for parameter in group["params"]]
-        refused = [
-            fqn_of(parameter)
-            for group, parameter in members
-            if _made(functools.partial(make, [{**group, "params": [parameter]}], _on_meta)) is None
-        ]
-        if not refused or len(refused) == len(members) > 1:
-            raise
-        shown = ", ".join(refused[:4]) + (f" and {len(refused) - 4} more" if refused[4:] else "")
-        raise ValueError(
-            f"WholeTensorOptimizer: {optimizer_class.__name__} refuses {shown}: {error}; give "
-            "these parameters to another optimizer"
-        ) from error
-
-
 def stand_in_for(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of one element, with as many dimensions as the whole tensor."""
-    ones = (1,) * len(shape_of(parameter))
+    ones = (1,) * info_of(parameter).ndim
     return nn.Parameter(parameter.detach().new_zeros(ones), requires_grad=parameter.requires_grad)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    whole = torch.empty(shape_of(parameter), dtype=parameter.dtype, device="meta")
+    whole = torch.empty(info_of(parameter).shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-def _made(make: Callable[[], torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    try:
-        return make()
-    except Exception:
-        return None
+class Factory(NamedTuple):
+    """How to make the user's optimizer."""
+
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    is_flat: bool
+    """Pass the parameters of the only group as a list, which is all that some classes take."""
+
+    def check(self, refused: tuple[type, ...]) -> None:
+        """
+        Args:
+            refused: classes that need more than the gradients of one tensor.
+
+        Raises:
+            TypeError: it is no optimizer class, or its `step` needs a closure.
+        """
+        cls: Any = self.cls
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            is_made = isinstance(cls, torch.optim.Optimizer)
+            got = f"an instance of {type(cls).__name__}" if is_made else repr(cls)
+            raise TypeError(
+                "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
+                f"{got}; pass the class, and its options by keyword"
+            )
+        if issubclass(cls, FlatOptimizer):
+            raise TypeError(
+                f"WholeTensorOptimizer: layerzero.optim.{cls.__name__} works on shards; pass "
+                "model.parameters() to it directly"
+            )
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if needs_closure or issubclass(cls, refused):
+            raise TypeError(
+                f"WholeTensorOptimizer: {cls.__name__} needs a closure that it calls during its "
+                "step, or the gradients of all parameters together; an owner has those of its own "
+                "tensors. Use a class that treats each tensor by itself"
+            )
+
+    def make(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
+        """The optimizer over these groups.
+
+        Raises:
+            TypeError: the class has rearranged the groups.
+            Exception: whatever the class raises.
+        """
+        given = [{**options_of(group), "params": list(group["params"])} for group in groups]
+        made = self.cls(given[0]["params"] if self.is_flat else given, **self.options)
+        own = [[id(p) for p in group["params"]] for group in made.param_groups]
+        if own != [[id(p) for p in group["params"]] for group in groups]:
+            raise TypeError(
+                f"WholeTensorOptimizer: {self.cls.__name__} makes parameter groups of its own; "
+                "make one WholeTensorOptimizer for each of its groups"
+            )
+        return made
+
+    def make_prototype(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
+        """The optimizer over tensors without memory: for its checks, defaults and options.
+
+        Raises:
+            ValueError: the class refuses a parameter; names it.
+            Exception: whatever else the class raises.
+        """
+        try:
+            return self._make_like(groups, _on_meta)
+        except Exception as error:
+            try:
+                # Options such as `fused` may be refused for the device without memory alone.
+                return self._make_like(groups, stand_in_for)
+            except Exception:
+                self._name_refused(groups, error)
+                raise error from None
+
+    def _name_refused(self, groups: Sequence[Group], error: Exception) -> None:
+        refused: list[str] = []
+        members = [(group, parameter) for group in groups for parameter in group["params"]]
+        for group, parameter in members:
+            try:
+                self._make_like([{**group, "params": [parameter]}], _on_meta)
+            except Exception:
+                refused.append(name_of(parameter))
+        if refused and not len(refused) == len(members) > 1:
+            more = f" and {len(refused) - 4} more" if refused[4:] else ""
+            raise ValueError(
+                f"WholeTensorOptimizer: {self.cls.__name__} refuses {', '.join(refused[:4])}{more}:"
+                f" {error}; give these parameters to another optimizer"
+            ) from error
+
+    def _make_like(self, groups: Sequence[Group], like: Any) -> torch.optim.Optimizer:
+        return self.make([{**g, "params": [like(p) for p in g["params"]]} for g in groups])
 
 
 class Inner:
@@ -156,25 +138,20 @@ class Inner:
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        groups: Sequence[Group],
-        stand_ins: Sequence[nn.Parameter],
-        options: Mapping[str, Any],
-        is_flat: bool = False,
+        self, factory: Factory, groups: Sequence[Group], stand_ins: Sequence[nn.Parameter]
     ) -> None:
         """
         Args:
             groups: with whole tensors in "params"; may be empty lists.
             stand_ins: one for each group.
-            is_flat: as for `construct`.
         """
         self._stand_ins = list(stand_ins)
-        given = [
-            {**group, "params": group["params"] or [stand_in]}
-            for group, stand_in in zip(groups, stand_ins, strict=True)
-        ]
-        self.optimizer = construct(optimizer_class, given, options, is_flat)
+        self.optimizer = factory.make(
+            [
+                {**group, "params": group["params"] or [stand_in]}
+                for group, stand_in in zip(groups, stand_ins, strict=True)
+            ]
+        )
 
     def add_group(self, group: Group, stand_in: nn.Parameter) -> None:
         self.optimizer.add_param_group(
@@ -194,20 +171,18 @@ class Inner:
             state_dict: as of a torch optimizer over `tensors`; None: not on this rank.
         """
         numbers = {id(p): number for number, p in enumerate(tensors) if p is not None}
-        places: dict[int, Any] = {}
+        states: dict[int, Any] = {}
         groups: list[Group] = []
-        own = self.optimizer.param_groups
-        for group, saved in zip(own, state_dict["param_groups"], strict=True):
-            start = len(places)
+        end = 0
+        for group, saved in zip(
+            self.optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            start, end = end, end + len(group["params"])
             for place, parameter in enumerate(group["params"], start):
-                places[place] = numbers.get(id(parameter))
-            groups.append({**options_of(saved), "params": [*range(start, len(places))]})
-        given = state_dict["state"]
-        states = {
-            place: given[number]
-            for place, number in places.items()
-            if number is not None and number in given
-        }
+                number = numbers.get(id(parameter))
+                if number in state_dict["state"]:
+                    states[place] = state_dict["state"][number]
+            groups.append({**options_of(saved), "params": [*range(start, end)]})
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def begin_step(self, groups: Sequence[Group]) -> Step:
@@ -225,7 +200,8 @@ class Step:
         self._stand_ins = stand_ins
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._options = [options_of(group) for group in optimizer.param_groups]
-        self._attributes = _plain_attributes(optimizer)
+        own = vars(optimizer).items()
+        self._attributes = {name: value for name, value in own if isinstance(value, _PLAIN)}
         self._was_called = False
         self._error: Exception | None = None
 
@@ -264,7 +240,3 @@ class Step:
         finally:
             for group, members in zip(groups, self._groups, strict=True):
                 group["params"] = members
-
-
-def _plain_attributes(optimizer: torch.optim.Optimizer) -> Group:
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}

@@ -13,29 +13,21 @@ Note [Shards are the truth]
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
-from layerzero.optim.claims import claim, forget
+from layerzero.optim.checks import claim, forget
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
-from layerzero.optim.whole_tensor import checks, stepping
-from layerzero.optim.whole_tensor.agreement import raise_together, refuse_differences
-from layerzero.optim.whole_tensor.fitness import steps_bucket_by_bucket
-from layerzero.optim.whole_tensor.inner import (
-    Group,
-    Inner,
-    check_class,
-    make_prototype,
-    options_of,
-    stand_in_for,
-)
-from layerzero.optim.whole_tensor.members import Cost, Member, contents_of, fqn_of, own, shape_of
-from layerzero.optim.whole_tensor.party import Party
+from layerzero.optim.whole_tensor import arguments, stepping
+from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of, stand_in_for
+from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners, info_of
+from layerzero.optim.whole_tensor.trial_steps import steps_bucket_by_bucket
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
 from layerzero.step.states import TrainingState
@@ -48,9 +40,9 @@ _LAYOUT = "whole_tensors"
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Runs any torch optimizer on whole tensors, each of which has one owner rank.
 
-    Parameters of a sharded model are 1-D shards, which only element-wise optimizers can use. This
-    one sends gradients to the owners of whole tensors, steps the given optimizer there, and returns
-    the values to the shards. So Muon, Shampoo, SOAP, Adafactor and 8-bit states work unmodified.
+    Parameters of a sharded model are shards, which only element-wise optimizers can use. This one
+    sends gradients to the owners of whole tensors, steps the given optimizer there, and returns the
+    values to the shards. So Muon, Shampoo, SOAP, Adafactor and 8-bit states work unmodified.
 
     Use it like any torch optimizer: `param_groups` hold the sharded parameters, schedulers change
     options there, and the changes reach the inner optimizer at the next step.
@@ -98,19 +90,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             RuntimeError: inside forward or backward.
             CollectiveError: a rank did not take part.
         """
+        given = arguments.read(params)
         self._is_made = False
-        self._class = optimizer_class
-        self._options = options
-        self._cost: Cost = _numel if cost is None else cost
+        self._factory = Factory(optimizer_class, options, given.is_flat)
+        self._cost: Cost = torch.Size.numel if cost is None else cost
         self._members: dict[nn.Parameter, Member] = {}
-        self._parties: dict[Placement, Party] = {}
+        self._groups: dict[Placement, OwnerGroup] = {}
         self._contents: dict[FlatParamHandle, tuple[list[int], int]] = {}
-        self._buckets: dict[tuple[int, ...], list[stepping.PartyBucket]] = {}
+        self._buckets: dict[tuple[int, ...], stepping.Buckets] = {}
         self._inner: Inner | None = None
         self._is_bucketed = True
         self.inner = None
         self.owned = {}
-        given = checks.read(params)
         prototype, self._limit = self._agree_on(given, bucket_bytes)
         super().__init__(given.groups, prototype.defaults)
         try:
@@ -142,35 +133,37 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     # Construction -----------------------------------------------------------------------------
 
     def _agree_on(
-        self, given: checks.Given, bucket_bytes: int | str
+        self, given: arguments.Given, bucket_bytes: int | str
     ) -> tuple[torch.optim.Optimizer, int]:
         """Check the arguments on all ranks. Collective.
 
         Returns:
             (the optimizer over stand-ins, bucket_bytes as a number)
         """
+        factory = self._factory._replace(is_flat=given.is_flat)
         error: Exception | None = None
         prototype: torch.optim.Optimizer | None = None
         limit, rows = 0, [""]
         try:
-            check_class(self._class, (torch.optim.LBFGS, WholeTensorOptimizer))
-            limit = checks.nbytes_of(bucket_bytes)
-            checks.check(given, list(self._members), self)
-            prototype = make_prototype(self._class, given.groups, self._options, given.is_flat)
-            self._is_bucketed = self._is_bucketed and self._fits(given)
-            first = f"{self._class.__qualname__}, bucket_bytes={limit}"
-            rows = [first, *checks.rows_of(given, self._cost, self._options)]
+            factory.check((torch.optim.LBFGS, WholeTensorOptimizer))
+            limit = parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
+            given.check(self._members, self)
+            prototype = factory.make_prototype(given.groups)
+            self._is_bucketed = self._is_bucketed and self._fits(factory, given)
+            first = f"{factory.cls.__qualname__}, bucket_bytes={limit}"
+            rows = [first, *given.rows(self._cost, factory.options)]
         except Exception as caught:
             error = caught
         if given.root is None:
             assert error is not None, "parameters of no model are refused"
             raise error
-        raise_together(given.root, error)
+        arguments.raise_together(given.root, error)
         assert prototype is not None, "else there is an error"
-        refuse_differences(given.root, rows)
+        arguments.refuse_differences(given.root, rows)
         return prototype, limit
 
-    def _fits(self, given: checks.Given) -> bool:
+    @staticmethod
+    def _fits(factory: Factory, given: arguments.Given) -> bool:
         """Whether the class steps bucket by bucket.
 
         Raises:
@@ -182,15 +175,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         kinds: dict[int, Group] = {}
         for group in given.groups:
             for parameter in group["params"]:
-                kinds.setdefault(len(shape_of(parameter)), group)
-        return all(
-            steps_bucket_by_bucket(self._class, group, ndim, self._options, given.is_flat)
-            for ndim, group in kinds.items()
-        )
+                kinds.setdefault(info_of(parameter).ndim, group)
+        return all(steps_bucket_by_bucket(factory, group, ndim) for ndim, group in kinds.items())
 
     def _extend(
         self,
-        given: checks.Given,
+        given: arguments.Given,
         groups: Sequence[Group],
         prototype: torch.optim.Optimizer,
     ) -> None:
@@ -200,22 +190,27 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for group, like in zip(groups, prototype.param_groups, strict=True):
             for key, value in options_of(like).items():
                 group.setdefault(key, value)
-        added = own(root, [p for g in groups for p in g["params"]], self._cost, self._parties)
+        parameters = [p for group in groups for p in group["params"]]
+        added = choose_owners(root, parameters, self._cost, self._groups)
         self._buckets.clear()
         self._members |= {member.parameter: member for member in added}
         self.owned |= {member.fqn: each for member in added if (each := member.tensor) is not None}
-        buckets = stepping.make_party_buckets(added, range(len(added)), self._limit)
-        with torch.no_grad():
-            stepping.fetch_values(root, added, buckets)
-        self._note_contents(root)
+        self._fetch(root, added, range(len(added)))
+        self._contents = self._contents_now(root)
         error: Exception | None = None
         try:
-            self._extend_inner(groups, given.is_flat)
+            self._extend_inner(groups)
         except Exception as caught:
             error = caught
-        raise_together(root, error)
+        arguments.raise_together(root, error)
 
-    def _extend_inner(self, groups: Sequence[Group], is_flat: bool) -> None:
+    @torch.no_grad()
+    def _fetch(self, root: RootState, members: Sequence[Member], numbers: Iterable[int]) -> None:
+        """Bring values of shards to their owners. Collective."""
+        buckets = stepping.buckets_of(members, numbers, self._limit)
+        stepping.fetch_values(root, members, buckets)
+
+    def _extend_inner(self, groups: Sequence[Group]) -> None:
         whole: list[Group] = []
         for group in groups:
             tensors = (self._members[parameter].tensor for parameter in group["params"])
@@ -223,7 +218,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         some = next(iter(self._members))
         stand_ins = [stand_in_for(next(iter(group["params"]), some)) for group in groups]
         if self._inner is None:
-            self._inner = Inner(self._class, whole, stand_ins, self._options, is_flat)
+            self._inner = Inner(self._factory, whole, stand_ins)
         else:
             for group, stand_in in zip(whole, stand_ins, strict=True):
                 self._inner.add_group(group, stand_in)
@@ -235,7 +230,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if not self._is_made:
             super().add_param_group(param_group)
             return
-        given = checks.read([param_group])
+        given = arguments.read([param_group])
         prototype, _ = self._agree_on(given, self._limit)
         super().add_param_group(given.groups[0])
         before = dict(self._members), dict(self.owned)
@@ -294,7 +289,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         scaler = scaler_that_calls()
         if scaler is None or isinstance(scaler, GradScaler) or not scaler.is_enabled():
             return False
-        return any(party.size > 1 for party in self._parties.values())
+        return any(owners.group.size > 1 for owners in self._groups.values())
 
     def refresh(self) -> None:
         """Have the next step read all shards again. Enough on one rank; not collective.
@@ -305,22 +300,19 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _step(self, root: RootState) -> None:
         members = list(self._members.values())
-        parties = list(self._parties.values())
-        agreed = stepping.agree(root, parties, members, self._find_written(root))
+        agreed = stepping.agree(root, members, self._find_written(root))
         if agreed.written:
-            again = stepping.make_party_buckets(members, agreed.written, self._limit)
-            stepping.fetch_values(root, members, again)
+            self._fetch(root, members, agreed.written)
         if agreed.present not in self._buckets:
-            buckets = stepping.make_party_buckets(members, agreed.present, self._limit)
+            buckets = stepping.buckets_of(members, agreed.present, self._limit)
             self._buckets = {agreed.present: buckets}
         assert self._inner is not None
         step = self._inner.begin_step(self.param_groups)
-        run = stepping.run_step if self._is_bucketed else stepping.run_step_at_once
-        run(root, members, self._buckets[agreed.present], step)
+        stepping.run_step(root, members, self._buckets[agreed.present], step, self._is_bucketed)
         try:
             step.end()
         finally:
-            self._note_contents(root)
+            self._contents = self._contents_now(root)
             for own_group, group in zip(
                 self.param_groups, self._inner.optimizer.param_groups, strict=True
             ):
@@ -361,18 +353,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _find_written(self, root: RootState) -> list[bool]:
         """For each member, whether its flat parameter was written since the last step."""
-        members = {member.handle: member for member in self._members.values()}
-        for handle, member in members.items():
+        for handle, member in self._handles().items():
             handle.reset_sharded_params(member.fqn)
-        written = {
-            handle: self._contents.get(handle) != contents_of(member, root)
-            for handle, member in members.items()
-        }
+        now = self._contents_now(root)
+        written = {handle: self._contents.get(handle) != each for handle, each in now.items()}
         return [written[member.handle] for member in self._members.values()]
 
-    def _note_contents(self, root: RootState) -> None:
-        members = {member.handle: member for member in self._members.values()}
-        self._contents = {handle: contents_of(each, root) for handle, each in members.items()}
+    def _contents_now(self, root: RootState) -> dict[FlatParamHandle, tuple[list[int], int]]:
+        return {handle: each.contents(root) for handle, each in self._handles().items()}
+
+    def _handles(self) -> dict[FlatParamHandle, Member]:
+        """All flat parameters, with one of the members in each."""
+        return {member.handle: member for member in self._members.values()}
 
     def _show_state(self) -> None:
         """Show the states of the inner optimizer as those of the sharded parameters."""
@@ -418,16 +410,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def _layout(self) -> dict[str, Any]:
-        party = next(iter(self._members.values())).party
-        owners = {
-            fqn_of(parameter): self._members[parameter].whole.owner
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        owners = next(iter(self._members.values())).owners
+        members = [
+            self._members[parameter] for group in self.param_groups for parameter in group["params"]
+        ]
         return {
-            "rank": party.rank,
-            "num_ranks": party.size,
-            "owners": owners,
+            "rank": owners.group.rank,
+            "num_ranks": owners.group.size,
+            "owners": {member.fqn: member.whole.owner for member in members},
             "group_sizes": [len(group["params"]) for group in self.param_groups],
         }
 
@@ -441,14 +431,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         elif given["owners"].keys() != own["owners"].keys():
             other = sorted(given["owners"].keys() ^ own["owners"].keys())
             what = f"it has other parameters, such as {other[0]}"
-        elif list(given["owners"]) != list(own["owners"]) or (
-            given["group_sizes"] != own["group_sizes"]
-        ):
-            what = "its parameters have another order or other groups"
         else:
             what = (
-                f"it is of rank {given['rank']} of {given['num_ranks']}, or of tensors that other "
-                f"ranks owned; this is rank {own['rank']} of {own['num_ranks']}"
+                f"it is of rank {given['rank']} of {given['num_ranks']}, or has another order, "
+                f"groups or owners; this is rank {own['rank']} of {own['num_ranks']}"
             )
         raise ValueError(
             f"{_NAME}.load_state_dict: {what}. A state dict fits only its own rank and layout; use "
@@ -460,7 +446,3 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             f"{_NAME} cannot be copied or pickled: it belongs to its model and its ranks. Save "
             "state_dict(), or make another one"
         )
-
-
-def _numel(shape: torch.Size) -> float:
-    return shape.numel()

@@ -1,4 +1,4 @@
-"""What a step sends between shards and owners, in buckets. Integers only.
+"""Which rank owns each whole tensor, and what a step sends. Integers only, equal on every rank.
 
     shard of rank 0  | a a a a b b |        rank 0 owns a, rank 1 owns b:
     shard of rank 1  | b b b b b b |        2 elements of b travel to rank 1, and back
@@ -11,11 +11,13 @@ gradients from its own replica, and returns values to all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from layerzero.flat.layout import FlatLayout
+_SLACK = 0.01
+"""Ranks whose loads differ by less than this part of the mean load count as equally loaded."""
 
 
 class Piece(NamedTuple):
@@ -27,14 +29,16 @@ class Piece(NamedTuple):
     block: int = 0
 
 
-class Span(NamedTuple):
-    """Elements [start, stop) of a flattened block of the whole tensor `tensor`."""
+class Move(NamedTuple):
+    """A piece of a numbered tensor, on its way from one rank to another, or to itself."""
 
     tensor: int
     block: int
     start: int
     stop: int
     nbytes: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -48,49 +52,88 @@ class WholeTensor:
     """The replica that sends gradients: the owner's."""
 
     @property
-    def sources(self) -> tuple[Piece, ...]:
-        return self.replicas[self.source]
-
-    @property
     def lies_with_owner(self) -> bool:
         """Whether the owner's shard holds all elements."""
-        return len(self.sources) == 1 and self.sources[0].holder == self.owner
+        pieces = self.replicas[self.source]
+        return len(pieces) == 1 and pieces[0].holder == self.owner
+
+    def to_owner(self, number: int) -> Iterator[Move]:
+        """The moves of all elements to the owner."""
+        for start, stop, holder, block in self.replicas[self.source]:
+            nbytes = (stop - start) * self.itemsize
+            yield Move(number, block, start, stop, nbytes, holder, self.owner)
+
+    def from_owner(self, number: int) -> Iterator[Move]:
+        """The moves back, to every copy."""
+        for start, stop, holder, block in (p for replica in self.replicas for p in replica):
+            nbytes = (stop - start) * self.itemsize
+            yield Move(number, block, start, stop, nbytes, self.owner, holder)
 
 
-def pieces_of(
-    layout: FlatLayout, index: int, holders: Sequence[int], block: int = 0
-) -> tuple[Piece, ...]:
-    """The pieces of parameter `index` of a flat parameter.
+def assign_owners(
+    costs: Sequence[float],
+    held: Sequence[Mapping[int, int]],
+    num_ranks: int,
+    loads: Sequence[float] | None = None,
+) -> list[int]:
+    """The owner of each tensor, a number below `num_ranks`.
+
+    Tensors are placed by falling cost, each on a rank with the least cost so far. Among ranks that
+    are almost equally loaded, the one that holds most of the elements gets it: these need not be
+    sent.
 
     Args:
-        holders: the rank that holds each main shard.
+        costs: cost of each tensor, >= 0.
+        held: for each tensor, the number of its elements that each rank holds; ranks without any
+            may be left out.
+        loads: cost that each rank owns already; None: nothing.
     """
-    start, numel = layout.starts[index], layout.numels[index]
-    if not numel:
-        return ()
-    shards = range(start // layout.shard_numel, (start + numel - 1) // layout.shard_numel + 1)
-    return tuple(
-        Piece(*layout.owned_range(index, shard), holders[shard], block) for shard in shards
-    )
+    totals = [0.0] * num_ranks if loads is None else list(loads)
+    slack = _SLACK * (sum(totals) + sum(costs)) / num_ranks
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        limit = min(totals) + slack
+        candidates = [rank for rank in range(num_ranks) if totals[rank] <= limit]
+        owner = min(candidates, key=lambda rank: (-held[index].get(rank, 0), totals[rank], rank))
+        owners[index] = owner
+        totals[owner] += costs[index]
+    return owners
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """What one rank sends and receives in one exchange, by peer; `own` never leaves the rank."""
+class Transfer(NamedTuple):
+    """What one rank sends and receives in one exchange."""
 
-    outgoing: tuple[tuple[Span, ...], ...]
-    incoming: tuple[tuple[Span, ...], ...]
-    own: tuple[Span, ...]
+    outgoing: list[Move]
+    """By rising target; of each target, in an order that it shares."""
+    incoming: list[Move]
+    """By rising source."""
+    own: list[Move]
+    """Those that never leave the rank."""
+    sent: list[int]
+    """Bytes to each rank."""
+    received: list[int]
+    """Bytes from each rank."""
+    nbytes: int
+    """Sum over all ranks of what is sent."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+def _transfer_of(moves: Sequence[Move], rank: int, num_ranks: int) -> Transfer:
+    away = [move for move in moves if move.source != move.target]
+    outgoing = sorted((m for m in away if m.source == rank), key=lambda move: move.target)
+    incoming = sorted((m for m in away if m.target == rank), key=lambda move: move.source)
+    sent, received = [0] * num_ranks, [0] * num_ranks
+    for move in outgoing:
+        sent[move.target] += move.nbytes
+    for move in incoming:
+        received[move.source] += move.nbytes
+    own = [move for move in moves if move.source == move.target == rank]
+    return Transfer(outgoing, incoming, own, sent, received, sum(move.nbytes for move in away))
+
+
+class Bucket(NamedTuple):
     """Tensors whose pieces travel together."""
 
-    tensors: tuple[int, ...]
-    nbytes: int
-    """Bytes that all ranks together send to owners; as many come back to each replica."""
-    returned_nbytes: int
+    tensors: list[int]
     to_owners: Transfer
     from_owners: Transfer
 
@@ -103,85 +146,24 @@ def make_buckets(
     Args:
         limit: bytes that a rank may send or receive in one bucket, unless one tensor has more.
     """
-    return [_make_bucket(members, rank, num_ranks) for members in _cut(tensors, num_ranks, limit)]
-
-
-def _moves(number: int, whole: WholeTensor) -> Iterator[tuple[int, Span]]:
-    """(source, span) of each piece on its way to the owner."""
-    for piece in whole.sources:
-        yield piece.holder, _span(number, whole, piece)
-
-
-def _returns(number: int, whole: WholeTensor) -> Iterator[tuple[int, Span]]:
-    """(target, span) of each piece on its way back; every copy is a target."""
-    for replica in whole.replicas:
-        for piece in replica:
-            yield piece.holder, _span(number, whole, piece)
-
-
-def _span(number: int, whole: WholeTensor, piece: Piece) -> Span:
-    nbytes = (piece.stop - piece.start) * whole.itemsize
-    return Span(number, piece.block, piece.start, piece.stop, nbytes)
-
-
-def _cut(
-    tensors: Sequence[tuple[int, WholeTensor]], num_ranks: int, limit: int
-) -> Iterator[list[tuple[int, WholeTensor]]]:
-    members: list[tuple[int, WholeTensor]] = []
-    loads = [[0] * num_ranks for _ in range(4)]
+    cuts: list[list[tuple[int, WholeTensor]]] = []
+    loads: Counter[tuple[str, int]] = Counter()
     for number, whole in tensors:
-        added = [[0] * num_ranks for _ in range(4)]
-        for source, span in _moves(number, whole):
-            added[0][source] += span.nbytes
-            added[1][whole.owner] += span.nbytes
-        for target, span in _returns(number, whole):
-            added[2][whole.owner] += span.nbytes
-            added[3][target] += span.nbytes
-        total = [
-            [a + b for a, b in zip(load, more, strict=True)]
-            for load, more in zip(loads, added, strict=True)
-        ]
-        if members and max(map(max, total)) > limit:
-            yield members
-            members, total = [], added
-        members.append((number, whole))
-        loads = total
-    if members:
-        yield members
-
-
-def _make_bucket(members: list[tuple[int, WholeTensor]], rank: int, num_ranks: int) -> Bucket:
-    there = _Builder(rank, num_ranks)
-    back = _Builder(rank, num_ranks)
-    for number, whole in members:
-        for source, span in _moves(number, whole):
-            there.add(source, whole.owner, span)
-        for target, span in _returns(number, whole):
-            back.add(whole.owner, target, span)
-    numbers = tuple(number for number, _ in members)
-    return Bucket(numbers, there.nbytes, back.nbytes, there.transfer(), back.transfer())
-
-
-class _Builder:
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank = rank
-        self._outgoing: list[list[Span]] = [[] for _ in range(num_ranks)]
-        self._incoming: list[list[Span]] = [[] for _ in range(num_ranks)]
-        self._own: list[Span] = []
-        self.nbytes = 0
-
-    def add(self, source: int, target: int, span: Span) -> None:
-        if source == target:
-            if source == self._rank:
-                self._own.append(span)
-            return
-        self.nbytes += span.nbytes
-        if source == self._rank:
-            self._outgoing[target].append(span)
-        if target == self._rank:
-            self._incoming[source].append(span)
-
-    def transfer(self) -> Transfer:
-        return Transfer(
-            tuple(map(tuple, self._outgoing)), tuple(map(tuple, self._incoming)), tuple(self._own)
+        added: Counter[tuple[str, int]] = Counter()
+        for way in (whole.to_owner, whole.from_owner):
+            for move in way(number):
+                added[f"out of {way.__name__}", move.source] += move.nbytes
+                added[f"into {way.__name__}", move.target] += move.nbytes
+        loads = loads + added
+        if not cuts or max(loads.values(), default=0) > limit:
+            cuts.append([])
+            loads = added
+        cuts[-1].append((number, whole))
+    return [
+        Bucket(
+            [number for number, _ in cut],
+            _transfer_of([m for n, whole in cut for m in whole.to_owner(n)], rank, num_ranks),
+            _transfer_of([m for n, whole in cut for m in whole.from_owner(n)], rank, num_ranks),
         )
+        for cut in cuts
+    ]

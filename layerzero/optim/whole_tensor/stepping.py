@@ -5,33 +5,31 @@
     bucket 3                   gather |compute| ...  return: values travel to shards
 
 The gradients of one bucket travel while another is computed, and so do its values. All ranks issue
-the collectives in the same order.
+the collectives in the same order. Packing and unpacking run on the compute stream, and only the
+all-to-all on the unshard stream: all buffers belong to compute, which has waited for the all-to-all
+before it frees them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from layerzero.optim.whole_tensor.exchange import Exchange, start_exchange
+from layerzero.comm.collectives import all_to_all, exchange_on_host
+from layerzero.comm.streams import Waitable
+from layerzero.flat.groups import ShardGroup
 from layerzero.optim.whole_tensor.inner import Step
-from layerzero.optim.whole_tensor.members import Member, Staged
-from layerzero.optim.whole_tensor.party import Party
-from layerzero.optim.whole_tensor.plan import Bucket, Span, make_buckets
+from layerzero.optim.whole_tensor.owners import Member, OwnerGroup, Staged
+from layerzero.optim.whole_tensor.plan import Bucket, Move, Transfer, make_buckets
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 
 _PRESENT, _WRITTEN = 1, 2
-
-
-class PartyBucket(NamedTuple):
-    """A bucket of one party's members."""
-
-    party: Party
-    bucket: Bucket
+_View = Callable[[Move], torch.Tensor]
+"""Returns the elements of a move: a 1-D contiguous tensor of their dtype."""
+Buckets = list[tuple[OwnerGroup, Bucket]]
 
 
 class Agreed(NamedTuple):
@@ -44,161 +42,216 @@ class Agreed(NamedTuple):
 
 
 @remembers_failure
-def agree(
-    root: RootState, parties: Sequence[Party], members: Sequence[Member], written: Sequence[bool]
-) -> Agreed:
+def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -> Agreed:
     """Exchange which members have a gradient, and which shards were written. Collective.
 
+    Waits for no device.
+
     Raises:
-        RuntimeError: on every rank of a party, if only some of its ranks have a gradient.
+        RuntimeError: on every rank of a group, if only some of its ranks have a gradient.
     """
     flags = [
         _PRESENT * (member.parameter.grad is not None) + _WRITTEN * changed
         for member, changed in zip(members, written, strict=True)
     ]
-    anywhere = list(flags)
-    for party in parties:
-        numbers = [n for n, member in enumerate(members) if member.party is party]
-        if party.size == 1 or not numbers:
+    for owners, numbers in _by_owners(members, range(len(members))).items():
+        group = owners.host_group
+        if group.size == 1:
             continue
-        rows = party.gather_on_host(root, "optimizer flags", [flags[n] for n in numbers])
+        name = root.operations.next if group is owners.group else root.operations.next_on_host
+        operation = name("optimizer flags", "the optimizer", group)
+        rows = exchange_on_host([flags[n] for n in numbers], group, operation)
         for number, column in zip(numbers, zip(*rows, strict=True), strict=True):
             with_gradient = [rank for rank, flag in enumerate(column) if flag & _PRESENT]
-            if 0 < len(with_gradient) < party.size:
+            if 0 < len(with_gradient) < group.size:
                 raise RuntimeError(
                     f"WholeTensorOptimizer: {members[number].fqn} has a gradient on ranks "
-                    f"{with_gradient} of {party.size} only; set .grad to None on all ranks or none"
+                    f"{with_gradient} of {group.size} only; set .grad to None on all ranks or none"
                 )
-            anywhere[number] = max(column, key=lambda flag: flag & _WRITTEN)
+            flags[number] = max(column)
     return Agreed(
-        tuple(n for n, flag in enumerate(anywhere) if flag & _PRESENT),
-        tuple(n for n, flag in enumerate(anywhere) if flag & _WRITTEN),
+        tuple(n for n, flag in enumerate(flags) if flag & _PRESENT),
+        tuple(n for n, flag in enumerate(flags) if flag & _WRITTEN),
     )
 
 
-def make_party_buckets(
-    members: Sequence[Member], numbers: Sequence[int], limit: int
-) -> list[PartyBucket]:
-    """Buckets of the members with these numbers, party by party."""
-    by_party: dict[Party, list[int]] = {}
-    for number in numbers:
-        by_party.setdefault(members[number].party, []).append(number)
+def buckets_of(members: Sequence[Member], numbers: Iterable[int], limit: int) -> Buckets:
+    """Buckets of the members with these numbers, one group of ranks after the other."""
     return [
-        PartyBucket(party, bucket)
-        for party, own in by_party.items()
+        (owners, bucket)
+        for owners, own in _by_owners(members, numbers).items()
         for bucket in make_buckets(
-            [(number, members[number].whole) for number in own], party.rank, party.size, limit
+            [(n, members[n].whole) for n in own], owners.group.rank, owners.group.size, limit
         )
     ]
 
 
+def _by_owners(members: Sequence[Member], numbers: Iterable[int]) -> dict[OwnerGroup, list[int]]:
+    found: dict[OwnerGroup, list[int]] = {}
+    for number in numbers:
+        found.setdefault(members[number].owners, []).append(number)
+    return found
+
+
 @remembers_failure
-def fetch_values(
-    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket]
-) -> None:
+def fetch_values(root: RootState, members: Sequence[Member], buckets: Buckets) -> None:
     """Bring the values of shards to the owners. Collective."""
     for each in buckets:
-        _Gather(root, members, each, of_values=True).finish()
+        _to_owners(root, members, *each, of_values=True)()
 
 
 @remembers_failure
 def run_step(
-    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step
+    root: RootState, members: Sequence[Member], buckets: Buckets, step: Step, is_bucketed: bool
 ) -> None:
     """Gather gradients, step, and return values, bucket by bucket. Collective.
 
     Args:
         step: steps whole tensors of this rank; it keeps errors, so that the exchanges go on.
+        is_bucketed: else `step` is called once for all tensors, after all gradients.
     """
-    coming = _Gather(root, members, buckets[0]) if buckets else None
-    returning: Exchange | None = None
-    for place, each in enumerate(buckets):
-        assert coming is not None
-        arrived, coming = coming, None
-        if place + 1 < len(buckets):
-            coming = _Gather(root, members, buckets[place + 1])
-        arrived.finish()
-        step.call(_owned(members, each))
-        if returning is not None:
-            returning.finish()
-        returning = _return(root, members, each)
-    if returning is not None:
-        returning.finish()
+    calls = [[each] for each in buckets] if is_bucketed else [buckets]
+    coming = _all_to_owners(root, members, calls[0]) if calls else []
+    returning: list[Exchange] = []
+    for place, call in enumerate(calls):
+        arrived, coming = coming, []
+        if place + 1 < len(calls):
+            coming = _all_to_owners(root, members, calls[place + 1])
+        for finish in arrived:
+            finish()
+        tensors = [members[number].tensor for _, bucket in call for number in bucket.tensors]
+        step.call([tensor for tensor in tensors if tensor is not None])
+        for exchange in returning:
+            exchange.finish()
+        returning = [_from_owners(root, members, *each) for each in call]
+    for exchange in returning:
+        exchange.finish()
 
 
-@remembers_failure
-def run_step_at_once(
-    root: RootState, members: Sequence[Member], buckets: Sequence[PartyBucket], step: Step
-) -> None:
-    """`run_step` with one call for all tensors, after all gradients. Collective."""
-    for each in buckets:
-        _Gather(root, members, each).finish()
-    step.call([tensor for each in buckets for tensor in _owned(members, each)])
-    for each in buckets:
-        _return(root, members, each).finish()
+def _all_to_owners(
+    root: RootState, members: Sequence[Member], buckets: Buckets
+) -> list[Callable[[], None]]:
+    return [_to_owners(root, members, *each) for each in buckets]
 
 
-def _owned(members: Sequence[Member], each: PartyBucket) -> list[nn.Parameter]:
-    tensors = (members[number].tensor for number in each.bucket.tensors)
-    return [tensor for tensor in tensors if tensor is not None]
+def _to_owners(
+    root: RootState,
+    members: Sequence[Member],
+    owners: OwnerGroup,
+    bucket: Bucket,
+    of_values: bool = False,
+) -> Callable[[], None]:
+    """Start sending gradients, or values, of one bucket to the owners. Collective.
+
+    Returns:
+        Orders compute after it; on CPU, blocks the host.
+    """
+    staged: dict[int, Staged] = {}
+    for number in bucket.tensors:
+        member = members[number]
+        own = member.staged_values() if of_values else member.staged_gradient()
+        if own is not None:
+            staged[number] = own
+
+    def read(move: Move) -> torch.Tensor:
+        member = members[move.tensor]
+        return member.parameter.detach().view(-1) if of_values else member.gradient()
+
+    def write(move: Move) -> torch.Tensor:
+        return staged[move.tensor].elements(move)
+
+    verb = "values to owners" if of_values else "gradients to owners"
+    exchange = Exchange(root, owners.group, bucket.to_owners, verb, read, write)
+
+    def finish() -> None:
+        exchange.finish()
+        for each in staged.values():
+            each.store()
+
+    return finish
 
 
-class _Gather:
-    """Gradients, or values, of one bucket on their way to the owners."""
+def _from_owners(
+    root: RootState, members: Sequence[Member], owners: OwnerGroup, bucket: Bucket
+) -> Exchange:
+    """Start sending the values of one bucket to all shards. Collective."""
+    staged: dict[int, Staged] = {}
+    for number in bucket.tensors:
+        own = members[number].staged_values()
+        if own is not None:
+            own.load()
+            staged[number] = own
+    return Exchange(
+        root,
+        owners.group,
+        bucket.from_owners,
+        "values from owners",
+        lambda move: staged[move.tensor].elements(move),
+        lambda move: members[move.tensor].parameter.detach().view(-1),
+    )
+
+
+class Exchange:
+    """One exchange in flight."""
 
     def __init__(
         self,
         root: RootState,
-        members: Sequence[Member],
-        each: PartyBucket,
-        of_values: bool = False,
+        group: ShardGroup,
+        transfer: Transfer,
+        verb: str,
+        read: _View,
+        write: _View,
     ) -> None:
-        """Start it. Collective."""
-        staged: dict[int, Staged] = {}
-        for number in each.bucket.tensors:
-            member = members[number]
-            own = member.staged_values() if of_values else member.staged_gradient()
-            if own is not None:
-                staged[number] = own
-        self._staged = staged.values()
+        """Pack and send a bucket, and copy what stays on this rank. Collective over the group.
 
-        def read(span: Span) -> torch.Tensor:
-            member = members[span.tensor]
-            return member.value(span) if of_values else member.gradient(span)
+        Does not block the host, unless shards are offloaded.
 
-        verb = "values to owners" if of_values else "gradients to owners"
-        self._exchange = start_exchange(
-            root,
-            each.party.group,
-            each.bucket.to_owners,
-            each.bucket.nbytes,
-            verb,
-            read,
-            # Without a reference to this object: a cycle would keep the memory.
-            lambda span: staged[span.tensor].elements(span),
-        )
+        Args:
+            verb: name of the collective.
+            read: where the elements of a move come from; not called later.
+            write: where they go; for `transfer.own` called now, for the others by `finish`.
+        """
+        for move in transfer.own:
+            source, target = read(move), write(move)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+        self._transfer, self._write = transfer, write
+        self._work: Waitable | None = None
+        if not transfer.nbytes:
+            return
+        device = root.device
+        self._received = torch.empty(sum(transfer.received), dtype=torch.uint8, device=device)
+        sent = torch.empty(sum(transfer.sent), dtype=torch.uint8, device=device)
+        sources = [_bytes_of(read(move)) for move in transfer.outgoing]
+        if sources and sources[0].device == device:
+            torch.cat(sources, out=sent)
+        elif sources:
+            sent.copy_(torch.cat(sources))
+        operation = root.operations.next(verb, "the optimizer", group)
+        packed = root.streams.record_compute_event()
+        with root.streams.unshard as stream:
+            stream.wait(packed)
+            sizes = transfer.received, sent, transfer.sent
+            pending = all_to_all(self._received, *sizes, group, operation, transfer.nbytes)
+            self._work = stream.enqueue_wait(pending)
+        self._sent_keepalive: torch.Tensor | None = sent
 
     def finish(self) -> None:
-        """Order compute after it; on CPU, block the host."""
-        self._exchange.finish()
-        for staged in self._staged:
-            staged.store()
+        """Write what has arrived. Orders compute after it; blocks the host on CPU.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        if self._work is None:
+            return
+        self._work.wait()
+        self._sent_keepalive = None
+        moves = self._transfer.incoming
+        parts = self._received.split_with_sizes([move.nbytes for move in moves])
+        for move, part in zip(moves, parts, strict=True):
+            _bytes_of(self._write(move)).copy_(part)
 
 
-def _return(root: RootState, members: Sequence[Member], each: PartyBucket) -> Exchange:
-    """Start sending the values of one bucket to all shards. Collective."""
-    found: dict[int, Staged] = {}
-    for number in each.bucket.tensors:
-        staged = members[number].staged_values()
-        if staged is not None:
-            staged.load()
-            found[number] = staged
-    return start_exchange(
-        root,
-        each.party.group,
-        each.bucket.from_owners,
-        each.bucket.returned_nbytes,
-        "values from owners",
-        lambda span: found[span.tensor].elements(span),
-        lambda span: members[span.tensor].value(span),
-    )
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -8,7 +8,7 @@ together, by an optimizer each, and in two calls of one step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +17,18 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.optim.whole_tensor.inner import Group, Inner, options_of
+from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of
 
 _STEPS = 3
 _SIZES = ((4, 6), (5, 3))
+_SCALES = (1.0, 30.0)
+"""Of the gradients: so that a norm over both tensors differs clearly from that of one."""
 _MOST_OPERATIONS = 3000
+_Tensors = list[torch.Tensor]
+_StepOf = Callable[[Inner, list[nn.Parameter]], None]
 
 
-def steps_bucket_by_bucket(
-    optimizer_class: type[torch.optim.Optimizer],
-    group: Group,
-    ndim: int,
-    options: Mapping[str, Any],
-    is_flat: bool,
-) -> bool:
+def steps_bucket_by_bucket(factory: Factory, group: Group, ndim: int) -> bool:
     """Whether several calls of `step` may make one step; see Note [Several calls make one step].
 
     True also where trials fail, such as for kernels that need a device.
@@ -42,34 +40,34 @@ def steps_bucket_by_bucket(
     Raises:
         TypeError: tensors depend on each other, or the class communicates itself.
     """
-    name = optimizer_class.__name__
-    given, options = options_of(group), dict(options)
+    name = factory.cls.__name__
+    given, options = options_of(group), dict(factory.options)
     for each in (given, options):
         if isinstance(each.get("lr"), (int, float)):
             each["lr"] = 0.01  # A schedule may begin at 0.
+    factory = factory._replace(options=options)
 
-    def make(tensors: list[nn.Parameter]) -> Inner:
+    def run(step: _StepOf, seed: int = 0, chosen: tuple[int, ...] = (0, 1)) -> _Tensors:
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(*sizes, *[2] * ndim)[:ndim] for sizes in _SIZES]
+        drawn = range(_STEPS + 1)
+        values = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in drawn]
+        tensors = [nn.Parameter(values[0][number].clone()) for number in chosen]
+        torch.manual_seed(seed)
         stand_in = nn.Parameter(torch.zeros((1,) * ndim))
-        return Inner(optimizer_class, [{**given, "params": tensors}], [stand_in], options, is_flat)
-
-    def together(tensors: list[nn.Parameter], inner: Inner) -> None:
-        inner.optimizer.step()
-
-    def in_two_calls(tensors: list[nn.Parameter], inner: Inner) -> None:
-        step = inner.begin_step(inner.optimizer.param_groups)
-        for tensor in tensors:
-            step.call([tensor])
-        step.end()
-
-    def run(step: Callable[[list[nn.Parameter], Inner], None], seed: int = 0) -> list[torch.Tensor]:
-        return _trained(make, ndim, step, seed)
+        inner = Inner(factory, [{**given, "params": tensors}], [stand_in])
+        for gradients in values[1:]:
+            for number, tensor in zip(chosen, tensors, strict=True):
+                tensor.grad = gradients[number] * _SCALES[number]
+            step(inner, tensors)
+        return [tensor.detach() for tensor in tensors]
 
     try:
         with _no_traces():
-            expected = run(together)
-            if not _are_close(expected, run(together, seed=1)):
+            expected = run(_together)
+            if not _are_close(expected, run(_together, seed=1)):
                 return True  # It draws random numbers.
-            apart = [_trained(make, ndim, together, 0, only)[0] for only in range(len(_SIZES))]
+            apart = [run(_together, chosen=(number,))[0] for number in range(len(_SIZES))]
     except _CallsCollectives:
         raise TypeError(
             f"WholeTensorOptimizer: {name} communicates in its step, and would wait for ranks that "
@@ -85,36 +83,23 @@ def steps_bucket_by_bucket(
         )
     try:
         with _no_traces():
-            return _are_close(expected, run(in_two_calls))
+            return _are_close(expected, run(_in_two_calls))
     except Exception:
         return False
 
 
-def _trained(
-    make: Callable[[list[nn.Parameter]], Inner],
-    ndim: int,
-    step: Callable[[list[nn.Parameter], Inner], None],
-    seed: int,
-    only: int | None = None,
-) -> list[torch.Tensor]:
-    """Stand-in tensors after a few steps; `only`: one of them alone."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(*sizes, *[2] * ndim)[:ndim] for sizes in _SIZES]
-    values = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(_STEPS + 1)]
-    chosen = range(len(shapes)) if only is None else [only]
-    # Of different sizes, so that a norm over both differs clearly from that of one.
-    scales = [1.0, 30.0]
-    tensors = [nn.Parameter(values[0][number].clone()) for number in chosen]
-    torch.manual_seed(seed)
-    inner = make(tensors)
-    for gradients in values[1:]:
-        for number, tensor in zip(chosen, tensors, strict=True):
-            tensor.grad = gradients[number] * scales[number]
-        step(tensors, inner)
-    return [tensor.detach() for tensor in tensors]
+def _together(inner: Inner, tensors: list[nn.Parameter]) -> None:
+    inner.optimizer.step()
 
 
-def _are_close(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+def _in_two_calls(inner: Inner, tensors: list[nn.Parameter]) -> None:
+    step = inner.begin_step(inner.optimizer.param_groups)
+    for tensor in tensors:
+        step.call([tensor])
+    step.end()
+
+
+def _are_close(some: _Tensors, others: _Tensors) -> bool:
     return all(
         torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
         for one, other in zip(some, others, strict=True)
@@ -128,9 +113,7 @@ class _CallsCollectives(Exception):
 class _Watched(TorchDispatchMode):
     """Stops a trial at a collective, or after too many operations."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._count = 0
+    _count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._count += 1
@@ -149,7 +132,7 @@ def _no_traces() -> Iterator[None]:
     for each in hooks:
         each.clear()
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _Watched():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _Watched():  # type: ignore[no-untyped-call]
             warnings.simplefilter("ignore")
             yield
     finally:

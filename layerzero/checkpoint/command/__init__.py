@@ -1,1 +1,0 @@
-"""Commands of `python -m layerzero.checkpoint`: inspect, verify and convert."""

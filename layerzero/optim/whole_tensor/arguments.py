@@ -1,0 +1,190 @@
+"""What a WholeTensorOptimizer is given: read, checked, and the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.pending import Operation
+from layerzero.flat.groups import ShardGroup
+from layerzero.optim.checks import check_parameters, name_of
+from layerzero.optim.whole_tensor.inner import Group, options_of
+from layerzero.optim.whole_tensor.owners import Cost, info_of
+from layerzero.step.root import RootState
+from layerzero.step.sharded_params import Owner, owner_of_each
+
+_NAME = "WholeTensorOptimizer"
+
+
+class Given(NamedTuple):
+    """Parameter groups, and the owner of each parameter, by its id."""
+
+    groups: list[Group]
+    owners: dict[int, Owner]
+    root: RootState | None
+    """The model of the first parameter that belongs to one."""
+    is_flat: bool
+    """Whether parameters were given without groups."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.groups for parameter in group["params"]]
+
+    def check(self, held: Collection[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """
+        Args:
+            held: parameters that the optimizer has already.
+
+        Raises:
+            TypeError, ValueError: a parameter is none of the model's, occurs twice, or belongs to
+                another optimizer; names it.
+            RuntimeError: inside forward or backward.
+        """
+        if self.root is not None:
+            self.root.check_between_steps(
+                f"{_NAME}: made inside forward or backward; make it between steps"
+            )
+        check_parameters(optimizer, self.parameters, [*held], takes_ignored=False)
+        seen: set[nn.Parameter] = set()
+        for parameter in self.parameters:
+            if parameter in seen or parameter in held:
+                raise ValueError(f"{_NAME}: {name_of(parameter)} was given twice")
+            seen.add(parameter)
+
+    def rows(self, cost: Cost, options: Mapping[str, Any]) -> list[str]:
+        """What must be the same on all ranks, in short lines.
+
+        Raises:
+            ValueError: a cost is no number >= 0.
+        """
+        rows = [f"{key}={_text_of(value)}" for key, value in options.items()]
+        for number, group in enumerate(self.groups):
+            rows += [
+                f"group {number} with {key}={_text_of(value)}"
+                for key, value in options_of(group).items()
+            ]
+            for parameter in group["params"]:
+                shape, name = tuple(info_of(parameter).shape), name_of(parameter)
+                own = float(cost(info_of(parameter).shape))
+                if not 0.0 <= own < math.inf:
+                    raise ValueError(
+                        f"{_NAME}: cost of {name} with shape {shape}: expected a number >= 0, "
+                        f"got {own}"
+                    )
+                if self.owners[id(parameter)].placement.data_parallel is not None:
+                    name = "an expert's tensor"  # Ranks may have different experts.
+                rows.append(f"{name} of shape {shape} and cost {own:g} in group {number}")
+        return rows
+
+
+def read(params: Any) -> Given:
+    """Read parameters, (name, parameter) pairs, or groups of either, as torch's optimizers do.
+
+    Raises:
+        TypeError, ValueError: they are none of these.
+    """
+    if isinstance(params, (torch.Tensor, nn.Module)):
+        raise TypeError(
+            f"{_NAME}: expected an iterable of parameters or groups, got a "
+            f"{type(params).__name__}; pass model.parameters()"
+        )
+    members = list(params)
+    if not members:
+        raise ValueError(f"{_NAME}: got no parameters; pass model.parameters(), or groups of them")
+    is_flat = not isinstance(members[0], dict)
+    groups = [_read_group(group) for group in ([{"params": members}] if is_flat else members)]
+    known = owner_of_each()
+    owners = {id(p): known[id(p)] for group in groups for p in group["params"] if id(p) in known}
+    root = next((owner.root for owner in owners.values()), None)
+    return Given(groups, owners, root, is_flat)
+
+
+def _read_group(group: Any) -> Group:
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"{_NAME}: expected a group with 'params', got {type(group).__name__}")
+    members = group["params"]
+    if isinstance(members, (set, frozenset)):
+        raise TypeError(f"{_NAME}: parameters in a set have another order in each run; use a list")
+    listed: list[Any] = [members] if isinstance(members, torch.Tensor) else list(members)
+    if any(isinstance(each, tuple) for each in listed):
+        names, listed = [each[0] for each in listed], [each[1] for each in listed]
+        return {**group, "params": listed, "param_names": names}
+    return {**group, "params": listed}
+
+
+def _text_of(value: Any) -> str:
+    """A text that is the same on all ranks for equal values: without addresses of objects."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text_of, value))}]"
+    plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+    return repr(value) if isinstance(value, plain) else type(value).__name__
+
+
+# On all ranks ---------------------------------------------------------------------------------
+
+
+def raise_together(root: RootState, error: Exception | None) -> None:
+    """Raise on all ranks if any has an error. Collective over the ranks that share the model.
+
+    Raises:
+        Exception: `error` on the ranks that have one; elsewhere ValueError with the first text.
+    """
+    texts = _texts(root, None if error is None else str(error))
+    if error is not None:
+        raise error
+    for other, each in texts.items():
+        raise ValueError(f"{_NAME}: rank {other} refused its arguments: {each}")
+
+
+def refuse_differences(root: RootState, rows: Sequence[str]) -> None:
+    """Raise on all ranks if their rows differ. Collective as `raise_together`.
+
+    Args:
+        rows: description of this rank's arguments, in short lines.
+
+    Raises:
+        ValueError: names the first row in which ranks differ, and what each rank has.
+    """
+    found = _gather(root, [zlib.crc32("\n".join(rows).encode()), len(rows)])
+    if all(each == found[0] for each in found):
+        return
+    longest = max(length for _, length in found)
+    digests = [zlib.crc32(row.encode()) for row in rows]
+    table = _gather(root, digests + [0] * (longest - len(rows)))
+    place = next(i for i, column in enumerate(zip(*table, strict=True)) if len({*column}) > 1)
+    texts = _texts(root, rows[place] if place < len(rows) else "nothing more")
+    by_text = itertools.groupby(sorted(texts.items(), key=lambda item: item[1]), lambda i: i[1])
+    listed = "; ".join(f"{text} on rank {next(items)[0]}" for text, items in by_text)
+    raise ValueError(
+        f"{_NAME}: ranks differ: {listed}; pass the same parameters in the same order, the same "
+        "class and the same options on every rank"
+    )
+
+
+def _groups_of_all(root: RootState) -> list[ShardGroup]:
+    """Groups that together connect all ranks that share the model."""
+    placements = [handle.placement for unit in root.units for handle in unit.handles]
+    whole = placements[0].data_parallel or placements[0]
+    return [*whole.groups, *(g for g in root.tensor_parallel_groups if g.size > 1)]
+
+
+def _texts(root: RootState, text: str | None) -> dict[int, str]:
+    return gather_texts(text, dist.get_rank(), _groups_of_all(root), root.device, _NAME)
+
+
+def _gather(root: RootState, own: Sequence[int]) -> list[list[int]]:
+    values = torch.tensor(list(own), dtype=torch.int64, device=root.device)
+    for group in _groups_of_all(root):
+        values = gather_small(values, group, Operation("exchange", _NAME, 0))
+    return values.view(-1, len(own)).tolist()

@@ -1,0 +1,93 @@
+"""Follower: one pass that only some ranks of a join run; the others follow each collective of it.
+
+Before each gather and each reduction, ranks exchange which one they want (`Meeting`). All take part
+in the lowest wish: a rank that does not run the pass frees what it gathered at once, and brings to
+a reduction what it has of earlier micro-batches, or zeros. Nothing is prefetched, and no order is
+recorded, as ranks that only follow would not predict the same.
+"""
+
+from __future__ import annotations
+
+from layerzero.optional.meeting import NOTHING, Meeting
+from layerzero.optional.optional_units import gather_with_others
+from layerzero.optional.reductions import AgreedReductions
+from layerzero.step.reduction import Reduction
+from layerzero.step.root import RootState
+from layerzero.step.states import ShardState
+from layerzero.step.unit import Unit
+from layerzero.uneven.state import JoinState
+
+
+class Follower(AgreedReductions):
+    """What the scheduler and the reducer consult in such a pass."""
+
+    is_open: bool
+    """Whether ranks may still want something in the pass."""
+    prefetches = False
+
+    def __init__(self, root: RootState, meeting: Meeting, state: JoinState, runs: bool) -> None:
+        """`runs`: whether this rank runs the pass."""
+        super().__init__(root, meeting)
+        self.is_open = True
+        self._state, self._runs = state, runs
+        self._reduced: set[Unit] = set()
+
+    # Gathers ----------------------------------------------------------------------------------
+
+    def before_use(self, unit: Unit) -> None:
+        if unit.state is ShardState.SHARDED and self.is_open:
+            self._want(2 * unit.index)
+
+    def finish(self) -> None:
+        """This rank wants nothing more: take part in what others want, until none does."""
+        while (event := self._meeting.ask(NOTHING)) != NOTHING:
+            self._take_part(event)
+        self.is_open = False
+
+    def _want(self, wish: int) -> None:
+        while (event := self._meeting.ask(wish)) != wish:
+            self._take_part(event)
+
+    def _take_part(self, event: int) -> None:
+        unit = self._units[event // 2]
+        if event % 2:
+            self.take(unit)
+            return
+        in_backward = self._context.in_backward
+        regathered = not self._reducer.requires_sync if in_backward else self._state.makes_graph
+        gather_with_others(unit, is_used=False, regathered=regathered)
+
+    # Reductions -------------------------------------------------------------------------------
+
+    def concerns(self, unit: Unit) -> bool:
+        return True
+
+    def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
+        if reduction.unit.index in self._state.participants:
+            self.scale_to(reduction, counts)
+        elif self._state.averages_active:
+            number = self._state.num_active
+            self.scale_to(reduction, {index: number for index, n in counts.items() if n})
+
+    def before_reduction(self, unit: Unit) -> bool:
+        """Whether this rank reduces the unit now."""
+        if not self._context.in_backward or not self.sends(unit):
+            return True
+        if unit is not self._taken:
+            if not self._runs:
+                return False  # `before_delivery` comes to what waits here.
+            self._want(2 * unit.index + 1)
+        self._reduced.add(unit)
+        return True
+
+    def before_delivery(self) -> None:
+        """Take part in the rest of a backward; then reduce what waits on any rank, of earlier
+        micro-batches."""
+        if self._context.in_backward:
+            self.finish()
+        if self._reducer.requires_sync:
+            units = [unit for unit in self._units if unit.is_trainable]
+            self.settle(units, self._reduced if self._context.in_backward else units)
+
+    def commit(self) -> None:
+        pass
