@@ -36,7 +36,7 @@ from common import add_engine_flag, environment, print_json, print_table
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.build import unit_arguments
+from layerzero.build import arguments
 from layerzero.comm import collectives
 from layerzero.comm.streams import Streams
 from layerzero.step import root
@@ -262,7 +262,7 @@ def counted_device() -> Iterator[Counter[str]]:
 
         put(torch, "get_device_module", lambda *_: device)
         put(root, "Streams", streams)
-        put(unit_arguments, "has_separate_memory", lambda _: True)
+        put(arguments, "has_separate_memory", lambda _: True)
         put(watchdog, "run_periodically", lambda *_: None)
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.distributed.fsdp.") and hasattr(module, "_get_device_handle"):

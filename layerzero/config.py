@@ -276,3 +276,8 @@ def prefetch_depth(value: bool | int, name: str) -> int:
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{name}: expected a bool or a depth >= 0, got {value!r}")
     return value
+
+
+def is_of_fsdp(value: object) -> bool:
+    """Whether it is an object of `torch.distributed.fsdp`, which build/migrate.py converts."""
+    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__)

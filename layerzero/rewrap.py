@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from layerzero.build.optional import optional_now
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.step.root import root_of
 from layerzero.step.states import TrainingState
 from layerzero.step.unit import get_unit
-from layerzero.step.unwrap import unwrap
 from layerzero.zero3 import ZeRO3
 
 
@@ -79,6 +77,9 @@ def rewrap(model: ZeRO3) -> list[str]:
         if kind_of_hooks(sharded_param) is not None
         and (info := get_info(sharded_param)) is not None
     }
+    from layerzero.build.optional import optional_now
+    from layerzero.step.unwrap import unwrap
+
     ignored = root.structure.ignored_now()
     given: dict[str, object] = dict(model.__dict__["_given"])
     given.update(

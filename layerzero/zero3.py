@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,14 +38,14 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach, torch_norm
 from layerzero.optional.make_root import make_root
-from layerzero.state_dict import foreign_methods, module_state
+from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
+from layerzero.step.context import RuntimeContext
 from layerzero.step.root import RootState, UnshardHandle, root_of
 from layerzero.step.sharded_params import remember_root
 from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.uneven.joinable import JoinableModel
-from layerzero.verify import context_for
 from layerzero.wrapper import ModuleWrapper
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
+_LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
+"""Libraries whose models have methods that would take shards for whole parameters."""
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
@@ -189,7 +192,6 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
-        _refuse_inner_budget(module)
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
         sharded = shard_in_place(module, given, unknown)
@@ -488,20 +490,31 @@ def shard_in_place(
         ValueError, TypeError, RuntimeError: as `ZeRO3`.
     """
     plan, arguments = plan_on_every_rank(module, given, unknown)
+    _refuse_inner_budget(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
+    make_context: Callable[..., RuntimeContext] = RuntimeContext
+    if arguments.verify is not None:
+        from layerzero.verify import context_for
+
+        make_context = context_for(arguments.verify)
     parts = Parts(
         make_root=make_root,
-        make_context=context_for(arguments.verify),
+        make_context=make_context,
         name_in_state_dicts=module_state.install,
     )
     root = build(plan, topology, arguments, parts)
-    kept_whole = [p for p in module.parameters() if get_info(p) is None]
+    keeps_any = plan.ignored.modules or plan.ignored.parameters
+    parameters = module.parameters() if keeps_any else ()
+    kept_whole = [each for each in parameters if get_info(each) is None]
     if arguments.on_nonfinite is not None:
         from layerzero.optim import nonfinite
 
         nonfinite.install(root, arguments.on_nonfinite, kept_whole)
     guards.install(module, root)
-    foreign_methods.install(module)
+    if not sys.modules.keys().isdisjoint(_LIBRARIES):
+        from layerzero.state_dict import foreign_methods
+
+        foreign_methods.install(module)
     argument_warnings.warn(module, arguments, plan, topology.placement)
     if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
         from layerzero.log import log_units
@@ -524,8 +537,8 @@ def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
     remember_root(root)
 
 
-def _refuse_inner_budget(module: nn.Module) -> None:
-    for inner in module.modules() if isinstance(module, nn.Module) else ():
+def _refuse_inner_budget(units: Iterable[nn.Module]) -> None:
+    for inner in units:
         if isinstance(inner, ZeRO3) and inner.__dict__.get("_learner") is not None:
             raise ValueError(
                 "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.device import check_device_type
 from layerzero.config import (
@@ -18,24 +16,54 @@ from layerzero.config import (
     BackwardPrefetch,
     GradientReduction,
     MixedPrecision,
+    OffloadPolicy,
     OnNonFinite,
     OptionalMean,
     ReshardAfterForward,
     Verify,
     parse_nbytes,
 )
-from layerzero.flat.groups import require_timeout, resolve_process_groups
+from layerzero.flat.groups import require_timeout
 from layerzero.flat.placement import Outer
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
-_OUTER: tuple[Outer, ...] = get_args(Outer)
+_EXPECTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "accumulation": (get_args(Accumulation), "'sharded', 'unsharded' or 'auto'"),
+    "backward_prefetch": ((BackwardPrefetch, None), "a BackwardPrefetch or None"),
+    "deterministic": ((bool,), "True or False"),
+    "gradient_reduction": (get_args(GradientReduction), "'mean' or 'sum'"),
+    "hook_module": ((nn.Module, None), "an nn.Module or None"),
+    "mixed_precision": ((MixedPrecision, None), "a MixedPrecision or None"),
+    "move_inputs": ((bool,), "True or False"),
+    "offload": ((OffloadPolicy, None), "an OffloadPolicy or None"),
+    "on_nonfinite": ((*get_args(OnNonFinite), None), "'raise', 'skip' or None"),
+    "optional_mean": (get_args(OptionalMean), "'all' or 'participants'"),
+    "outer": (get_args(Outer), "'zero1', 'replicate' or 'shard'"),
+    "sync_module_states": ((bool,), "True or False"),
+    "verify": ((*get_args(Verify), None), "'sampled', 'always' or None"),
+    "zero3_size": ((int, None), "an int or None"),
+}
+"""Classes or values that each argument may have, and the text that names them."""
 
 
-def check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+def check(**given: object) -> None:
+    """Check arguments by name; those of `_EXPECTED`.
+
+    Raises:
+        TypeError: one has another class.
+        ValueError: one has none of the values.
+    """
+    for name, value in given.items():
+        allowed, text = _EXPECTED[name]
+        if value is None and None in allowed:
+            continue
+        classes = tuple(each for each in allowed if isinstance(each, type))
+        # A bool is an int.
+        is_class = isinstance(value, classes) and isinstance(value, bool) == (bool in classes)
+        if not (is_class if classes else value in allowed):
+            error = TypeError if classes else ValueError
+            raise error(f"{name}: expected {text}, got {value!r}")
 
 
 def check_timeout(timeout: object) -> None:
@@ -125,16 +153,6 @@ def check_optional_modules(modules: object) -> tuple[nn.Module, ...]:
     return listed
 
 
-def check_optional_mean(value: object) -> None:
-    if value not in get_args(OptionalMean):
-        raise ValueError(f"optional_mean: expected 'all' or 'participants', got {value!r}")
-
-
-def check_on_nonfinite(value: object) -> None:
-    if value is not None and value not in get_args(OnNonFinite):
-        raise ValueError(f"on_nonfinite: expected 'raise', 'skip' or None, got {value!r}")
-
-
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         several = (
@@ -155,58 +173,6 @@ def check_module(module: nn.Module) -> None:
             f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
             "wrap a module that contains it"
         )
-
-
-def check_group(
-    process_group: dist.ProcessGroup | DeviceMesh | None, zero3_size: int | None, outer: str
-) -> dist.ProcessGroup:
-    """The first group of `process_group`; its backends help to choose the device. Not collective.
-
-    Raises:
-        ValueError, TypeError: a bad process group, `zero3_size` or `outer`.
-    """
-    check_outer(outer)
-    check_zero3_size(zero3_size)
-    return resolve_process_groups(process_group)[0]
-
-
-def check_outer(value: object) -> None:
-    if value not in _OUTER:
-        raise ValueError(f"outer: expected 'zero1', 'replicate' or 'shard', got {value!r}")
-
-
-def check_zero3_size(value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"zero3_size: expected an int or None, got {value!r}")
-
-
-def check_backward_prefetch(value: object) -> None:
-    if value is not None and not isinstance(value, BackwardPrefetch):
-        raise TypeError(f"backward_prefetch: expected a BackwardPrefetch or None, got {value!r}")
-
-
-def check_mixed_precision(mixed_precision: object) -> None:
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(
-            f"mixed_precision: expected a MixedPrecision or None, got {mixed_precision!r}"
-        )
-
-
-def check_gradient_reduction(value: object) -> None:
-    if value not in get_args(GradientReduction):
-        raise ValueError(f"gradient_reduction: expected 'mean' or 'sum', got {value!r}")
-
-
-def check_accumulation(accumulation: str) -> None:
-    if accumulation not in get_args(Accumulation):
-        raise ValueError(
-            f"accumulation: expected 'sharded', 'unsharded' or 'auto', got {accumulation!r}"
-        )
-
-
-def check_verify(verify: object) -> None:
-    if verify is not None and verify not in get_args(Verify):
-        raise ValueError(f"verify: expected 'sampled', 'always' or None, got {verify!r}")
 
 
 def check_layout(value: object) -> int | None:

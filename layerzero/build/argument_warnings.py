@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.build.arguments import Arguments
 from layerzero.build.plan import WrapPlan
-from layerzero.build.torch_arguments import classes_of
-from layerzero.build.wrap import UnitPlan, Visit
-from layerzero.config import MixedPrecision
+from layerzero.build.wrap import Visit, classes_of
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.notices import outside, warn_once
@@ -26,89 +24,67 @@ def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placeme
     Args:
         placement: placement of the whole model.
     """
-    is_first = placement.is_first
-    missing = missing_kernels(plan.device)
-    if missing is not None:
-        warn_once(f"kernels: {plan.device.type}", missing, is_first=is_first, stacklevel=outside())
-    _warn_about_policy(given.auto_wrap_policy, plan.units, plan.visits, is_first)
-    precisions = [each.mixed_precision for each in plan.arguments.values()]
-    _warn_about_precision(precisions, plan.visits, is_first)
-    if placement.num_ranks > 1:
-        _warn_about_ignored(module, given.ignored_modules, plan.ignored_parameters, is_first)
+    if placement.is_first:
+        for text in _texts(module, given, plan, placement.num_ranks > 1):
+            warn_once(text, text, is_first=True, stacklevel=outside())
 
 
-def _warn_about_policy(
-    policy: Any, plans: Sequence[UnitPlan], visits: Sequence[Visit], is_first: bool
-) -> None:
-    """Warn about a policy that makes no unit, or lists a class that no module has.
-
-    Args:
-        is_first: whether this rank issues the warnings.
-    """
+def _texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) -> Iterator[str]:
+    slow = missing_kernels(plan.device)
+    if slow is not None:
+        yield slow
+    policy, modules = given.auto_wrap_policy, _modules(plan.visits)
     classes = () if policy is None else classes_of(policy)
-    modules = _modules(visits)
-    missing = [cls for cls in classes if not any(isinstance(each, cls) for each in modules)]
+    missing, is_whole = _missing(classes, modules), len(plan.units) == 1
     if missing:
-        whole = "" if len(plans) > 1 else "; the whole model is one unit, gathered at once"
-        warn_once(
-            f"auto_wrap_policy: {missing}",
+        whole = "; the whole model is one unit, gathered at once" if is_whole else ""
+        yield (
             f"auto_wrap_policy: no module is a {_names(missing)}{whole}; "
-            f"{_classes_near(missing, modules)}",
-            is_first=is_first,
-            stacklevel=outside(),
+            f"{_classes_near(missing, modules)}"
         )
-    elif policy is not None and not classes and len(plans) == 1 and len(visits) > 1:
-        warn_once(
-            f"auto_wrap_policy: {policy}",
+    elif policy is not None and not classes and is_whole and len(plan.visits) > 1:
+        yield (
             f"auto_wrap_policy={policy!r} selected no module inside the "
-            f"{type(plans[0].module).__name__}, so the whole model is one unit, gathered at once; "
-            "pass None if this is intended",
-            is_first=is_first,
-            stacklevel=outside(),
+            f"{type(plan.units[0].module).__name__}, so the whole model is one unit, gathered at "
+            "once; pass None if this is intended"
         )
-
-
-def _warn_about_precision(
-    precisions: Iterable[MixedPrecision], visits: Sequence[Visit], is_first: bool
-) -> None:
-    """Warn about a class in `keep_float32` that no module has."""
-    modules = _modules(visits)
-    listed = dict.fromkeys(cls for each in precisions for cls in each.keep_float32)
-    missing = [cls for cls in listed if not any(isinstance(each, cls) for each in modules)]
+    precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
+    kept = dict.fromkeys(cls for each in precisions.values() for cls in each.keep_float32)
+    missing = _missing(kept, modules)
     if missing:
-        warn_once(
-            f"keep_float32: {missing}",
+        yield (
             f"MixedPrecision.keep_float32: no module is a {_names(missing)}; "
-            f"{_classes_near(missing, modules)}",
-            is_first=is_first,
-            stacklevel=outside(),
+            f"{_classes_near(missing, modules)}"
         )
+    if is_shared and (given.ignored_modules or plan.ignored_parameters):
+        yield from _about_ignored(module, given.ignored_modules, plan.ignored_parameters)
 
 
-def _warn_about_ignored(
+def _missing(
+    classes: Iterable[type[nn.Module]], modules: Sequence[nn.Module]
+) -> list[type[nn.Module]]:
+    """Classes that no module has."""
+    return [cls for cls in classes if not any(isinstance(each, cls) for each in modules)]
+
+
+def _about_ignored(
     root: nn.Module,
     ignored_modules: Sequence[nn.Module],
     ignored_parameters: Sequence[nn.Parameter],
-    is_first: bool,
-) -> None:
-    """Warn about ignored parameters that are trained, and ignored objects outside the model.
+) -> Iterator[str]:
+    """Texts about ignored parameters that are trained, and ignored objects outside the model.
 
     Ranks drift apart in an ignored parameter that is trained: nothing reduces its gradient.
     """
-    if not ignored_modules and not ignored_parameters:
-        return
     modules, parameters = set(root.modules()), set(root.parameters())
     strangers = [type(module).__name__ for module in ignored_modules if module not in modules]
     strangers += [
         f"a parameter {tuple(p.shape)}" for p in ignored_parameters if p not in parameters
     ]
     if strangers:
-        warn_once(
-            f"ignored: {strangers}",
+        yield (
             f"ignored_modules and ignored_parameters: {_names(strangers)} not in the wrapped "
-            f"{type(root).__name__}, so this has no effect",
-            is_first=is_first,
-            stacklevel=outside(),
+            f"{type(root).__name__}, so this has no effect"
         )
     ignored = {p for module in ignored_modules for p in module.parameters()}
     ignored.update(ignored_parameters)
@@ -121,13 +97,10 @@ def _warn_about_ignored(
         and not isinstance(parameter, DTensor)  # Most likely reduced by another engine.
     ]
     if trained:
-        warn_once(
-            f"ignored and trained: {trained}",
+        yield (
             f"{len(trained)} ignored parameters require grad, such as {trained[0]!r}: ZeRO3 does "
             "not reduce their gradients, so their values diverge between ranks; freeze them, "
-            "reduce their gradients over ranks before each optimizer step, or do not ignore them",
-            is_first=is_first,
-            stacklevel=outside(),
+            "reduce their gradients over ranks before each optimizer step, or do not ignore them"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,16 +12,13 @@ from layerzero.build.argument_types import check_reshard_after_forward
 from layerzero.build.arguments import Arguments
 from layerzero.build.compare_values import Digests, settle
 from layerzero.build.materialize import Materializer
-from layerzero.build.optional import find_regions
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
-from layerzero.build.unit_arguments import UnitArguments
 from layerzero.build.wrap import UnitPlan, Visit
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.comm.pending import Operation
 from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.flat.flat_param import OriginalParameter, kinds_of_rows
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
@@ -55,7 +52,8 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
     Raises:
         Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
-    plan.expert_lists.name_members()
+    if plan.expert_lists is not None:
+        plan.expert_lists.name_members()
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
     units = build_units(plan, topology, given, parts, materializer, digests)
@@ -65,7 +63,8 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
     root = join_units(units, plan, topology, given, parts)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
-    plan.optional.keep(units[0])
+    if plan.optional is not None:
+        plan.optional.keep(units[0])
     return root
 
 
@@ -78,25 +77,18 @@ def build_units(
     digests: Digests,
 ) -> list[Unit]:
     """Build the units, in the order of their plans. Collective only with `sync_module_states`."""
-    builder = _UnitBuilder(
-        placements=topology.placements,
-        tensor_parallel_groups=topology.tensor_parallel_groups,
-        device=plan.device,
-        arguments=plan.arguments,
-        deterministic=given.reduction.deterministic,
-        row_multiple=given.row_multiple,
-        parts=parts,
-        materializer=materializer,
-        sync_module_states=given.sync_module_states,
-        digests=digests,
-    )
-    return builder.build(plan.units, plan.visits)
+    return _UnitBuilder(plan, topology, given, parts, materializer, digests).build()
 
 
 def join_units(
     units: list[Unit], plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts
 ) -> RootState:
     """Join the units under one root."""
+    regions = None
+    if plan.optional is not None:
+        from layerzero.build.optional import find_regions
+
+        regions = find_regions(units, plan.optional)
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
     # By default: the units around the one in use, it, one about to be freed, and those ahead.
     default_units = plan.nesting + 1 + max(forward_depth, 1)
@@ -110,35 +102,30 @@ def join_units(
         reduction=given.reduction,
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
-        regions=find_regions(units, plan.optional),
+        regions=regions,
         make_context=parts.make_context,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _UnitBuilder:
-    """Builds the units of one `ZeRO3` call; its fields are what all units share."""
+    """Builds the units of one `ZeRO3` call."""
 
-    placements: Mapping[int, Placement]
-    """Placement of each unit, keyed by id(plan)."""
-    tensor_parallel_groups: tuple[ShardGroup, ...]
-    device: torch.device
-    arguments: Mapping[int, UnitArguments]
-    """Arguments of each unit, keyed by id(plan)."""
-    deterministic: bool
-    row_multiple: int | None
+    plan: WrapPlan
+    topology: Topology
+    given: Arguments
     parts: Parts
     materializer: Materializer
-    sync_module_states: bool
     digests: Digests
 
-    def build(self, plans: list[UnitPlan], visits: list[Visit]) -> list[Unit]:
-        """Build the units in the order of `plans`. Collective with `sync_module_states`.
+    def build(self) -> list[Unit]:
+        """Build the units in the order of their plans. Collective with `sync_module_states`.
 
         Modules are visited in order, and a unit is flattened right after its last module was
         visited. So a model on the meta device never needs more memory than its shards and the
         full units around the current module.
         """
+        plans, visits = self.plan.units, self.plan.visits
         last_visits: dict[int, list[UnitPlan]] = {}
         for plan, index in _last_visits(plans, visits):
             last_visits.setdefault(index, []).append(plan)
@@ -160,20 +147,20 @@ class _UnitBuilder:
     def _prepare(self, visit: Visit) -> None:
         if visit.plan.existing is not None:
             return
-        mixed_precision = self.arguments[id(visit.plan)].mixed_precision
-        placement = self.placements[id(visit.plan)]
+        mixed_precision = self.plan.arguments[id(visit.plan)].mixed_precision
+        placement = self.topology.placements[id(visit.plan)]
         keeps = mixed_precision.keeps_float32(visit.module)
         buffer_dtype = None if keeps else mixed_precision.buffer_dtype
         was_meta = [
             name for name, p in visit.module._parameters.items() if p is not None and p.is_meta
         ]
-        gets_values = self.sync_module_states and not placement.is_first
+        gets_values = self.given.sync_module_states and not placement.is_first
         self.materializer(visit.fqn, visit.module, buffer_dtype, initialise=not gets_values)
-        for name in was_meta if self.tensor_parallel_groups else ():
+        for name in was_meta if self.topology.tensor_parallel_groups else ():
             self._copy_over_mesh(visit, name)
         if keeps:
             hooks.run_in_float32(visit.module)
-        if self.sync_module_states:
+        if self.given.sync_module_states:
             for name, buffer in visit.module._buffers.items():
                 if buffer is not None:
                     self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
@@ -187,8 +174,9 @@ class _UnitBuilder:
             inner = plan.fqn.removesuffix(plan.existing.fqn).rstrip(".")
             plan.existing.rename(inner)
             return plan.existing
-        arguments = self.arguments[id(plan)]
-        mixed_precision, placement = arguments.mixed_precision, self.placements[id(plan)]
+        arguments, device = self.plan.arguments[id(plan)], self.plan.device
+        mixed_precision = arguments.mixed_precision
+        placement = self.topology.placements[id(plan)]
         kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[OriginalParameter]] = {}
         for original in plan.originals:
             first = original.slots[0]
@@ -196,12 +184,11 @@ class _UnitBuilder:
             assert parameter is not None
             original.parameter = parameter
             original.value = local_of(parameter)
-            if self.sync_module_states:
-                original.value = original.value.to(self.device)
+            if self.given.sync_module_states:
+                original.value = original.value.to(device)
                 self._broadcast(original.value, f"parameter {original.fqn}", placement)
             self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
-            keeps = any(mixed_precision.keeps_float32(slot.module) for slot in original.slots)
-            compute_dtype = mixed_precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+            compute_dtype = arguments.compute_dtype(original)
             # One flat parameter for each kind: its elements have one dtype, compute dtype and
             # requires_grad.
             key = (parameter.dtype, compute_dtype, parameter.requires_grad)
@@ -210,21 +197,21 @@ class _UnitBuilder:
             (compute_dtype, part)
             for (_, compute_dtype, _), originals in kinds.items()
             for part in kinds_of_rows(
-                originals, placement, self.device, compute_dtype, self.row_multiple
+                originals, placement, device, compute_dtype, self.given.row_multiple
             )
         ]
         groups = [part for _, part in flats]
-        host = HostMemory(arguments.offload.pin_memory, self.device)
+        host = HostMemory(arguments.offload.pin_memory, device)
         handles = [
             FlatParamHandle(
                 originals,
                 placement,
-                self.device,
+                device,
                 compute_dtype,
                 reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
                 params_on=host if arguments.offload.params else None,
                 grads_on=host if arguments.offload.grads else None,
-                row_multiple=self.row_multiple,
+                row_multiple=self.given.row_multiple,
             )
             for compute_dtype, originals in flats
         ]
@@ -241,7 +228,7 @@ class _UnitBuilder:
                 mixed_precision=mixed_precision,
                 reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
                 gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
-                deterministic=self.deterministic,
+                deterministic=self.given.reduction.deterministic,
             ),
         )
         if plan.parent is None or "mixed_precision" in plan.arguments:
@@ -272,7 +259,7 @@ class _UnitBuilder:
         assert parameter is not None
         split, value = split_of(parameter), local_of(parameter)
         operation = Operation("synchronisation", f"parameter {visit.fqn}.{name}", 0)
-        for axis, group in enumerate(self.tensor_parallel_groups):
+        for axis, group in enumerate(self.topology.tensor_parallel_groups):
             if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
                 broadcast_(value, group, operation)
 
@@ -281,7 +268,7 @@ class _UnitBuilder:
 
         Inputs are cast here unless that unit casts them already.
         """
-        module = self.arguments[id(plan)].hook_module
+        module = self.plan.arguments[id(plan)].hook_module
         if module is not None and plan.existing is None:
             hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
             unit.add_owner(module)

@@ -110,8 +110,8 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "outer": given.outer,
-        "mixed_precision": given.precision.units or MixedPrecision(),
-        "cast_forward_inputs of the root": given.precision.root,
+        "mixed_precision": given.mixed_precision or MixedPrecision(),
+        "cast_forward_inputs of the root": given.root_precision,
         "forward_prefetch": int(given.prefetch.forward),
         "backward_prefetch": given.prefetch.backward,
         "limit_all_gathers": given.prefetch.limit,
@@ -144,14 +144,13 @@ def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Ite
                 dtype = handle.main_shard.dtype
                 yield f"{fqn!r} {list(shape)} {dtype} {kind} in {unit.label}"
         return
-    precision = plan.arguments[id(unit)].mixed_precision
+    arguments, label = plan.arguments[id(unit)], unit.label
     for original in unit.originals:
         parameter = original.parameter
         kind = "trainable" if parameter.requires_grad else "frozen"
         row = f"{original.fqn!r} {list(local_of(parameter).shape)} {parameter.dtype} {kind}"
-        row += f" in {unit.label}"
-        keeps = any(precision.keeps_float32(slot.module) for slot in original.slots)
-        compute = precision.compute_dtype(original.fqn, parameter.dtype, keeps)
+        row += f" in {label}"
+        compute = arguments.compute_dtype(original)
         if compute != parameter.dtype:
             row += f" ({compute} in forward)"
         for slot in original.slots[1:]:

@@ -1,10 +1,14 @@
-"""Chooses the device of the parameters, and checks that each parameter can be sharded."""
+"""Finds the device and the mesh of the parameters, and checks that each can be sharded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.build.wrap import UnitPlan
@@ -13,6 +17,7 @@ from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.groups import own_rank
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import foreign_class
+from layerzero.flat.tensor_parallel import is_supported
 
 
 def resolve_device(
@@ -153,38 +158,115 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
-    parameter = original.parameter
-    where = f"{plan.label} (rank {rank}): parameter {original.fqn!r}"
+    problem = _problem_of(original.parameter, original)
+    if problem is not None:
+        raise ValueError(f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}")
+
+
+def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | None:
+    """Why a parameter cannot be sharded; None if it can."""
     if is_lazy(parameter):
-        raise ValueError(
-            f"{where} has no shape yet, because its module is lazy; run one forward on a batch of "
-            "the right shape before wrapping"
+        return (
+            "has no shape yet, because its module is lazy; run one forward on a batch of the right "
+            "shape before wrapping"
         )
     foreign = foreign_class(parameter)
     if foreign is not None:
-        raise ValueError(
-            f"{where} is a {foreign.__module__}.{foreign.__qualname__}, a tensor subclass with its "
-            "own operations; expected a plain nn.Parameter or a DTensor: convert it (dequantize a "
+        return (
+            f"is a {foreign.__module__}.{foreign.__qualname__}, a tensor subclass with its own "
+            "operations; expected a plain nn.Parameter or a DTensor: convert it (dequantize a "
             "quantized one), or add it to ignored_parameters, which stay whole on every rank"
         )
-    if any(isinstance(slot.module, torch.jit.ScriptModule) for slot in original.slots):
-        raise ValueError(
-            f"{where} is in a scripted or traced module, whose code reads parameters where Python "
-            "cannot replace them; use the Python module that was scripted, and compile() instead "
-            "of torch.jit, or, if nothing in it is trained, add the scripted module to "
-            "ignored_modules, which stay whole on every rank"
-        )
+    for slot in original.slots:
+        if isinstance(slot.module, torch.jit.ScriptModule):
+            return (
+                "is in a scripted or traced module, whose code reads parameters where Python "
+                "cannot replace them; use the Python module that was scripted, and compile() "
+                "instead of torch.jit, or, if nothing in it is trained, add the scripted module to "
+                "ignored_modules, which stay whole on every rank"
+            )
     if parameter.layout is not torch.strided:
-        raise ValueError(f"{where} has layout {parameter.layout}; expected a dense parameter")
+        return f"has layout {parameter.layout}; expected a dense parameter"
     hooks_from = kind_of_hooks(parameter)
     if hooks_from is not None:
-        raise ValueError(
-            f"{where} has hooks, registered with {hooks_from}: they would never run, because "
-            "wrapping replaces the parameter; remove them, and register hooks on the sharded "
-            "parameters of the wrapped model (docs/howto/recipes.md)"
+        return (
+            f"has hooks, registered with {hooks_from}: they would never run, because wrapping "
+            "replaces the parameter; remove them, and register hooks on the sharded parameters of "
+            "the wrapped model (docs/howto/recipes.md)"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
+        return (
+            f"has dtype {parameter.dtype} and requires grad; expected a floating-point dtype: call "
+            "requires_grad_(False) on it, or cast it"
+        )
+    return None
+
+
+# Tensor parallelism -----------------------------------------------------------------------------
+
+
+def tensor_parallel_mesh(
+    plans: list[UnitPlan], everyone: Callable[[], tuple[int, ...]] | None
+) -> DeviceMesh | None:
+    """The mesh of the DTensor parameters; None if there are none. Not collective.
+
+    Args:
+        everyone: returns the ranks that share the model; None: these are only planned.
+
+    Raises:
+        ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
+            several meshes, or the mesh and the process group share ranks besides this one.
+    """
+    mesh: DeviceMesh | None = None
+    first = ""
+    for fqn, parameter_mesh in _meshes(plans):
+        if mesh is not None and parameter_mesh != mesh:
+            raise ValueError(
+                f"rank {dist.get_rank()}: DTensor parameters of one model need one mesh, got "
+                f"{mesh} ({first!r}) and {parameter_mesh} ({fqn!r}); parallelize all modules on "
+                "one mesh"
+            )
+        if mesh is None:
+            mesh, first = parameter_mesh, fqn
+    if mesh is not None:
+        _check_crossing(mesh, first, everyone)
+    return mesh
+
+
+def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
+    for plan in plans:
+        for handle in plan.existing.handles if plan.existing is not None else ():
+            for fqn, split in zip(handle.fqns, handle.splits, strict=True):
+                if split is not None:
+                    yield fqn, split.mesh
+        for original in plan.originals:
+            parameter = original.parameter
+            if not isinstance(parameter, DTensor):
+                continue
+            if not is_supported(parameter):
+                raise ValueError(
+                    f"{plan.label} (rank {dist.get_rank()}): parameter {original.fqn!r} is a "
+                    f"DTensor with placements {parameter.placements}; expected Shard(dim) or "
+                    "Replicate() along each axis of its mesh: redistribute() it before wrapping"
+                )
+            yield original.fqn, parameter.device_mesh
+
+
+def _check_crossing(
+    mesh: DeviceMesh, fqn: str, everyone: Callable[[], tuple[int, ...]] | None
+) -> None:
+    rank = dist.get_rank()
+    if mesh.get_coordinate() is None:
         raise ValueError(
-            f"{where} has dtype {parameter.dtype} and requires grad; expected a floating-point "
-            "dtype: call requires_grad_(False) on it, or cast it"
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
+            "parallelize and wrap the model only on ranks of the mesh"
+        )
+    if everyone is None:
+        return
+    shared = set(mesh.mesh.flatten().tolist()) & set(everyone())
+    if shared != {rank}:
+        raise ValueError(
+            f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
+            f"{mesh.mesh.tolist()} of DTensor parameter {fqn!r}; expected this rank only: pass the "
+            'data-parallel axis, such as process_group=mesh["dp"]'
         )

@@ -24,35 +24,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from layerzero.build.make_placement import make_placement
+from layerzero.build.make_placement import AnyGroup, Ranks, make_placement, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.placement import Outer, Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
-
-Group = dist.ProcessGroup | DeviceMesh
-
-
-@dataclasses.dataclass(frozen=True)
-class Ranks:
-    """Stands for a process group where there is none: in a plan of memory."""
-
-    table: tuple[tuple[int, ...], ...]
-    """Global ranks, one row for each shard group."""
-
-
-AnyGroup = Group | Ranks
-
-
-def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
-    """Global ranks in ascending order."""
-    if isinstance(group, Ranks):
-        return tuple(sorted(rank for row in group.table for rank in row))
-    if isinstance(group, DeviceMesh):
-        return tuple(sorted(group.mesh.flatten().tolist()))
-    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def _key(group: AnyGroup | None) -> object:
@@ -161,11 +139,8 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> 
 def structure_of(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> int:
     """A checksum of the sizes of units and of which are experts, compared over ranks.
 
-    0 without experts. With units of unequal sizes, ranks would prefetch different numbers of
-    all-gathers ahead.
+    With units of unequal sizes, ranks would prefetch different numbers of all-gathers ahead.
     """
-    if not experts:
-        return 0
     groups = list(dict.fromkeys(map(_key, experts.values())))
     rows = [
         (
@@ -245,7 +220,6 @@ def _number(text: str) -> int:
 
 
 def place_units(
-    plans: Sequence[UnitPlan],
     experts: Mapping[int, AnyGroup],
     placement: Placement,
     device: torch.device,
@@ -254,7 +228,7 @@ def place_units(
     timeout: timedelta | None,
     separate_groups: bool = False,
 ) -> dict[int, Placement]:
-    """The placement of each unit, keyed by id(plan). Collective if groups have to be made.
+    """The placement of each expert unit, keyed by id(plan). Collective if groups have to be made.
 
     Args:
         placement: placement of the whole model.
@@ -270,7 +244,4 @@ def place_units(
             made[_key(group)] = dataclasses.replace(
                 own, members=placement.members, data_parallel=placement
             )
-    return {
-        id(plan): made[_key(experts[id(plan)])] if id(plan) in experts else placement
-        for plan in plans
-    }
+    return {plan: made[_key(group)] for plan, group in experts.items()}

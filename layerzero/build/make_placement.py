@@ -15,6 +15,28 @@ from layerzero.comm.new_groups import new_group, options_like
 from layerzero.flat.groups import ShardGroup, make_shard_group, make_shard_groups
 from layerzero.flat.placement import Outer, Placement
 
+Group = dist.ProcessGroup | DeviceMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Stands for a process group where there is none: in a plan of memory."""
+
+    table: tuple[tuple[int, ...], ...]
+    """Global ranks, one row for each shard group."""
+
+
+AnyGroup = Group | Ranks
+
+
+def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
+    """Global ranks in ascending order."""
+    if isinstance(group, Ranks):
+        return tuple(sorted(rank for row in group.table for rank in row))
+    if isinstance(group, DeviceMesh):
+        return tuple(sorted(group.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
 
 def make_placement(
     group: dist.ProcessGroup | DeviceMesh | None,

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.build.argument_types import check_optional_mean, check_optional_modules
+from layerzero.build.argument_types import check, check_optional_modules
 from layerzero.build.compare_values import broadcast_text
-from layerzero.build.experts import AnyGroup, ranks_of
+from layerzero.build.make_placement import AnyGroup, ranks_of
 from layerzero.build.regions import OptionalRegions
 from layerzero.build.wrap import UnitPlan, has_forward
 from layerzero.comm.gather_texts import gather_texts
@@ -113,9 +113,7 @@ def find_optional(
     """
     try:
         listed = check_optional_modules(given)
-        check_optional_mean(mean)
-        if not listed and not _kept and mean == "all":
-            return OptionalModules()
+        check(optional_mean=mean)
         names = _Names(root)
         modules = {name: names.module_of[name] for name in map(names.find, listed)}
         nested = [kept for part in root.modules() if (kept := _nested(part, root, names))]
@@ -284,7 +282,7 @@ def _nested(part: nn.Module, root: nn.Module, names: _Names) -> _Kept | None:
 
 
 def _common_mean(mean: object, is_used: bool, nested: Sequence[OptionalMean]) -> OptionalMean:
-    assert mean in ("all", "participants"), "check_optional_mean"
+    assert mean in ("all", "participants"), "checked"
     means = {*nested, mean} if is_used or not nested or mean != "all" else set(nested)
     if len(means) > 1:
         raise ValueError(

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.arguments import Arguments
-from layerzero.build.device import resolve_device
-from layerzero.build.dtensor_mesh import tensor_parallel_mesh
-from layerzero.build.expert_numbers import ExpertLists
-from layerzero.build.experts import AnyGroup, find_experts, ranks_of
-from layerzero.build.optional import OptionalModules, find_optional
+from layerzero.build.arguments import Arguments, UnitArguments, effective_offload
+from layerzero.build.device import resolve_device, tensor_parallel_mesh
+from layerzero.build.make_placement import AnyGroup, ranks_of
 from layerzero.build.shared_memory import refuse_shared_memory
-from layerzero.build.unit_arguments import UnitArguments, effective_offload
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
-from layerzero.step.module_guards import check_compiled
+from layerzero.flat.names import clean_name
+from layerzero.step.module_guards import check_compiled, units_of
 from layerzero.step.structure import Ignored
-from layerzero.step.unwrap import left_units, nested_ignored, unwrap
+from layerzero.step.unit import get_unit
+
+if TYPE_CHECKING:
+    from layerzero.build.expert_numbers import ExpertLists
+    from layerzero.build.optional import OptionalModules
+
+
+_Named = tuple[str, nn.Parameter]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +42,15 @@ class WrapPlan:
     """Arguments of each unit, keyed by id(plan)."""
     experts: Mapping[int, AnyGroup]
     """The expert-data group of each expert unit, keyed by id(plan)."""
-    expert_lists: ExpertLists
+    expert_lists: ExpertLists | None
+    """None: no unit has `expert_numbers`."""
     mesh: DeviceMesh | None
     """Mesh of the DTensor parameters outside experts."""
     ignored: Ignored
     ignored_parameters: Sequence[nn.Parameter]
     """The `ignored_parameters` given; after an unwrap, the full parameters that replaced them."""
-    optional: OptionalModules
+    optional: OptionalModules | None
+    """None: no module is optional."""
 
     @property
     def nesting(self) -> int:
@@ -70,25 +76,47 @@ def plan_wrapping(
         RuntimeError: units inside belong to another wrapped model.
     """
     ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
-    left = left_units(module)
-    if left:
-        full = unwrap(left)
-        ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
-    ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
+    ignored = Ignored(given.ignored_modules, ignored_parameters)
+    is_nested = any(get_unit(part) is not None or units_of(part) for part in module.modules())
+    if is_nested:
+        from layerzero.step.unwrap import left_units, nested_ignored, unwrap
+
+        left = left_units(module)
+        if left:
+            full = unwrap(left)
+            ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
+        ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     _check_containers(units)
-    real = None if everyone else functools.partial(ranks_of, given.process_group)
-    ranks = real or everyone
-    assert ranks is not None, "one of them is"
-    experts = find_experts(units, ranks)
-    expert_lists = ExpertLists(module, units)
+
+    def everyone_here() -> tuple[int, ...]:
+        return ranks_of(given.process_group)
+
+    ranks = everyone or everyone_here
+    experts: Mapping[int, AnyGroup] = {}
+    expert_lists = None
+    own = {name for unit in units for name in unit.arguments}
+    if "process_group" in own:
+        from layerzero.build.experts import find_experts
+
+        experts = find_experts(units, ranks)
+    if "expert_numbers" in own:
+        from layerzero.build.expert_numbers import ExpertLists
+
+        expert_lists = ExpertLists(module, units)
     dense = [unit for unit in units if id(unit) not in experts]
-    optional = find_optional(
-        module, given.optional_modules, given.optional_mean, units, experts, ranks
-    )
-    mesh = tensor_parallel_mesh(dense, real)
+    optional = None
+    is_default = isinstance(given.optional_modules, tuple) and not given.optional_modules
+    if is_nested or not is_default or given.optional_mean != "all":
+        from layerzero.build.optional import find_optional
+
+        optional = find_optional(
+            module, given.optional_modules, given.optional_mean, units, experts, ranks
+        )
+    mesh = tensor_parallel_mesh(dense, None if everyone else everyone_here)
     device = resolve_device(given.device, units, given.group, mesh)
-    refuse_shared_memory(module, {id(o.parameter) for unit in units for o in unit.originals})
+    sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
+    refuse_shared_memory(sharded, _others(module, ignored, sharded))
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(
         units=units,
@@ -104,19 +132,29 @@ def plan_wrapping(
     )
 
 
+def _others(module: nn.Module, ignored: Ignored, sharded: Sequence[_Named]) -> list[_Named]:
+    """The parameters that are not to be sharded, with their names."""
+    if not ignored.modules and not ignored.parameters:
+        return []
+    inside = {id(parameter) for _, parameter in sharded}
+    # Bypass an override, which may return less.
+    named = nn.Module.named_parameters(module)
+    return [(clean_name(name), each) for name, each in named if id(each) not in inside]
+
+
 def _arguments_of(
     units: Sequence[UnitPlan], given: Arguments, device: torch.device
 ) -> dict[int, UnitArguments]:
     shared = UnitArguments(
-        mixed_precision=given.precision.units or MixedPrecision(),
+        mixed_precision=given.mixed_precision or MixedPrecision(),
         reshard_after_forward=given.reshard_after_forward,
         gradient_reduction=given.reduction.reduce,
         offload=effective_offload(given.offload, device),
     )
     arguments = {id(unit): shared.of_unit(unit, device) for unit in units}
-    if given.precision.root is not None:
+    if given.root_precision is not None:
         root = id(units[0])
-        arguments[root] = replace(arguments[root], mixed_precision=given.precision.root)
+        arguments[root] = replace(arguments[root], mixed_precision=given.root_precision)
     return arguments
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,18 +26,18 @@ class _Held(NamedTuple):
     is_ignored: bool
 
 
-def refuse_shared_memory(root: nn.Module, sharded: Collection[int]) -> None:
+def refuse_shared_memory(
+    sharded: Iterable[tuple[str, nn.Parameter]], ignored: Iterable[tuple[str, nn.Parameter]]
+) -> None:
     """Raise ValueError if two parameters share elements, and one of them is to be sharded.
 
     Takes n log n steps for n parameters, and reads no values.
-
-    Args:
-        sharded: ids of the parameters that are to be sharded.
     """
+    memory = (held for named in (sharded, ignored) for held in _memory_of(named, named is ignored))
     around: list[_Held] = []
     """Parameters whose ranges overlap, directly or by others of these."""
     end = ("", 0)
-    for held in sorted(_memory_of(root, sharded), key=lambda each: each[:3]):
+    for held in sorted(memory, key=lambda each: each[:3]):
         if (held.device, held.start) >= end:
             _check(around)
             around = []
@@ -46,9 +46,8 @@ def refuse_shared_memory(root: nn.Module, sharded: Collection[int]) -> None:
     _check(around)
 
 
-def _memory_of(root: nn.Module, sharded: Collection[int]) -> Iterator[_Held]:
-    # Bypass an override, which may return less.
-    for name, parameter in nn.Module.named_parameters(root):
+def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> Iterator[_Held]:
+    for name, parameter in named:
         if get_info(parameter) is not None or foreign_class(parameter) is not None:
             continue
         local = local_of(parameter)
@@ -60,7 +59,6 @@ def _memory_of(root: nn.Module, sharded: Collection[int]) -> Iterator[_Held]:
             if not local.is_contiguous():
                 steps = zip(local.shape, local.stride(), strict=True)
                 stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
-            is_ignored = id(parameter) not in sharded
             yield _Held(str(local.device), start, stop, clean_name(name), local, is_ignored)
 
 

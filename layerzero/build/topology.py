@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, check_arguments
 from layerzero.build.compare_models import Outline
-from layerzero.build.experts import check_experts, place_units, structure_of
 from layerzero.build.make_placement import make_placement
-from layerzero.build.optional import agree_on_optional
 from layerzero.build.plan import WrapPlan, plan_wrapping
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.gather_texts import gather_texts
@@ -166,11 +164,15 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     placement = make_placement(
         given.process_group, device, given.zero3_size, mode, in_order, timeout, separate
     )
-    check_experts(plan.units, plan.experts, placement, device)
     groups = mesh_groups(plan.mesh, device, timeout)
-    placements = place_units(
-        plan.units, plan.experts, placement, device, mode, in_order, timeout, separate
-    )
+    placements = {id(unit): placement for unit in plan.units}
+    if plan.experts:
+        from layerzero.build.experts import check_experts, place_units
+
+        check_experts(plan.units, plan.experts, placement, device)
+        placements |= place_units(
+            plan.experts, placement, device, mode, in_order, timeout, separate
+        )
     return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
 
 
@@ -185,12 +187,17 @@ def _check_agreement(exchange: Exchange, plan: WrapPlan, given: Arguments) -> No
     axes, device = exchange.axes, exchange.device
     num_inner = axes[0].size
     outline = Outline(plan, given, num_inner)
+    structure = 0
+    if plan.experts:
+        from layerzero.build.experts import structure_of
+
+        structure = structure_of(plan.units, plan.experts)
     own = _Row(
         rank=dist.get_rank(),
         place=-1 if plan.mesh is None else _place_in(plan.mesh),
-        experts=structure_of(plan.units, plan.experts),
+        experts=structure,
         outline=outline.number,
-        optional=plan.optional.number,
+        optional=0 if plan.optional is None else plan.optional.number,
     )
     every = exchange(own)
     if any(row.is_refused for row in every):
@@ -216,7 +223,10 @@ def _check_agreement(exchange: Exchange, plan: WrapPlan, given: Arguments) -> No
     if any(row.outline != first.outline for row in every):
         raise ValueError(outline.explain(first.rank, axes, device))
     differs = any(row.optional != first.optional for row in every)
-    agree_on_optional(plan.optional, differs, axes, device)
+    if differs or plan.optional is not None:
+        from layerzero.build.optional import OptionalModules, agree_on_optional
+
+        agree_on_optional(plan.optional or OptionalModules(), differs, axes, device)
     check_sizes(axes, given, is_first=not any(axis.rank for axis in axes) and own.place <= 0)
 
 

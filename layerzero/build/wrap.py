@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from layerzero.build.torch_arguments import run_torch_policy
 from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, sharded_param_of
@@ -55,14 +55,21 @@ def make_chooser(
     """
     if policy is None:
         return lambda module, fqn: False
-    inside = {module for top in ignored_modules for module in top.modules()}
-    parameters = {parameter for module in inside for parameter in module.parameters()}
-    chosen = run_torch_policy(policy, root, inside, parameters | set(ignored_parameters))
-    if chosen is not None:
+    is_function = callable(policy) and not isinstance(policy, (type, nn.Module))
+    signature = _signature(policy) if is_function else None
+    names = signature.parameters if signature is not None else ()
+    if not isinstance(policy, type) and (
+        hasattr(policy, "_run_policy") or "recurse" in names or "nonwrapped_numel" in names
+    ):
+        from layerzero.build.migrate import run_torch_policy
+
+        inside = {module for top in ignored_modules for module in top.modules()}
+        parameters = {parameter for module in inside for parameter in module.parameters()}
+        chosen = run_torch_policy(policy, root, inside, parameters | set(ignored_parameters))
         return lambda module, fqn: chosen.get(id(module), False)
-    if callable(policy) and not isinstance(policy, (type, nn.Module)):
-        _check_signature(policy)
-        return policy
+    if is_function:
+        _check_signature(policy, signature)
+        return policy  # type: ignore[return-value]
     is_one = isinstance(policy, (type, str, Mapping, nn.Module)) or not isinstance(policy, Iterable)
     classes: tuple[Any, ...] = (policy,) if is_one else tuple(policy)  # type: ignore[arg-type]
     for cls in classes:
@@ -75,13 +82,28 @@ def make_chooser(
     return lambda module, fqn: isinstance(module, classes)
 
 
-def _check_signature(policy: Callable[[nn.Module, str], Choice]) -> None:
+def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
+    """The module classes that a policy, ours or torch's, lists; empty if it is a function."""
+    if isinstance(policy, type):
+        return (policy,)
+    listed = getattr(policy, "_module_classes", None)
+    if listed is None:
+        keywords = getattr(policy, "keywords", {})
+        listed = policy if isinstance(policy, Iterable) else keywords.get("transformer_layer_cls")
+    return tuple(listed or ())
+
+
+def _signature(policy: Any) -> inspect.Signature | None:
     try:
-        signature = inspect.signature(policy)
+        return inspect.signature(policy)
     except (TypeError, ValueError):
-        return
+        return None
+
+
+def _check_signature(policy: Any, signature: inspect.Signature | None) -> None:
     try:
-        signature.bind(None, "")
+        if signature is not None:
+            signature.bind(None, "")
     except TypeError as error:
         raise TypeError(
             "auto_wrap_policy: expected callable(module, fqn) -> bool or a mapping of arguments, "
@@ -178,8 +200,13 @@ class _Walk:
         self._ignored = {id(module) for top in ignored_modules for module in top.modules()}
         self._ignored_parameters = {id(parameter) for parameter in ignored_parameters}
         self._seen: dict[int, UnitPlan] = {}
-        children = (child for part in root.modules() for child in part._modules.values())
-        self._num_places = Counter(map(id, children))
+        self._root = root
+
+    @functools.cached_property
+    def _num_places(self) -> Counter[int]:
+        """Number of places of each module in the tree, keyed by id. Read for wrappers alone."""
+        children = (child for part in self._root.modules() for child in part._modules.values())
+        return Counter(map(id, children))
 
     def visit(
         self, module: nn.Module, fqn: str, parent: UnitPlan | None, may_choose: bool = True
@@ -280,6 +307,8 @@ def _refuse_shared_with_wrapped(
 
 def _nearest_common(users: list[UnitPlan]) -> UnitPlan:
     first, *others = users
+    if not others:
+        return first
     for candidate in first.ancestors():
         if all(any(candidate is around for around in user.ancestors()) for user in others):
             return candidate

@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.guards.lost_writes import FirstForward, LostWrites
-from layerzero.guards.stray_gradients import StrayGradients
-from layerzero.guards.surroundings import Surroundings
+from layerzero.guards.outside_uses import StrayGradients, Surroundings
 from layerzero.step.root import RootState
 
 

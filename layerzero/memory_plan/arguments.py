@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.build.argument_types import check_outer, check_zero3_size, named_device
+from layerzero.build.argument_types import check, named_device
 from layerzero.build.arguments import Arguments, check_arguments
 from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.make_placement import place
@@ -64,8 +64,7 @@ def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: in
         raise ValueError(f"world_size: expected at least 1 rank, got {world_size}")
     if "process_group" in unknown:
         raise TypeError("plan_memory: process_group: pass world_size and zero3_size instead")
-    check_outer(given["outer"])
-    check_zero3_size(given["zero3_size"])
+    check(outer=given["outer"], zero3_size=given["zero3_size"])
     device = _device(given["device"])
     # They are read several times.
     given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
@@ -92,7 +91,7 @@ def prepare(wish: Wish) -> Prepared:
     }
     arguments = _checked(given, {}, wish.world_size)
     plan = plan_wrapping(copied, arguments, lambda: tuple(range(wish.world_size)))
-    if plan.optional.failure is not None:
+    if plan.optional is not None and plan.optional.failure is not None:
         raise plan.optional.failure
     return Prepared(copied, plan, arguments)
 

@@ -54,7 +54,8 @@ class PlannedModel(ZeRO3):
     ) -> None:
         nn.Module.__init__(self)
         module, plan, arguments = prepared
-        plan.expert_lists.name_members()
+        if plan.expert_lists is not None:
+            plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.experts import AnyGroup, Ranks, ranks_of
-from layerzero.build.make_placement import place
+from layerzero.build.make_placement import AnyGroup, Ranks, place, ranks_of
 from layerzero.build.plan import WrapPlan
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Outer, Placement

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerzero.build.regions import OptionalRegions
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
 if TYPE_CHECKING:
+    from layerzero.build.regions import OptionalRegions
     from layerzero.optional.exchange import Exchange
 
 

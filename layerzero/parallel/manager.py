@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.argument_types import check_mixed_precision, check_module
+from layerzero.build.argument_types import check, check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.notices import warn_once
@@ -85,9 +85,7 @@ class ParallelManager:
                 "ParallelManager needs torch.distributed: call "
                 "torch.distributed.init_process_group first (or start the script with torchrun)"
             )
-        check_mixed_precision(mixed_precision)
-        if offload is not None and not isinstance(offload, OffloadPolicy):
-            raise TypeError(f"offload: expected an OffloadPolicy or None, got {offload!r}")
+        check(mixed_precision=mixed_precision, offload=offload)
         self.sizes = MeshSizes.infer(
             dist.get_world_size(),
             dp_size=dp_size,

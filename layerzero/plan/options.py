@@ -17,18 +17,11 @@ import torch
 from torch import nn
 
 from layerzero.build.argument_types import (
-    check_accumulation,
-    check_backward_prefetch,
-    check_gradient_reduction,
+    check,
     check_memory_budget,
-    check_on_nonfinite,
-    check_optional_mean,
-    check_outer,
     check_reshard_after_forward,
-    check_verify,
-    check_zero3_size,
 )
-from layerzero.build.torch_arguments import to_offload, to_precision
+from layerzero.build.migrate import to_offload, to_precision
 from layerzero.config import (
     BackwardPrefetch,
     GatherBudget,
@@ -137,6 +130,8 @@ def _read_value(name: str, value: Any) -> Any:
         return read_dtype(name, value)
     if name in _FLAGS:
         return read_bool(name, value)
+    if name in _CHECKED:
+        check(**{name: value})
     if name in _CHECKS:
         _CHECKS[name](value)
     return _READERS[name](value) if name in _READERS else value
@@ -219,7 +214,7 @@ def _arguments(name: str, value: Any, cls: Any) -> Mapping[str, Any]:
 
 def _read_backward_prefetch(value: Any) -> BackwardPrefetch | None:
     if not isinstance(value, str):
-        check_backward_prefetch(value)
+        check(backward_prefetch=value)
         return value
     try:
         return BackwardPrefetch(value.lower())
@@ -243,16 +238,13 @@ def _read_reshard(value: Any) -> Any:
 
 
 _FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
+_CHECKED = (
+    *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
+    "zero3_size",
+)
 _CHECKS: dict[str, Callable[[Any], object]] = {
-    "gradient_reduction": check_gradient_reduction,
     "forward_prefetch": lambda value: prefetch_depth(value, "forward_prefetch"),
     "limit_all_gathers": lambda value: GatherBudget.parse(value, default_units=1),
-    "accumulation": check_accumulation,
-    "zero3_size": check_zero3_size,
-    "outer": check_outer,
-    "optional_mean": check_optional_mean,
-    "verify": check_verify,
-    "on_nonfinite": check_on_nonfinite,
     "memory_budget": lambda value: check_memory_budget(value, True, prefetch_is_default=True),
 }
 """Functions that raise for a bad value."""

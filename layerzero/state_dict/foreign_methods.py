@@ -37,9 +37,8 @@ S = TypeVar("S", bound="_StandIn")
 
 def install(module: nn.Module) -> None:
     """Guard `save_pretrained`, and show whole parameters to merging. Not collective."""
-    if not sys.modules.keys().isdisjoint(_LIBRARIES):
-        guard_saving(module)
-        show_whole_to_merging(module)
+    guard_saving(module)
+    show_whole_to_merging(module)
 
 
 def guard_saving(module: nn.Module) -> None:

@@ -70,9 +70,11 @@ class Structure:
         self.ignored = ignored
         self._units = units
         self._root_ref = weakref.ref(units[0].module)
-        self._note_ignored(units[0].module)
-        self._named = dict(self._walk())
-        self._take_snapshot()
+        if ignored.modules or ignored.parameters:
+            self._note_ignored(units[0].module)
+        modules = [*self._modules(units[0].module)]
+        self._named = dict(self._named_parameters(modules))
+        self._take_snapshot(modules)
 
     def check(self, what: str) -> None:
         """Check that the parameters are those that were wrapped. Not collective.
@@ -95,7 +97,9 @@ class Structure:
                     "optimizer"
                 )
             self._check_compiled()
-            self._take_snapshot()
+            root = self._root_ref()
+            assert root is not None, "its methods are called on a living model"
+            self._take_snapshot([*self._modules(root)])
 
     def _check_compiled(self) -> None:
         root = self._root_ref()
@@ -108,12 +112,9 @@ class Structure:
 
     # In C -----------------------------------------------------------------------------------
 
-    def _take_snapshot(self) -> None:
-        root = self._root_ref()
-        assert root is not None, "its methods are called on a living model"
-        modules = self._modules(root)
-        self._dicts = [module.__dict__ for _, module in modules if module is not root]
-        dicts = [root.__dict__, *self._dicts]
+    def _take_snapshot(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        dicts = [module.__dict__ for _, module in modules]
+        self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
         shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
@@ -155,7 +156,10 @@ class Structure:
         unsharded_params = {
             id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
         }
-        now = {name: unsharded_params.get(id(shown), shown) for name, shown in self._walk()}
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        shown_now = self._named_parameters(self._modules(root))
+        now = {name: unsharded_params.get(id(shown), shown) for name, shown in shown_now}
         before = self._named
         came = {name: each for name, each in now.items() if name not in before}
         gone = {name: each for name, each in before.items() if name not in now}
@@ -196,10 +200,10 @@ class Structure:
     def _is_ignored(self, module: nn.Module, name: str) -> bool:
         return self.ignored.has_module(module) or name in self.ignored.names
 
-    def _walk(self) -> Iterator[tuple[str, nn.Parameter]]:
-        root = self._root_ref()
-        assert root is not None, "its methods are called on a living model"
-        for fqn, module in self._modules(root):
+    def _named_parameters(
+        self, modules: Iterable[tuple[str, nn.Module]]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for fqn, module in modules:
             for name, parameter in module._parameters.items():
                 full_name = clean_name(f"{fqn}.{name}" if fqn else name)
                 if parameter is not None and full_name not in self.ignored.names:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.build import unit_arguments
+from layerzero.build import arguments
 from layerzero.comm import collectives
 from layerzero.comm.streams import DeviceStream, Streams
 from layerzero.flat.gradients import GradientBuffer
@@ -592,7 +592,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(torch, "get_device_module", lambda _: device),
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
         mock.patch.object(root, "Streams", streams),
-        mock.patch.object(unit_arguments, "has_separate_memory", lambda _: True),
+        mock.patch.object(arguments, "has_separate_memory", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),

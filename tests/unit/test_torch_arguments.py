@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
-from layerzero.build.torch_arguments import (
+from layerzero.build.migrate import (
     to_backward_prefetch,
     to_offload,
     to_precision,

@@ -1,18 +1,19 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
-Does not import `torch.distributed.fsdp`: a caller who passes one of its objects has imported it.
+Imported once such an argument is given. Does not import `torch.distributed.fsdp`: a caller who
+passes one of its objects has imported it.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, is_of_fsdp
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
 
@@ -108,6 +109,18 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
     return Precision(of_units, of_root)
 
 
+def to_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `ZeRO3` that may be objects of FSDP, as ours."""
+    has_policy = given["auto_wrap_policy"] is not None
+    precision = to_precision(given["mixed_precision"], given["module"], has_policy)
+    return {
+        "mixed_precision": precision.units,
+        "root_precision": precision.root,
+        "backward_prefetch": to_backward_prefetch(given["backward_prefetch"]),
+        "offload": to_offload(given["offload"]),
+    }
+
+
 def to_offload(value: Any) -> Any:
     """Convert torch's `CPUOffload`, `OffloadPolicy` and `CPUOffloadPolicy`; return others as is."""
     if _is_torchs(value, "CPUOffload"):
@@ -155,8 +168,8 @@ def run_torch_policy(
     root: nn.Module,
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
-) -> Mapping[int, Mapping[str, Any]] | None:
-    """Run a policy of `torch.distributed.fsdp.wrap`; None if `policy` is not one.
+) -> Mapping[int, Mapping[str, Any]]:
+    """Run a policy of `torch.distributed.fsdp.wrap`, or a function with the arguments of one.
 
     Args:
         ignored_modules: ignored modules and all modules inside them.
@@ -168,13 +181,9 @@ def run_torch_policy(
     Raises:
         TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
     """
-    if isinstance(policy, type):
-        return None
     if callable(getattr(policy, "_run_policy", None)):
         chosen = policy._run_policy(root, ignored_modules, {})
         return {id(module): own for module, own in chosen.items()}
-    if not _takes_numel(policy):
-        return None
     try:
         inspect.signature(policy).bind(module=root, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
@@ -184,15 +193,6 @@ def run_torch_policy(
             "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
         ) from None
     return {key: {} for key in _run_function(policy, root, ignored_modules, ignored_parameters)}
-
-
-def _takes_numel(policy: Any) -> bool:
-    """Whether it has FSDP1's signature (module, recurse, nonwrapped_numel)."""
-    try:
-        names = inspect.signature(policy).parameters
-    except (TypeError, ValueError):
-        return False
-    return "recurse" in names or "nonwrapped_numel" in names
 
 
 def _run_function(
@@ -231,19 +231,5 @@ def _run_function(
     return chosen
 
 
-def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
-    """The module classes that a policy, ours or torch's, lists; empty if it is a function."""
-    if isinstance(policy, type):
-        return (policy,)
-    listed = getattr(policy, "_module_classes", None)
-    if listed is None:
-        keywords = getattr(policy, "keywords", {})
-        listed = policy if isinstance(policy, Iterable) else keywords.get("transformer_layer_cls")
-    return tuple(listed or ())
-
-
 def _is_torchs(value: object, name: str) -> bool:
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp")
-        for cls in type(value).__mro__
-    )
+    return is_of_fsdp(value) and any(cls.__name__ == name for cls in type(value).__mro__)

@@ -1,14 +1,23 @@
-"""Refuses engines around a sharded model that would take sharded parameters for full ones."""
+"""Guards against what uses sharded parameters outside the forward of their units.
+
+- An engine around the model that would take them for full ones: refused.
+- A penalty on `model.parameters()`, which are sharded between calls: a warning once autograd
+  computes such a gradient. It is right if the penalty is a sum over elements, and wrong if it is a
+  norm or needs whole tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from layerzero.flat.parameter_hooks import accumulator_of, is_accumulating
+from layerzero.flat.parameter_info import get_info
+from layerzero.notices import warn_once
 from layerzero.step.extension import Extension
 from layerzero.step.unit import Unit
 
@@ -60,3 +69,43 @@ def _refuse_transform() -> NoReturn:
         "all-gathers cannot run inside them; use torch.autograd.grad, or transform functions "
         "inside a unit's forward"
     )
+
+
+class StrayGradients(Extension):
+    """Warns once. Costs nothing until autograd computes such a gradient."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._accumulators: dict[nn.Parameter, object] = {}
+        """Autograd holds a hooked node only weakly."""
+        for unit in units:
+            self.trainable_changed(unit)
+
+    def trainable_changed(self, unit: Unit) -> None:
+        is_first = unit.handles[0].placement.is_first if unit.handles else True
+        for handle in unit.handles:
+            for sharded_param in handle.sharded_params if handle.placement.num_ranks > 1 else ():
+                if sharded_param.requires_grad and sharded_param not in self._accumulators:
+                    self._accumulators[sharded_param] = _watch(sharded_param, is_first)
+
+
+def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
+    accumulator = accumulator_of(sharded_param)
+    info = get_info(sharded_param)
+    assert info is not None, "sharded parameters have ParameterInfo"
+    fqn = info.fqn
+
+    def warn(_: object) -> None:
+        if is_accumulating():
+            return  # The engine delivers a reduced gradient to a parameter with hooks.
+        warn_once(
+            "gradients of sharded parameters",
+            f"{fqn!r} was used outside the forward of its unit, where it is this rank's shard, as "
+            "in a penalty on model.parameters(): autograd computed a gradient of the shard itself, "
+            "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
+            "and wrong for norms and anything else that needs the whole tensor: compute that "
+            "inside the model's forward",
+            is_first=is_first,
+        )
+
+    accumulator.register_prehook(warn)
+    return accumulator
