@@ -36,9 +36,10 @@ class Clipped(NamedTuple):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        found = [p for unit in self.units for p in unit.sharded_params]
-        only = self.only
-        return [*self.replicated, *(p for p in found if only is None or id(p) in only)]
+        found = [p for unit in self.units for h in unit.handles for p in h.sharded_params]
+        if self.only is not None:
+            found = [parameter for parameter in found if id(parameter) in self.only]
+        return [*self.replicated, *found]
 
 
 def clipped(
@@ -106,7 +107,8 @@ def clip_factor(norm: _Number, max_norm: float) -> _Number:
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply gradients by a scalar, in place, each on its own device. Not collective."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in (parameter.grad for parameter in parameters):
+    for parameter in parameters:
+        gradient = parameter.grad
         if gradient is not None and gradient.numel():
             by_device.setdefault(gradient.device, []).append(gradient)
     for device, gradients in by_device.items():

@@ -168,10 +168,13 @@ def sharded_parts(
     """The tensors of sharded parameters in units, by placement; of every placement, also one
     without a tensor here, so that all ranks run the same gathers."""
     found: dict[int, tuple[Placement, list[Part]]] = {}
-    for handle in (handle for unit in units for handle in unit.handles):
+    for handle in [handle for unit in units for handle in unit.handles]:
         _, own = found.setdefault(id(handle.placement), (handle.placement, []))
-        given = ((parameter, tensor_of(parameter)) for parameter in handle.sharded_params)
-        own += [Part(p, tensor) for p, tensor in given if tensor is not None and tensor.numel()]
+        own += [
+            Part(parameter, tensor)
+            for parameter in handle.sharded_params
+            if (tensor := tensor_of(parameter)) is not None and tensor.numel()
+        ]
     return list(found.values())
 
 
