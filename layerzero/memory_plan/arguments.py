@@ -29,7 +29,7 @@ _MODULES = ("ignored_modules", "ignored_parameters", "optional_modules")
 """Arguments that list modules or parameters."""
 
 
-class Wish(NamedTuple):
+class PlanRequest(NamedTuple):
     """What is to be planned, checked."""
 
     module: nn.Module
@@ -51,7 +51,9 @@ class Prepared(NamedTuple):
     arguments: Arguments
 
 
-def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: int) -> Wish:
+def check_request(
+    given: dict[str, Any], unknown: Mapping[str, Any], world_size: int
+) -> PlanRequest:
     """Refuse what `ZeRO3` refuses, and what cannot be planned. Changes nothing.
 
     Raises:
@@ -69,43 +71,43 @@ def check_wish(given: dict[str, Any], unknown: Mapping[str, Any], world_size: in
     # They are read several times.
     given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
     given = {**given, "process_group": None, "device": _CPU}
-    wish = Wish(given["module"], given, world_size, device)
+    request = PlanRequest(given["module"], given, world_size, device)
     _checked(given, unknown, world_size)
-    _refuse_unplanned(wish)
+    _refuse_unplanned(request)
     policy = given["auto_wrap_policy"]
     if policy is not None:
         ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
-        given["auto_wrap_policy"] = with_ranks(make_chooser(policy, wish.module, *ignored))
-    return wish
+        given["auto_wrap_policy"] = with_ranks(make_chooser(policy, request.module, *ignored))
+    return request
 
 
-def prepare(wish: Wish) -> Prepared:
-    """Copy the module without memory, and plan its units. Raises as `check_wish`."""
-    copied, copies = _hollow_copy(wish.module)
+def prepare(request: PlanRequest) -> Prepared:
+    """Copy the module without memory, and plan its units. Raises as `check_request`."""
+    copied, copies = _hollow_copy(request.module)
     # Values are not read: nothing has to be initialised or made equal.
     given = {
-        **_of_copy(wish, copied, copies),
+        **_of_copy(request, copied, copies),
         "module": copied,
         "param_init_fn": None,
         "sync_module_states": False,
     }
-    arguments = _checked(given, {}, wish.world_size)
-    plan = plan_wrapping(copied, arguments, lambda: tuple(range(wish.world_size)))
+    arguments = _checked(given, {}, request.world_size)
+    plan = plan_wrapping(copied, arguments, lambda: tuple(range(request.world_size)))
     if plan.optional is not None and plan.optional.failure is not None:
         raise plan.optional.failure
     return Prepared(copied, plan, arguments)
 
 
-def topology_of(wish: Wish, prepared: Prepared, rank: int) -> Topology:
+def topology_of(request: PlanRequest, prepared: Prepared, rank: int) -> Topology:
     """The groups and placements of one rank."""
     _, plan, arguments = prepared
-    backend = "nccl" if wish.on_accelerator else "gloo"
-    everyone = planned_group(rank, range(wish.world_size), backend)
-    size = arguments.zero3_size or wish.world_size
-    table = [list(range(at, at + size)) for at in range(0, wish.world_size, size)]
+    backend = "nccl" if request.on_accelerator else "gloo"
+    everyone = planned_group(rank, range(request.world_size), backend)
+    size = arguments.zero3_size or request.world_size
+    table = [list(range(at, at + size)) for at in range(0, request.world_size, size)]
 
     def group_of(ranks: Sequence[int]) -> ShardGroup:
-        if len(ranks) == wish.world_size:
+        if len(ranks) == request.world_size:
             return everyone
         ranks = sorted(ranks)
         return planned_group(ranks.index(rank), ranks, backend)
@@ -137,8 +139,8 @@ def _device(device: object) -> torch.device:
     return found
 
 
-def _refuse_unplanned(wish: Wish) -> None:
-    for inner in wish.module.modules():
+def _refuse_unplanned(request: PlanRequest) -> None:
+    for inner in request.module.modules():
         name = type(inner).__name__
         if get_unit(inner) is not None:
             raise NotImplementedError(
@@ -152,23 +154,23 @@ def _refuse_unplanned(wish: Wish) -> None:
                 f"plan_memory: a {name} is compiled by torch.compile, which keeps other "
                 "activations; plan it without"
             )
-        if isinstance(inner, nn.RNNBase) and (wish.on_accelerator or isinstance(inner, nn.LSTM)):
+        if isinstance(inner, nn.RNNBase) and (request.on_accelerator or isinstance(inner, nn.LSTM)):
             raise NotImplementedError(
-                f"plan_memory: {name} on {wish.device.type}: the workspace that its library keeps "
-                "for backward is not known without running it"
+                f"plan_memory: {name} on {request.device.type}: the workspace that its library "
+                "keeps for backward is not known without running it"
             )
-    offload = wish.given["offload"]
-    if wish.on_accelerator and offload is not None:
+    offload = request.given["offload"]
+    if request.on_accelerator and offload is not None:
         raise NotImplementedError(
-            f"plan_memory: offload on {wish.device.type} cannot be planned yet: the plan has one "
-            "memory"
+            f"plan_memory: offload on {request.device.type} cannot be planned yet: the plan has "
+            "one memory"
         )
 
 
-def _of_copy(wish: Wish, copied: nn.Module, copies: Mapping[int, Any]) -> dict[str, Any]:
+def _of_copy(request: PlanRequest, copied: nn.Module, copies: Mapping[int, Any]) -> dict[str, Any]:
     """The arguments, with the modules and parameters in them replaced by their copies."""
-    given = wish.given
-    originals = {id(copies[id(m)]): m for m in wish.module.modules() if id(m) in copies}
+    given = request.given
+    originals = {id(copies[id(m)]): m for m in request.module.modules() if id(m) in copies}
 
     def copy_of(each: Any) -> Any:
         return copies.get(id(each), each)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.flat_param import FlatParam
-from layerzero.memory_plan.arguments import Wish, check_wish, prepare
+from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare
 from layerzero.memory_plan.experts import with_all_experts
 from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank, Usage
 from layerzero.zero3 import ZeRO3
@@ -109,18 +109,18 @@ def plan_memory(
         NotImplementedError: the memory of an argument or a module cannot be planned yet.
     """
     given, unknown = _named(module, arguments)
-    wish = check_wish(given, unknown, world_size)
+    request = check_request(given, unknown, world_size)
     checked, planned = _batch(batch), _check_optimizer(optimizer)
-    prepared = prepare(wish)
+    prepared = prepare(request)
     ranks = with_all_experts(prepared.plan.experts, world_size)
-    first = PlannedRank(wish, prepared, min(ranks), planned)
+    first = PlannedRank(request, prepared, min(ranks), planned)
     usages = {
         rank: (
-            first if rank == min(ranks) else PlannedRank(wish, prepare(wish), rank, planned)
+            first if rank == min(ranks) else PlannedRank(request, prepare(request), rank, planned)
         ).run(checked)
         for rank in _fullest_ranks(first.model.handles, ranks)
     }
-    return _fullest(usages, wish)
+    return _fullest(usages, request)
 
 
 def _fullest_ranks(handles: Iterable[FlatParam], candidates: Collection[int]) -> list[int]:
@@ -159,7 +159,7 @@ def _pieces(handle: FlatParam) -> Iterator[tuple[int, int]]:
                 yield shard, end - begin
 
 
-def _fullest(usages: Mapping[int, Usage], wish: Wish) -> MemoryPlan:
+def _fullest(usages: Mapping[int, Usage], request: PlanRequest) -> MemoryPlan:
     rank = max(usages, key=lambda rank: sum(usages[rank].peak.values()))
     usage = usages[rank]
     resting = max(sum(each.resting.values()) for each in usages.values())
@@ -175,9 +175,9 @@ def _fullest(usages: Mapping[int, Usage], wish: Wish) -> MemoryPlan:
         peak_unit=usage.moment[0],
         peak_moment=usage.moment[1],
         padding_bytes=usage.padding,
-        world_size=wish.world_size,
-        zero3_size=wish.given["zero3_size"] or wish.world_size,
-        device=wish.device,
+        world_size=request.world_size,
+        zero3_size=request.given["zero3_size"] or request.world_size,
+        device=request.device,
         rank=rank,
     )
 

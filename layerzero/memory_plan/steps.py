@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.memory_budget.storages import StorageCount, sums
-from layerzero.memory_plan.arguments import Prepared, Wish, topology_of
+from layerzero.memory_plan.arguments import PlanRequest, Prepared, topology_of
 from layerzero.memory_plan.engine import ROOT, PlannedModel
 from layerzero.step.tensors import find_tensors
 
@@ -47,14 +47,16 @@ class Usage(NamedTuple):
 class PlannedRank:
     """One rank of a planned world: its model, and the count of what it holds."""
 
-    def __init__(self, wish: Wish, prepared: Prepared, rank: int, optimizer: Optimizer) -> None:
+    def __init__(
+        self, request: PlanRequest, prepared: Prepared, rank: int, optimizer: Optimizer
+    ) -> None:
         self._count = StorageCount()
         self._optimizer = optimizer
-        self._on_accelerator = wish.on_accelerator
+        self._on_accelerator = request.on_accelerator
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._hollow(), self._count.of_kind("other"):
-            topology = topology_of(wish, prepared, rank)
-            self.model = PlannedModel(prepared, topology, self._count, wish.on_accelerator)
+            topology = topology_of(request, prepared, rank)
+            self.model = PlannedModel(prepared, topology, self._count, request.on_accelerator)
             self._mark_engine()
 
     def run(self, batch: Batch) -> Usage:

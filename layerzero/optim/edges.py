@@ -76,14 +76,6 @@ class EdgeExchange:
         ]
         self._targets, self._sources = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)
 
-    @remembers_failure
-    def _gather(self, root: RootState, own: torch.Tensor) -> torch.Tensor:
-        parts = own
-        for group in self._placement.owner_groups:
-            operation = root.operations.next("optimizer state scales", "the model", group)
-            parts = gather_small(parts, group, operation)
-        return parts.view(-1, self._numel)
-
     def run(
         self, root: RootState, edges: Sequence[tuple[FlatParam, torch.Tensor]], stops: bool | None
     ) -> bool:
@@ -106,7 +98,7 @@ class EdgeExchange:
         own = own.view(-1)[: self._numel]
         if stops:
             own[-1] = 1.0
-        table = self._gather(root, own)
+        table = _gather(root, own, self._placement).view(-1, self._numel)
         anyone = stops is not None and bool(table[:, -1].any())
         # As integers: the order is that of the magnitudes, with NaN above all.
         bits = table[:, :-1].reshape(-1, _STATES).contiguous().view(torch.int32)
@@ -120,6 +112,14 @@ class EdgeExchange:
         if given:
             torch._foreach_copy_([*given.values()], [agreed[place] for place in given])
         return anyone
+
+
+@remembers_failure
+def _gather(root: RootState, own: torch.Tensor, placement: Placement) -> torch.Tensor:
+    for group in placement.owner_groups:
+        operation = root.operations.next("optimizer state scales", "the model", group)
+        own = gather_small(own, group, operation)
+    return own
 
 
 def make_exchanges(handles: Iterable[FlatParam]) -> list[EdgeExchange]:

@@ -1,7 +1,7 @@
 """Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
 
     exchange.py    a few integers from every rank, on the host
-    meeting.py     ranks exchange wishes, and all take part in one of them
+    agreement.py   ranks exchange requests, and all take part in one of them
     places.py      where in a forward regions were entered before; pure Python
     optional_units.py   the extension that a model with optional units has; makes its root
     reductions.py  what the reducer consults: reductions that not every rank has gradients for

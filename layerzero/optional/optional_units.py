@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from weakref import WeakKeyDictionary
@@ -10,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from layerzero.build.regions import OptionalRegions
+from layerzero.optional.agreement import NOTHING, Agreement
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.meeting import NOTHING, Meeting
 from layerzero.optional.places import Places
 from layerzero.optional.reductions import OptionalReductions
 from layerzero.step.calls import ForwardCall, ForwardPass
@@ -45,17 +46,26 @@ class OptionalUnits(Extension):
         """The units of `regions` are optional between `begin` and `end`, and no others."""
         self._units, self._context, self._backward = root.units, root.context, root.backward
         self.region_of = regions.region_of
-        self._exchange, self._meeting = exchange, Meeting(exchange)
+        self._exchange, self._agreement = exchange, Agreement(exchange)
         self._regions: dict[int, list[Unit]] = {}
-        """Units of each region, by the index of the first: the wish of a rank that enters it."""
+        """Units of each region, by the index of the first: the request of a rank that enters it."""
         first: dict[str, int] = {}
         for index, name in sorted(regions.region_of.items()):
             if root.units[index].handles:
-                wish = first.setdefault(name, index)
-                self._regions.setdefault(wish, []).append(root.units[index])
-        self._wish_of = {unit: wish for wish, units in self._regions.items() for unit in units}
+                request = first.setdefault(name, index)
+                self._regions.setdefault(request, []).append(root.units[index])
+        self._request_of = {
+            unit: request for request, units in self._regions.items() for unit in units
+        }
         self.places = Places(frozenset(self._regions), not regions.is_reused)
-        self.reductions = OptionalReductions(root, self._meeting, regions.mean == "participants")
+        own_ref = weakref.ref(self)  # A cycle would keep the model until a collection.
+
+        def finished(unit: Unit) -> None:
+            if (own := own_ref()) is not None:
+                own._finished(unit)
+
+        averages_participants = regions.mean == "participants"
+        self.reductions = OptionalReductions(root, self._agreement, averages_participants, finished)
         self._is_active = self._is_open = self._makes_graph = self._retains_graph = False
         self._gathered: set[Unit] = set()
         """Units that ranks have gathered in the open forward."""
@@ -65,6 +75,8 @@ class OptionalUnits(Extension):
         self._reached: set[Unit] = set()
         """Those that the backward of the open forward may reach on this rank."""
         self._reached_by: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
+        self._runs_again: set[Unit] = set()
+        """Those whose forward a reentrant checkpoint runs in backward, perhaps several times."""
 
     def begin(self, root: RootState) -> None:
         """From now on. Not inside a pass."""
@@ -114,9 +126,9 @@ class OptionalUnits(Extension):
 
     def _enter(self, unit: Unit) -> None:
         """Gather the region of a unit with all ranks, after what others want before it."""
-        wish = self._wish_of[unit]
+        request = self._request_of[unit]
         try:
-            while (chosen := self._meeting.ask(wish)) != wish:
+            while (chosen := self._agreement.agree(request)) != request:
                 self._gather(chosen, is_used=False)
         except CollectiveError as error:
             if self.places.exchanges:
@@ -127,13 +139,13 @@ class OptionalUnits(Extension):
                 "where it never was before, while others went on as they did before; call it "
                 "between the same modules in every step"
             ) from error
-        self._gather(wish, is_used=True)
+        self._gather(request, is_used=True)
 
     def _leave_place(self, gather: int | None) -> None:
         """This rank goes on to a required gather (None: ends): first take part in what others want,
         then free what its own backward does not reach."""
         if self.places.exchanges or self.places.leaves_with(gather):
-            while (chosen := self._meeting.ask(NOTHING)) != NOTHING:
+            while (chosen := self._agreement.agree(NOTHING)) != NOTHING:
                 self._gather(chosen, is_used=False)
         for unit in self._fresh - self._reached:
             unit.free()
@@ -153,6 +165,8 @@ class OptionalUnits(Extension):
         if self._is_active and self._is_open:
             if call.unit.is_optional and self._may_reach(outputs):
                 self._reached.add(call.unit)
+                if not torch.is_grad_enabled():
+                    self._runs_again.add(call.unit)
                 call.unit.hold(_OPTIONAL)
             if is_outermost:
                 self._leave_place(None)
@@ -193,10 +207,19 @@ class OptionalUnits(Extension):
                 self._reached_by.pop(each, None)
         self._free_unreachable()
 
+    def _finished(self, unit: Unit) -> None:
+        """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
+        again. Its gradients stay until the pass ends."""
+        reached_by = [units for units in self._reached_by.values() if unit in units]
+        if len(reached_by) == 1 and unit not in self._runs_again and not self._retains_graph:
+            reached_by[0].discard(unit)
+            unit.free(_OPTIONAL)
+
     def _free_unreachable(self) -> None:
         """Free what was kept for a backward that has ended, or whose graph was dropped."""
         reached = set[Unit]().union(*self._reached_by.values())
-        for unit in self._wish_of:
+        self._runs_again &= reached
+        for unit in self._request_of:
             if unit.is_held(_OPTIONAL) and unit not in reached:
                 unit.free(_OPTIONAL)
 
@@ -208,7 +231,7 @@ class OptionalUnits(Extension):
         # After an interrupt the others may be gone.
         is_heard = self._is_active and self._is_open and self.places.exchanges
         if is_heard and is_own and not self._context.operations.has_failed:
-            self._meeting.report(error or RuntimeError("a forward failed"))
+            self._agreement.report(error or RuntimeError("a forward failed"))
         self._is_open = False
         self.places.abort()
         self.reductions.note(())

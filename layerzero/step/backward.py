@@ -83,8 +83,7 @@ class Backward:
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
-        if not call.unit.is_optional:  # Ranks that skip it finish others later.
-            self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
+        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
@@ -189,6 +188,9 @@ class Backward:
         done = [
             unit for unit, start in current.active.items() if start > end and unit is not caller
         ]
+        if caller is not None and caller.is_optional:
+            # Ranks that skip the caller finish at another time what every rank reduces.
+            done = [unit for unit in done if unit.is_optional]
         # Latest start first: the same order, whether they are done at once or one after the other.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)

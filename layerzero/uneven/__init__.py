@@ -1,4 +1,4 @@
-"""Ranks with uneven numbers of batches: those that ran out shadow the others. On by use only.
+"""Ranks with uneven numbers of batches: those that ran out follow the others. On by use only.
 
     requests.py     what a rank requests to do next, and which request all ranks follow; pure Python
     optimizers.py   the optimizers of a joined loop, on a rank that follows the others
@@ -6,11 +6,11 @@
     state.py        one join on this rank
     negotiation.py  the exchange: what all ranks do next, or an error on every rank
     follower.py     one pass that only some ranks run
-    running_join.py the extension that a model has inside a join, and what a rank shadows
+    running_join.py the extension that a model has inside a join, and what a rank follows
     joinable.py     ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
     context.py      `layerzero.join`
 
-Note [How a rank shadows]
+Note [How a rank follows]
     Before each forward, backward, clipping and step, ranks exchange what they want to do next, and
     all choose the same request. If it is the request of all, they run it as outside of a join. Else
     ranks with that request run it; the others take part in its collectives with nothing of their

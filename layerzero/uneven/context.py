@@ -77,7 +77,7 @@ def join(
     is_last = True
     try:
         yield
-        while running.shadow_next():
+        while running.follow_next():
             is_last = False
         running.finish(is_last)
         if schedulers:

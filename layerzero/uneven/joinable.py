@@ -97,7 +97,7 @@ class _Hook(JoinHook):
             # Torch counts calls of this, of which a step has several.
             warnings.filterwarnings("ignore", message="Detected uneven input skew")
             self._is_first = False
-        self._join.shadow_next()
+        self._join.follow_next()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._join.finish(is_last_joiner)

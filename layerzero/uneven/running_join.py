@@ -1,4 +1,4 @@
-"""RunningJoin: a model inside a join; see Note [How a rank shadows]."""
+"""RunningJoin: a model inside a join; see Note [How a rank follows]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from layerzero.optim.clip import clip_grad_norm_, clipped
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
 from layerzero.optim.scaler import scaler_that_calls
+from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.meeting import Meeting
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step.calls import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
@@ -53,7 +53,7 @@ class RunningJoin(Extension):
         self.state = state
         self._root, self._units, self._context = root, root.units, root.context
         self._backward = root.backward
-        self._meeting = Meeting(exchange)
+        self._agreement = Agreement(exchange)
         self._negotiation = Negotiation(state, root.operations, exchange)
         self._follower: Follower | None = None
         """Consulted in the open pass, if not all ranks run it."""
@@ -97,7 +97,7 @@ class RunningJoin(Extension):
     # Requests -----------------------------------------------------------------------------------
 
     def come_to(self, request: Request, what: str = "") -> None:
-        """This rank wants to do this next: shadow others until all ranks have chosen it.
+        """This rank wants to do this next: follow others until all ranks have chosen it.
 
         Args:
             what: the call, in messages.
@@ -110,12 +110,12 @@ class RunningJoin(Extension):
         self._run_together()
         while (chosen := self._negotiation.choose(request, what or str(request))) != request:
             assert chosen is not None, "this rank is not out"
-            self._shadow(chosen)
+            self._take_part(chosen)
         if not self.state.is_common and request.kind in FOLLOWED:
             self._follow(runs=True)
 
-    def shadow_next(self) -> bool:
-        """This rank is out of batches: shadow what the others do next.
+    def follow_next(self) -> bool:
+        """This rank is out of batches: follow what the others do next.
 
         Returns:
             False: all ranks are out.
@@ -123,7 +123,7 @@ class RunningJoin(Extension):
         self._run_together()
         chosen = self._negotiation.choose(OUT)
         if chosen is not None:
-            self._shadow(chosen)
+            self._take_part(chosen)
         return chosen is not None
 
     def finish(self, is_last: bool) -> None:
@@ -152,7 +152,7 @@ class RunningJoin(Extension):
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
-        self._follower = Follower(root, self._meeting, self.state, runs)
+        self._follower = Follower(root, self._agreement, self.state, runs)
         if self._optional is not None:
             self._optional.end(root)
         root.scheduler.agree(self._follower, ExecOrderRecorder())
@@ -183,7 +183,7 @@ class RunningJoin(Extension):
             isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
         )
         if is_own and not self._root.operations.has_failed:
-            self._meeting.report(error or RuntimeError("a backward pass failed"))
+            self._agreement.report(error or RuntimeError("a backward pass failed"))
         follower.is_open = False
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
@@ -219,7 +219,7 @@ class RunningJoin(Extension):
 
     def come_to_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
         """Before `optimizer.step`, of any optimizer of the process."""
-        if self.state.is_shadowing or self.state.is_abandoned or is_narrowed(optimizer):
+        if self.state.is_following or self.state.is_abandoned or is_narrowed(optimizer):
             return
         index = self._index_of(optimizer)
         if index is None:
@@ -244,16 +244,16 @@ class RunningJoin(Extension):
     ) -> Iterator[None]:
         """Around a call of one of the join's scalers; see `JoinOfScaler`."""
         index = 0 if optimizer is None else self._index_of(optimizer)
-        if self.state.is_shadowing or index is None:
+        if self.state.is_following or index is None:
             yield
             return
         self.come_to(self.state.scalers.request(scaler, call, index, new_scale))
         # All ranks do the same now, so nothing inside is a request of its own.
-        self.state.is_shadowing = True
+        self.state.is_following = True
         try:
             yield
         finally:
-            self.state.is_shadowing = False
+            self.state.is_following = False
 
     def _index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
         """The optimizer's index in the join's list; None: it is of another model.
@@ -291,21 +291,21 @@ class RunningJoin(Extension):
 
     # What others run ------------------------------------------------------------------------------
 
-    def _shadow(self, request: Request) -> None:
+    def _take_part(self, request: Request) -> None:
         """Take part in what other ranks run, with nothing of this rank's own."""
         state, root = self.state, self._root
-        state.is_shadowing = True
+        state.is_following = True
         grad_enabled = request.kind != Kind.EVALUATION
         try:
             with torch.set_grad_enabled(grad_enabled):
                 if request.kind in FOLLOWED:
                     self._follow(runs=False)
                 if request.kind in FORWARDS:
-                    self._shadow_forward(self._units[request.which], request, grad_enabled)
+                    self._follow_forward(self._units[request.which], request, grad_enabled)
                 elif request.kind == Kind.BACKWARD:
-                    self._shadow_backward(request)
+                    self._follow_backward(request)
                 elif request.kind == Kind.CLIP:
-                    self._shadow_clip(request)
+                    self._follow_clip(request)
                 elif request.kind == Kind.REDUCE:
                     root.reduce_waiting()
                 elif request.kind in SCALING:
@@ -317,9 +317,9 @@ class RunningJoin(Extension):
             raise
         finally:
             self._run_together()
-            state.is_shadowing = False
+            state.is_following = False
 
-    def _shadow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
+    def _follow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
         root = self._root
         forward_pass = ForwardPass(root.clock)
         self._note_forward(forward_pass)
@@ -330,7 +330,7 @@ class RunningJoin(Extension):
         root.context.wait_for_uploads()
         forward_pass.ended(root.scheduler.end_forward(grad_enabled))
 
-    def _shadow_backward(self, request: Request) -> None:
+    def _follow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
         before = reducer.requires_sync
         reducer.set_requires_sync(bool(request.requires_sync))
@@ -340,7 +340,7 @@ class RunningJoin(Extension):
         finally:
             reducer.set_requires_sync(before)
 
-    def _shadow_clip(self, request: Request) -> None:
+    def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module
         inside = {id(unit) for m in module.modules() if (unit := get_unit(m)) is not None}
         units = [unit for unit in self._units if id(unit) in inside]

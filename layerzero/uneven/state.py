@@ -34,7 +34,7 @@ class JoinState:
     num_ranks: int = 0
     is_common: bool = False
     """Whether all ranks had the request that was chosen."""
-    is_shadowing: bool = False
+    is_following: bool = False
     """Whether this rank takes part in what others run."""
     makes_graph: bool = False
     """Whether the open forward has gradients."""
@@ -49,4 +49,4 @@ class JoinState:
     @property
     def is_idle(self) -> bool:
         """Whether calls of this rank are no steps of the join now."""
-        return self.is_shadowing or self.is_abandoned or not self.is_enabled()
+        return self.is_following or self.is_abandoned or not self.is_enabled()

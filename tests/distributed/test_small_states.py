@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +207,22 @@ def _one_overflows() -> None:
 
 def test_ranks_agree_on_a_step_that_one_of_them_leaves_out() -> None:
     run_ranks(2, _one_overflows)
+
+
+def _fail_in_the_exchange() -> None:
+    model = _model()
+    optimizer = AdamW(model.parameters(), lr=1e-2, state="8bit")
+    _give_gradients(model, 0)
+    failure = layerzero.errors.CollectiveError("planted")
+    fails = mock.patch("layerzero.optim.edges.gather_small", side_effect=failure)
+    with fails, pytest.raises(layerzero.errors.CollectiveError, match="planted"):
+        optimizer.step()
+    with pytest.raises(layerzero.errors.CollectiveError, match="earlier collective"):
+        model(torch.zeros(2, 19))
+
+
+def test_a_failed_exchange_of_scales_is_final() -> None:
+    run_ranks(2, _fail_in_the_exchange)
 
 
 def _step_in_backward() -> None:

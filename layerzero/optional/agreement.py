@@ -1,4 +1,4 @@
-"""Meeting: ranks exchange what each wants next, and all take part in one of these wishes."""
+"""Agreement: ranks exchange what each wants next, and all take part in one of these requests."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from layerzero.optional.exchange import Exchange
 from layerzero.watch.diagnosis import PeerRaised
 
 NOTHING = -1
-"""The wish of a rank that wants nothing."""
+"""The request of a rank that wants nothing."""
 _RAISED = -2
 _WORD = 62
 """Bits in an integer of an exchange."""
 
 
-class Meeting:
+class Agreement:
     """What the ranks of one model say to each other inside a pass. Each call is one exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    def ask(self, wish: int) -> int:
-        """Exchange wishes; the lowest is followed. Collective; blocks the host.
+    def agree(self, request: int) -> int:
+        """Exchange requests; the lowest is followed. Collective; blocks the host.
 
         Returns:
-            The wish that all ranks take part in now; NOTHING: no rank wants anything.
+            The request that all ranks take part in now; NOTHING: no rank wants anything.
 
         Raises:
             PeerRaised: another rank has raised.
         """
-        wishes = [row[1] for row in self._exchange([self._exchange.rank, wish])]
-        if _RAISED in wishes:
+        requests = [row[1] for row in self._exchange([self._exchange.rank, request])]
+        if _RAISED in requests:
             rank, text = next(iter(self._exchange.texts(None).items()))
             raise PeerRaised(
                 f"rank {rank} raised between or inside units that ranks may skip: {text}"
             )
-        return min((each for each in wishes if each >= 0), default=NOTHING)
+        return min((each for each in requests if each >= 0), default=NOTHING)
 
     def report(self, error: BaseException) -> None:
         """Raise on the ranks that ask; see `ask`. Collective."""
