@@ -75,7 +75,8 @@ def fully_shard(
     Collective over the mesh; every rank must call it for the same modules in the same order, those
     inside before those around. In place: the module keeps its identity, names, methods and
     attributes; its class becomes a subclass of its own and of `FSDPModule`. `parameters()` returns
-    this rank's shards, as described in `ZeRO3`.
+    this rank's shards: some rows of each parameter, in its number of dimensions (`layout="rows"` of
+    `ZeRO3`).
 
     Parameters on the meta device become shards without values: a later `to_empty` with an
     initialisation, or a load, must write them before the first forward.
@@ -124,6 +125,8 @@ def fully_shard(
         "device": _device(mesh),
         # As torch adds up micro-batches: before anything is sent.
         "accumulation": "unsharded",
+        # Rules by `ndim` and shapes see what torch's local shards show.
+        "layout": "rows",
     }
     root = shard_in_place(top, given, {}).root
     state = _State(root.units[0], is_auto=reshard_after_forward is None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -58,7 +59,8 @@ class RuntimeContext:
         extensions: Extensions,
     ) -> None:
         self.device = device
-        self._extensions = extensions
+        # Which refer to units, and these to this object: a cycle would outlive the model.
+        self._extensions = weakref.proxy(extensions)
         self.streams = streams
         self.operations = operations
         self.limiter = limiter

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
+import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -32,7 +33,7 @@ from layerzero import (
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.flat.names import clean_name
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
-from tests.harness.models import CASES, Block, Transformer, TransformerBlock
+from tests.harness.models import CASES, Block, Transformer, TransformerBlock, loss_of
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
 
@@ -310,11 +311,77 @@ def _divided(model: Any) -> list[Tensor]:
     return train(model, optimizer="sgd_momentum")
 
 
+def _by_hand(model: Any) -> list[Tensor]:
+    layer = model.layers[0]
+    handle = layer.unshard(async_op=True)
+    handle.wait()
+    assert layer.qkv.weight.shape == (72, 24)
+    layer.reshard()
+    assert hasattr(layer.qkv.weight, "layerzero")
+    model.unshard()
+    losses = train(model, steps=2)
+    model.reset_iter_state()
+    return losses
+
+
+def _in_chunks(model: Any) -> list[Tensor]:
+    """The head is called outside the model's forward, for one part of the batch after another."""
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    losses = []
+    for step in batches(3):
+        tokens = step[dist.get_rank()]
+        optimizer.zero_grad()
+        hidden = model(tokens[:, :-1])
+        detached = hidden.detach().requires_grad_()
+        for part, targets in zip(detached.chunk(2), tokens[:, 1:].chunk(2), strict=True):
+            loss = functional.cross_entropy(model.head(part).flatten(0, 1), targets.flatten())
+            loss.backward()
+            losses.append(loss.detach())
+        hidden.backward(detached.grad)
+        optimizer.step()
+    return losses
+
+
+class WithoutHead(Transformer):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotation)
+        normed: Tensor = self.norm(x)
+        return normed
+
+
+def _registered(model: Any) -> list[Tensor]:
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    losses = []
+    for step in batches(3):
+        optimizer.zero_grad()
+        losses.append(loss_of(model.logits(step[dist.get_rank()])))
+        losses[-1].backward()
+        optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def registered(engine: Engine, model: nn.Module) -> nn.Module:
+    engine.register_fsdp_forward_method(model, "logits")  # Not sharded yet: without effect.
+    by_blocks(engine, model)
+    engine.register_fsdp_forward_method(model, "logits")
+    return model
+
+
 def _methods() -> None:
     assert_alike(Transformer, by_blocks, _accumulate, "accumulation")
     assert_alike(untied, in_one_list, _accumulate, "accumulation with a list")
     assert_alike(Transformer, by_blocks, _with_lists, "prefetch lists")
     assert_alike(Transformer, by_blocks, _divided, "divide factor")
+    # torch's root stays full after its `unshard`, and computes with the weights of before a step.
+    plain = train(by_blocks(torchs, seeded(Transformer)), steps=2)
+    assert_losses(_by_hand(by_blocks(layerzero, seeded(Transformer))), plain, "unshard")
+    assert_alike(WithoutHead, in_one_list, _in_chunks, "a list's modules used apart")
+    assert_alike(Transformer, registered, _registered, "a registered method")
 
 
 def test_methods_do_what_torchs_do() -> None:

@@ -38,7 +38,7 @@ OBJECTS = {  # Between ranks of one job, which trust each other.
     *(
         "uneven/context.py",
         "parallel/manager.py",
-        "integrations/transformers/accelerator_folders.py",
+        "integrations/shared.py",
     ),
 }
 
@@ -73,7 +73,9 @@ def test_nothing_from_a_file_is_executed() -> None:
                 # The user names a model on the command line of `python -m layerzero.plan`.
                 is_typed = name == "memory_plan/command.py"
                 is_constant = isinstance(node.args[0], ast.Constant)
-                assert is_typed or is_constant, f"{name}: imports what data names"
+                # Public names are imported at their use; a table in the file names modules.
+                is_of_table = name in ("__init__.py", "optim/__init__.py")
+                assert is_typed or is_constant or is_of_table, f"{name}: imports what data names"
     assert not found
 
 

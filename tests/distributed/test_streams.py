@@ -48,7 +48,8 @@ from tests.harness.stream_uses import (
 
 MAKING_WHOLE_TENSORS = {
     *("tolist in gather_texts", "tensor in gather_texts", "tolist in _gather"),
-    "_local_scalar_dense in agree_on_group_names",
+    *("_local_scalar_dense in agree_on_group_names", "tolist in OwnerGroup.__init__"),
+    "tolist in _held",
     *("allclose in _are_close.<locals>.<genexpr>", "allclose in _Watched.__torch_dispatch__"),
 }
 """Once for each optimizer of whole tensors: ranks compare what it was given, and try its class."""

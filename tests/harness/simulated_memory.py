@@ -42,7 +42,7 @@ _NAMES = {
     "_all_to_all": "received parts",
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
-    "start_exchange": "packed pieces",
+    "Exchange.__init__": "packed pieces",
     "gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }

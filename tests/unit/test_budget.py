@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 49_259,
+    "": 49_264,
     "flat": 2_936,
-    "step": 5_807,
+    "step": 5_809,
     "comm": 1_521,
     "watch": 1_097,
     "build": 3_918,
