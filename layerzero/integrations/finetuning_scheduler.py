@@ -126,11 +126,11 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         for depth, phase in self.fts_handle.ft_schedule.items():
             gone = [name for name in phase["params"] if name not in parameters]
             if gone:
+                names = some([repr(name) for name in gone])
                 raise ValueError(
-                    f"ZeRO3StrategyAdapter: phase {depth} unfreezes {some(gone)}, which the "
-                    f"module no longer has{near_matches(gone[0], parameters)}: configure_model, "
-                    "which runs after the schedule is made, changed the names; change them in "
-                    "__init__"
+                    f"ZeRO3StrategyAdapter: phase {depth} unfreezes {names}, which the module no "
+                    f"longer has{near_matches(gone[0], parameters)}: configure_model, which runs "
+                    "after the schedule is made, changed the names; change them in __init__"
                 )
         for name in self._frozen & parameters.keys():
             parameters[name].requires_grad_(False)

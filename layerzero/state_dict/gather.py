@@ -46,8 +46,13 @@ def root_of(shard: Shard) -> RootState:
     return root_of_unit(unit)
 
 
-def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:
-    """Yield every shard with its full tensor. Collective over the ranks that share the model."""
+def gather(
+    root: RootState, shards: Sequence[_Shard], are_alike: bool = False
+) -> Iterator[tuple[_Shard, torch.Tensor]]:
+    """Yield every shard with its full tensor. Collective over the ranks that share the model.
+
+    `are_alike`: all ranks are known to have shards of the same parameters.
+    """
     handles = [handle for unit in root.units for handle in unit.handles]
     places = {
         id(sharded_param): (number, index)
@@ -65,7 +70,8 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
         if layer is None:
             own.append(layer := {})
         layer[index] = shard
-    _agree(root, handles, layers)
+    if not are_alike:
+        _agree(root, handles, layers)
     sources: list[FlatSource] = []
     layer_of: dict[int, _Layer[_Shard]] = {}
     for handle, by_dtype in zip(handles, layers, strict=True):

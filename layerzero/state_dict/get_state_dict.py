@@ -68,7 +68,10 @@ class _Choice:
         """What was asked for, from a state dict of shards. Collective if `full`."""
         keepers = [checkpoint_group_of(roots[0], None).first] if self.rank0_only else []
         if self.full:
-            found = gather_shards(found, cpu_offload=self.cpu_offload, ranks_only=keepers)
+            # Made from the models, whose parameters all ranks share.
+            found = gather_shards(
+                found, cpu_offload=self.cpu_offload, ranks_only=keepers, are_alike=True
+            )
         if keepers and dist.get_rank() not in keepers:
             return {}
         moved: StateDict = map_values(found, _on_host) if self.cpu_offload else found

@@ -19,7 +19,11 @@ from layerzero.step.root import RootState
 
 
 def gather_shards(
-    state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: Sequence[int] = ()
+    state_dict: dict[str, Any],
+    *,
+    cpu_offload: bool = False,
+    ranks_only: Sequence[int] = (),
+    are_alike: bool = False,
 ) -> dict[str, Any]:
     """The same nested dicts and lists, with full tensors in place of shards.
 
@@ -28,6 +32,7 @@ def gather_shards(
     Args:
         cpu_offload: move each full tensor to the CPU once it is gathered.
         ranks_only: ranks that get full tensors; the others get None instead. (): all ranks.
+        are_alike: all ranks are known to have shards of the same parameters.
 
     Raises:
         ValueError: a shard was read from a file, or its model is gone.
@@ -49,7 +54,7 @@ def gather_shards(
     for root, shards in by_root.values():
         if ranks_only:
             refuse_experts(root, "full tensors on some ranks only")
-        for shard, value in gather(root, list(shards.values())):
+        for shard, value in gather(root, list(shards.values()), are_alike):
             full[id(shard)] = None
             if keeps:
                 device = "cpu" if cpu_offload else value.device

@@ -181,9 +181,9 @@ def test_a_plan_with_optional_modules_needs_a_batch_that_enters_them() -> None:
     with pytest.raises(ValueError, match=r"does not enter 'blocks\.0' of optional_modules"):
         planned(((BATCH,), {"skips": True}))
     plan = planned(BATCH)
-    # It stays full until the backward has ended.
+    # Its gradients wait until the backward has ended.
     more = plan.peak_bytes - planned(BATCH, optional_modules=()).peak_bytes
-    assert 0 < more <= sum(each.nbytes for each in module.blocks.parameters())
+    assert 0 <= more <= sum(each.nbytes for each in module.blocks.parameters())
     assert plan.peak_unit == "blocks.0"
 
 
