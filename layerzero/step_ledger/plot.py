@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
     axes.set_yticks(list(_LANES.values()), list(_LANES))
     axes.set_xlim(0, (end - begin) * 1e3)
     axes.set_xlabel("ms")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(textwrap.fill(title, 120), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 

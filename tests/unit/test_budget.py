@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 49_278,
+    "": 49_279,
     "flat": 2_936,
     "step": 5_809,
     "comm": 1_521,
