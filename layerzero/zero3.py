@@ -37,12 +37,11 @@ from layerzero.config import (
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach, torch_norm
+from layerzero.optim.sharded_params import remember_root
 from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
-from layerzero.step.context import RuntimeContext
 from layerzero.step.root import RootState, UnshardHandle, root_of
-from layerzero.step.sharded_params import remember_root
 from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.uneven.joinable import JoinableModel
@@ -428,7 +427,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         Raises:
             RuntimeError: inside forward, backward or another `summon_full_params`.
         """
-        from layerzero.step.summon import SummonOptions, summon
+        from layerzero.state_dict.summon import SummonOptions, summon
 
         options = SummonOptions(
             writeback=writeback,
@@ -453,13 +452,13 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's forward begins, instead of those recorded next."""
-        from layerzero.step.unit_view import UnitView
+        from layerzero.model_functions import UnitView
 
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
-        from layerzero.step.unit_view import UnitView
+        from layerzero.model_functions import UnitView
 
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
@@ -492,17 +491,12 @@ def shard_in_place(
     plan, arguments = plan_on_every_rank(module, given, unknown)
     _refuse_inner_budget(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
-    make_context: Callable[..., RuntimeContext] = RuntimeContext
-    if arguments.verify is not None:
-        from layerzero.verify import context_for
-
-        make_context = context_for(arguments.verify)
-    parts = Parts(
-        make_root=make_root,
-        make_context=make_context,
-        name_in_state_dicts=module_state.install,
-    )
+    parts = Parts(make_root=make_root, name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
+    if arguments.verify is not None:
+        from layerzero import verify
+
+        verify.install(root, arguments.verify)
     keeps_any = plan.ignored.modules or plan.ignored.parameters
     parameters = module.parameters() if keeps_any else ()
     kept_whole = [each for each in parameters if get_info(each) is None]

@@ -25,7 +25,6 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
 from layerzero.step import hooks, module_guards
-from layerzero.step.context import RuntimeContext
 from layerzero.step.first_forward import await_values
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
@@ -38,8 +37,6 @@ class Parts:
 
     make_root: Callable[..., RootState]
     """Takes the arguments of `RootState`, and `regions`."""
-    make_context: Callable[..., RuntimeContext]
-    """Takes the arguments of `RuntimeContext`."""
     name_in_state_dicts: Callable[[Unit, Sequence[Sequence[OriginalParameter]]], None]
     """Called with each new unit, and the original parameters of each of its handles."""
 
@@ -103,7 +100,6 @@ def join_units(
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
         regions=regions,
-        make_context=parts.make_context,
     )
 
 
