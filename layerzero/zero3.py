@@ -19,8 +19,9 @@ from layerzero import guards
 from layerzero.build import argument_warnings
 from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
+from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
-from layerzero.build.wrap import WrapPolicy
+from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
@@ -38,7 +39,6 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
-from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.root import RootState, UnshardHandle, root_of
@@ -55,6 +55,8 @@ _logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
 _LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
 """Libraries whose models have methods that would take shards for whole parameters."""
+_OF_EXPERTS = {"process_group", "expert_numbers"}
+"""Arguments of units that are experts."""
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
@@ -488,10 +490,10 @@ def shard_in_place(
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`.
     """
-    plan, arguments = plan_on_every_rank(module, given, unknown)
+    plan, arguments = plan_on_every_rank(module, given, unknown, find_features)
     _refuse_inner_budget(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
-    parts = Parts(make_root=make_root, name_in_state_dicts=module_state.install)
+    parts = Parts(name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
     if arguments.verify is not None:
         from layerzero import verify
@@ -518,6 +520,35 @@ def shard_in_place(
     torch_norm.install()
     patch_torch()
     return Sharded(root, topology.placement, arguments, kept_whole)
+
+
+def find_features(
+    module: nn.Module,
+    given: Arguments,
+    units: Sequence[UnitPlan],
+    everyone: Callable[[], tuple[int, ...]],
+) -> list[Feature]:
+    """The features that take part in the construction of a model. Not collective.
+
+    Args:
+        everyone: returns the ranks that share the model.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
+    """
+    found: list[Feature] = []
+    if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
+        from layerzero.experts.units import Experts
+
+        found.append(Experts(module, units, everyone))
+    is_nested = any(unit.existing is not None for unit in units)
+    if is_nested or given.optional_modules or given.optional_mean != "all":
+        from layerzero.optional.arguments import OptionalModules
+
+        groups: dict[int, AnyGroup] = {p: group for e in found for p, group in e.groups.items()}
+        modules, mean = given.optional_modules, given.optional_mean
+        found.append(OptionalModules(module, modules, mean, units, groups, everyone))
+    return found
 
 
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:

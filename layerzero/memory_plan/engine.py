@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from layerzero.build.build import Parts, build_units, join_units
-from layerzero.build.compare_values import Digests
+from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
@@ -23,8 +23,8 @@ from layerzero.memory_budget.learner import Learner
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
+from layerzero.optional.arguments import OptionalModules
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
@@ -52,13 +52,11 @@ class PlannedModel(ZeRO3):
     ) -> None:
         nn.Module.__init__(self)
         module, plan, arguments = prepared
-        if plan.expert_lists is not None:
-            plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
         parts = Parts(
-            make_root=functools.partial(make_root, make=make, make_exchange=_exchange_of),
+            make_root=make,
             name_in_state_dicts=module_state.install,
         )
         units = build_units(plan, topology, arguments, parts, materializer, digests)
@@ -67,6 +65,9 @@ class PlannedModel(ZeRO3):
             verifier = _PlannedVerifier(root, count, on_accelerator)
             root.extensions.add(verifier)
             root.context.send_through(verifier)
+        for feature in plan.features:
+            if isinstance(feature, OptionalModules):
+                feature.install(root, _exchange_of)
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
