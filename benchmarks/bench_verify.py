@@ -36,8 +36,8 @@ from common import (
 )
 from engines import LEARNING_RATE, TransformerBlock, layerzero, make_transformer, random_batches
 
-from layerzero.step.context import RuntimeContext
-from layerzero.verify import context as verification
+from layerzero.step.context import Transport
+from layerzero.verify.verifier import Verifier
 
 KINDS = ("off", "again", "unchecked", "checked")
 BARS = {"sampled": 1.01, "always": 1.05}
@@ -82,20 +82,24 @@ def measure(args: argparse.Namespace) -> Times:
     model: Any = layerzero(module, TransformerBlock, verify="always")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     next_batch = random_batches(args.batch, args.length)
-    context = model._root_state.context
+    root = model._root_state
+    (verifier,) = root.extensions.of(Verifier)
 
     def be(kind: str) -> None:
         """Have the next step be of this kind; between steps."""
-        is_off = kind in ("off", "again")
-        context.__class__ = RuntimeContext if is_off else verification.VerifiedContext
-        (verification._contexts.discard if is_off else verification._contexts.add)(context)
-        context._every = 1 if kind == "checked" else sys.maxsize
-        context._num_passes, context._records = 0, kind == "checked"
+        root.context.send_through(Transport())
+        if root.extensions.of(Verifier):
+            root.extensions.remove(verifier)
+        if kind not in ("off", "again"):
+            root.extensions.add(verifier)
+            root.context.send_through(verifier)
+        verifier._every = 1 if kind == "checked" else sys.maxsize
+        verifier._num_passes, verifier._records = 0, kind == "checked"
 
     def prepare(kind: str) -> None:
         # What the step before a checked one does; before the others, too, for an equal cache.
         be("checked")
-        context.after_step(optimizer)
+        verifier.after_step(optimizer)
         be(kind)
 
     def step() -> None:

@@ -17,18 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.argument_types import (
-    check,
-    check_memory_budget,
-    check_reshard_after_forward,
-)
+from layerzero.build.arguments import check
 from layerzero.build.migrate import to_offload, to_precision
 from layerzero.config import (
     BackwardPrefetch,
-    GatherBudget,
     MixedPrecision,
     OffloadPolicy,
-    prefetch_depth,
 )
 from layerzero.flat.groups import LONGEST_TIMEOUT
 from layerzero.plan.activations import read_act_ckpt
@@ -222,43 +216,26 @@ def _read_timeout(value: Any) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-def _checked(function: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """A reader that returns the value as it is, unless the function raises."""
-
-    def read(value: Any) -> Any:
-        function(value)
-        return value
-
-    return read
-
-
-def _checked_by_name(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any) -> Any:
     check(**{name: value})
     return value
 
 
 _CHECKED = (
     *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
-    "zero3_size",
+    *("zero3_size", "forward_prefetch", "limit_all_gathers", "memory_budget"),
+    "reshard_after_forward",
 )
 _FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: partial(read_dtype, name) for name in DTYPE_OPTIONS},
     **{name: partial(read_bool, name) for name in _FLAGS},
-    **{name: partial(_checked_by_name, name) for name in _CHECKED},
+    **{name: partial(_checked, name) for name in _CHECKED},
     "mixed_precision": _read_mixed_precision,
     "cpu_offload": _read_cpu_offload,
     "offload": partial(_read_policy, "offload"),
     "act_ckpt": read_act_ckpt,
-    "reshard_after_forward": lambda value: (
-        value if callable(value) else check_reshard_after_forward(value)
-    ),
-    "forward_prefetch": _checked(lambda value: prefetch_depth(value, "forward_prefetch")),
     "backward_prefetch": _read_backward_prefetch,
-    "limit_all_gathers": _checked(lambda value: GatherBudget.parse(value, default_units=1)),
-    "memory_budget": _checked(
-        lambda value: check_memory_budget(value, True, prefetch_is_default=True)
-    ),
     "timeout": _read_timeout,
 }
 """Functions that convert a value, or raise for a bad one."""

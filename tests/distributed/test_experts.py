@@ -482,7 +482,7 @@ def _refuses() -> None:
         part(),
         mesh["edp"] if rank < 2 else None,
         ValueError,
-        "differ between ranks; rank . has (no )?experts",
+        "differ between ranks: ranks 2, 3 have no other expert, where rank 0 has unit 0, no expert",
     )
     uneven = part()
     if rank in (1, 3):
