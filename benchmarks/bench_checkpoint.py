@@ -10,9 +10,7 @@ Every contender fsyncs before the clock stops, and files are dropped from the pa
 read. A load is that of a resumed run: the model exists, the optimizer is new. The contenders take
 turns in each round, so a ratio is within one round; the slowest rank counts.
 
---contenders chooses some of them; columns that compare with one that is left out are left out. With
---phases, a table says where layerzero's saves and loads spend their time on each rank; its clocks
-cost a little time themselves.
+--contenders chooses some of them; columns that compare with one that is left out are left out.
 
 With --parts, layerzero also runs without each part that is there for speed alone, and without all
 of them: one that buys less than a tenth should go.
@@ -37,27 +35,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_phases import Phases, phase_names
 from common import (
+    SIZES,
     Spread,
-    environment,
     interleave,
     max_over_ranks,
-    print_json,
+    options,
+    print_result,
     print_table,
     ratio,
     run_on_ranks,
 )
-from engines import ENGINES, Transformer, TransformerBlock
+from engines import TransformerBlock, fully_shard, layerzero, make_transformer
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
-from layerzero import ZeRO3, checkpoint
+from layerzero import checkpoint
 from layerzero.checkpoint.file_io import direct_io, transfer
 from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
 from layerzero.checkpoint.format import folder
 
-SIZES = {"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)}  # width, layers
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
 PARTS: dict[str, tuple[Any, str, Any]] = {
     "direct_io": (direct_io, "_MIN_NBYTES", 1 << 62),
@@ -71,44 +68,23 @@ PARTS_NAMES = ("layerzero", *(f"without_{part}" for part in (*PARTS, "all")), "d
 BARS = {"of_dd": 0.8, "of_dcp": 0.5, "save_of_disk": 1.25, "load_of_disk": 1.4}
 
 
-@dataclass(frozen=True)
-class Config:
-    width: int
-    layers: int
-    rounds: int
-    folder: str
-    names: tuple[str, ...]
-    phases: bool = False
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    parser = options(__doc__, size="100m", world_size=2, rounds=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     parser.add_argument(
         "--contenders", type=lambda text: text.split(","), help=f"some of {','.join(NAMES)}"
     )
-    parser.add_argument("--phases", action="store_true", help="where layerzero spends its time")
     parser.add_argument("--parts", action="store_true", help="what direct I/O and the like buy")
     args = parser.parse_args()
     names = args.contenders or (PARTS_NAMES if args.parts else NAMES)
     if unknown := set(names) - {*NAMES, *PARTS_NAMES}:
         parser.error(f"--contenders: unknown: {', '.join(sorted(unknown))}")
-    if args.phases and "layerzero" not in names:
-        parser.error("--phases: needs layerzero among the contenders")
-    width, layers = SIZES[args.size]
+    args.contenders = names
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
-        config = Config(width, layers, args.rounds, folder, tuple(names), args.phases)
-        results = run_on_ranks(args.world_size, measure, config)
+        args.folder = folder
+        results = run_on_ranks(args.world_size, measure, args)
     found = report(args, results[0], names)
-    if args.phases:
-        found["phases"] = report_phases([each["phases"] for each in results])
-    nbytes = results[0]["nbytes"]
-    print_json({**environment(), "nbytes": nbytes, "world_size": args.world_size, **found})
+    print_result(args, nbytes=results[0]["nbytes"], **found)
 
 
 @dataclass
@@ -119,11 +95,11 @@ class Contender:
     load: Callable[[str], None]
 
 
-def measure(config: Config) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model, optimizer = build(config, sharded)
-    phases: dict[str, list[dict[str, float]]] = {"save": [], "load": []}
-    weights = sum(parameter.numel() for parameter in make_transformer(config).parameters())
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run on each rank: seconds of each contender, in each round."""
+    size = SIZES[args.size]
+    model, optimizer = stepped(layerzero(make_transformer(size, 128), TransformerBlock))
+    weights = sum(parameter.numel() for parameter in make_transformer(size, 128).parameters())
     nbytes = 3 * 4 * weights  # and two moments
     contenders = {
         "dd": Contender(lambda path: dd_write(path, nbytes), dd_read),
@@ -137,44 +113,39 @@ def measure(config: Config) -> dict[str, Any]:
         ),
         "dcp": dcp_contender(model, optimizer, checkpoint),
     }
-    if "dcp_fully_shard" in config.names:
-        contenders["dcp_fully_shard"] = dcp_contender(*build(config, fully_sharded), torch_helpers)
+    if "dcp_fully_shard" in args.contenders:
+        torchs = fully_shard(make_transformer(size, 128), TransformerBlock)
+        contenders["dcp_fully_shard"] = dcp_contender(*stepped(torchs), torch_helpers)
     for part in (*PARTS, "all"):
         contenders[f"without_{part}"] = without(contenders["layerzero"], part)
 
     def timed(name: str) -> tuple[float, float]:
-        path = f"{config.folder}/{name}"
+        path = f"{args.folder}/{name}"
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             os.sync()
         took = []
-        for verb, work in ("save", contenders[name].save), ("load", contenders[name].load):
+        for work in (contenders[name].save, contenders[name].load):
             # The host of a virtual machine reclaims memory that was not used for a while, and
             # getting it back may be slower than the disk. So every contender starts with memory
             # that was just touched, on small and huge pages.
             touch_memory(nbytes)
             pages(nbytes // dist.get_world_size()).fill_(1)
-            clock = Phases()
-            with ExitStack() as stack:
-                if config.phases and name == "layerzero":
-                    work = stack.enter_context(clock.measured(verb, work))
-                    phases[verb].append(clock.seconds)
-                dist.barrier()
-                start = time.perf_counter()
-                work(path)
-                took.append(max_over_ranks(time.perf_counter() - start))
+            dist.barrier()
+            start = time.perf_counter()
+            work(path)
+            took.append(max_over_ranks(time.perf_counter() - start))
             if dist.get_rank() == 0:
                 drop_from_cache(path)
         if dist.get_rank() == 0:
             shutil.rmtree(path)
         return took[0], took[1]
 
-    took = interleave(config.names, timed, config.rounds)  # type: ignore[arg-type]
+    took = interleave(args.contenders, timed, args.rounds)  # type: ignore[arg-type]
     return {
         "nbytes": nbytes,
         "save": {name: [each[0] for each in values] for name, values in took.items()},
         "load": {name: [each[1] for each in values] for name, values in took.items()},
-        "phases": phases,
     }
 
 
@@ -192,11 +163,8 @@ def without(contender: Contender, part: str) -> Contender:
     return Contender(turned_off()(contender.save), turned_off()(contender.load))
 
 
-def build(
-    config: Config, wrap: Callable[[nn.Module], nn.Module]
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A wrapped model, and an optimizer that has made one step."""
-    model = wrap(make_transformer(config))
+def stepped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, and an optimizer that has made one step."""
     optimizer = new_optimizer(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -207,18 +175,6 @@ def build(
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
-
-
-def make_transformer(config: Config) -> Transformer:
-    return Transformer(config.width, config.layers, heads=8, max_length=128)
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    return ZeRO3(model, auto_wrap_policy={TransformerBlock})
-
-
-def fully_sharded(model: nn.Module) -> nn.Module:
-    return ENGINES["fully_shard"](model, TransformerBlock)
 
 
 def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: Any) -> Contender:
@@ -349,21 +305,6 @@ def report(
         f"\nbars: layerzero at least {BARS['of_dd']} of dd, at most {BARS['of_dcp']} of DCP's time;"
         f"\nof disk's time at most {BARS['save_of_disk']} to save, {BARS['load_of_disk']} to load"
     )
-    return found
-
-
-def report_phases(of_ranks: Sequence[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
-    """Print the median seconds of each step, with quartiles, on each rank; returns them."""
-    found: dict[str, Any] = {}
-    for verb in ("save", "load"):
-        rows = []
-        for step in phase_names(verb):
-            # The first round warms up.
-            spreads = [Spread.of([each[step] for each in of[verb][1:]]) for of in of_ranks]
-            rows.append([step, *(each.text(3) for each in spreads)])
-            found[f"{verb}: {step.strip()}"] = [each.as_dict() for each in spreads]
-        print()
-        print_table([f"{verb}, s", *(f"rank {rank}" for rank in range(len(of_ranks)))], rows)
     return found
 
 

@@ -7,24 +7,14 @@ rank counts. A memory copy of the same bytes is the upper bound.
 
 from __future__ import annotations
 
-import argparse
-import time
-import warnings
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import (
-    Spread,
-    environment,
-    interleave,
-    max_over_ranks,
-    print_json,
-    print_table,
-    run_on_ranks,
-)
+from common import options, print_result, print_table, run_on_ranks, spreads, take_turns
 
 from layerzero.comm.collectives import all_gather, reduce_scatter
 from layerzero.comm.pending import Operation
@@ -34,12 +24,8 @@ SIZES_KB = (64, 256, 1024, 4096, 16384)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world-size", type=int, default=2)
+    parser = options(__doc__, world_size=2, rounds=15)
     parser.add_argument("--sizes-kb", type=int, nargs="+", default=SIZES_KB, help="of a full unit")
-    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     results = run_on_ranks(args.world_size, measure, list(args.sizes_kb), args.rounds)[0]
     names = list(next(iter(results.values())))
@@ -50,35 +36,15 @@ def main() -> None:
             for size, result in results.items()
         ],
     )
-    print_json(
-        {
-            "benchmark": "collectives",
-            "unit": "ms",
-            "world_size": args.world_size,
-            "rounds": args.rounds,
-            "sizes_kb": results,
-            "environment": environment(),
-        }
-    )
+    print_result(args, unit="ms", sizes_kb=results)
 
 
-def measure(sizes_kb: list[int], rounds: int) -> dict[int, dict[str, Any]]:
+def measure(sizes_kb: list[int], rounds: int) -> dict[int, Any]:
     """Run on each rank: times of every variant at every size."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    return {size: _measure_size(size * 1024 // 4, rounds) for size in sizes_kb}
-
-
-def _measure_size(numel: int, rounds: int) -> dict[str, Any]:
-    variants = _variants(numel)
-
-    def elapsed_ms(name: str) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        variants[name]()
-        return max_over_ranks((time.perf_counter() - start) * 1e3)
-
-    times = interleave(list(variants), elapsed_ms, rounds, warmup=3)
-    return {name: Spread.of(values).as_dict() for name, values in times.items()}
+    return {
+        size: spreads(take_turns(_variants(size * 1024 // 4), rounds, warmup=3).elapsed)
+        for size in sizes_kb
+    }
 
 
 def _variants(numel: int) -> dict[str, Callable[[], object]]:
@@ -90,11 +56,10 @@ def _variants(numel: int) -> dict[str, Callable[[], object]]:
     shard, summed = torch.randn(shard_numel), torch.empty(shard_numel)
     full, chunks = torch.empty(shard_numel * world), torch.randn(shard_numel * world)
     received = torch.empty_like(chunks)
-    counter = iter(range(1 << 30))
+    counter = itertools.count()
 
     def engine_all_gather() -> None:
-        pending = all_gather(full, shard, group, Operation("all-gather", "unit", next(counter)))
-        pending.wait()
+        all_gather(full, shard, group, Operation("all-gather", "unit", next(counter))).wait()
 
     def engine_reduce_scatter() -> None:
         operation = Operation("reduce-scatter", "unit", next(counter))

@@ -13,44 +13,35 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import re
-import subprocess
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import (
     Spread,
-    add_engine_flag,
-    environment,
+    in_own_process,
     interleave,
+    join_fake_world,
+    options,
     print_json,
+    print_result,
     print_table,
     ratio,
+    spreads,
 )
 from engines import ENGINES
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 COMPARED = ("layerzero", "fully_shard")
 MB = 1 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_engine_flag(parser, COMPARED)
+    parser = options(__doc__, COMPARED, units=400, width=64, rounds=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4096])
-    parser.add_argument("--units", type=int, default=400)
-    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--frozen", action="store_true", help="one parameter of each unit is")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
@@ -60,21 +51,12 @@ def main() -> None:
     results = {ranks: _compare(ranks, args) for ranks in args.ranks}
     for ranks, result in results.items():
         _show(ranks, args.units, result)
-    print_json(
-        {
-            "benchmark": "construction",
-            "config": {key: value for key, value in vars(args).items() if key != "measure"},
-            "environment": environment(),
-            "ranks": results,
-        }
-    )
+    print_result(args, ranks=results)
 
 
 def measure(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, float]:
     """Wrap one model in this process, as rank 0 of `ranks` ranks."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    join_fake_world(ranks)
     wrap = ENGINES[engine]
     first = wrap(_model(2, args), Unit)
     model = _model(args.units, args)
@@ -132,25 +114,17 @@ def _compare(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in args.engines}
 
     def once(name: str) -> float:
-        measured[name].append(_in_own_process(name, ranks))
+        measured[name].append(in_own_process(name, str(ranks)))
         return measured[name][-1]["cpu_seconds"]
 
     times = interleave(args.engines, once, args.rounds, warmup=0)
     result: dict[str, Any] = {
-        name: {key: Spread.of([each[key] for each in of]).as_dict() for key in of[0]}
+        name: spreads({key: [each[key] for each in of] for key in of[0]})
         for name, of in measured.items()
     }
     if set(COMPARED) <= set(args.engines):
         result["layerzero_over_fully_shard"] = ratio(*(times[name] for name in COMPARED)).as_dict()
     return result
-
-
-def _in_own_process(engine: str, ranks: int) -> dict[str, float]:
-    command = [sys.executable, *sys.argv, "--measure", engine, str(ranks)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{engine} on {ranks} ranks: exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _show(ranks: int, units: int, result: dict[str, Any]) -> None:
@@ -159,15 +133,8 @@ def _show(ranks: int, units: int, result: dict[str, Any]) -> None:
     rows = []
     for name in COMPARED:
         if name in result:
-            cells = [
-                Spread(**result[name][key]).text(digits)
-                for key, digits in (
-                    ("cpu_seconds", 2),
-                    ("seconds", 2),
-                    ("peak_mb", 0),
-                    ("kept_mb", 0),
-                )
-            ]
+            digits = {"cpu_seconds": 2, "seconds": 2, "peak_mb": 0, "kept_mb": 0}
+            cells = [Spread(**result[name][key]).text(number) for key, number in digits.items()]
             over = Spread(**versus).text() if versus and name == "layerzero" else ""
             rows.append([name, *cells, over])
     header = ["engine", "CPU s", "wall s", "peak MB", "kept MB", "CPU / fully_shard"]

@@ -17,10 +17,7 @@ waits, streams entered and asked for, storages resized, collectives called.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,10 +28,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bench_host_overhead import make_step
-from common import add_engine_flag, environment, print_json, print_table
+from bench_host_overhead import VERBS, make_step
+from common import (
+    in_own_process,
+    join_fake_world,
+    options,
+    print_json,
+    print_result,
+    print_table,
+)
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero.build import arguments
 from layerzero.comm import collectives
@@ -65,33 +68,19 @@ DEVICE_KINDS = (
 """Events recorded; waits of a stream for an event; streams entered; the current stream asked for,
 which `torch.cuda.stream()` does as well, and a stream entered by itself does not; storages resized;
 collectives called. On CUDA each record and each wait also asks whether a graph is captured."""
-VERBS = ("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_engine_flag(parser, COMPARED)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 512])
-    parser.add_argument("--units", type=int, default=24)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--count", type=int, metavar="WORLD_SIZE", help=argparse.SUPPRESS)
+    parser = options(__doc__, COMPARED, world_sizes=[8, 512], units=24, width=16)
+    parser.add_argument("--measure", type=int, metavar="WORLD_SIZE", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.count is not None:
-        print_json(counted(args.engines, args.count, args.units, args.width))
+    if args.measure is not None:
+        print_json(counted(args.engines, args.measure, args.units, args.width))
         return
-    results = {size: _in_own_process(size) for size in args.world_sizes}
+    results = {size: in_own_process(str(size)) for size in args.world_sizes}
     for size, result in results.items():
         _show(size, result)
-    print_json(
-        {
-            "benchmark": "host_work",
-            "config": {key: value for key, value in vars(args).items() if key != "count"},
-            "environment": environment(),
-            "world_sizes": results,
-        }
-    )
+    print_result(args, world_sizes=results)
 
 
 def counted(
@@ -101,9 +90,7 @@ def counted(
 
     Sets up the default group of this process: rank 0 of `world_size` ranks that move no bytes.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    join_fake_world(world_size)
     totals = {}
     for name in ["bare", *engines]:
         step = make_step(name, units, width)
@@ -279,14 +266,6 @@ def counted_device() -> Iterator[Counter[str]]:
         resize = torch.UntypedStorage.resize_
         put(torch.UntypedStorage, "resize_", counting("resizes", resize))
         yield device.counts
-
-
-def _in_own_process(world_size: int) -> dict[str, Any]:
-    command = [sys.executable, *sys.argv, "--count", str(world_size)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"world size {world_size}: exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _show(world_size: int, result: dict[str, dict[str, float]]) -> None:

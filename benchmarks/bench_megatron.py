@@ -23,38 +23,36 @@ steps of "layerzero": what they wait for.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import logging
 import os
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from bench_step import LEARNING_RATE, SIZES
 from common import (
+    SIZES,
     Interval,
     Spread,
-    environment,
-    interleave,
     keep_freed_memory,
-    max_over_ranks,
-    print_json,
+    means,
+    options,
+    print_result,
     print_table,
+    quotients,
     run_on_ranks,
+    spreads,
+    take_turns,
 )
+from engines import LEARNING_RATE, random_batches
 from torch import Tensor
 
 BAR = 1.05
-WARMUP_ROUNDS = 3
-KINDS = ("ddp", "ddp again", "distributed", "layerzero", "layerzero again", "kept")
 ENGINES = {
     "ddp": "ddp",
     "ddp again": "ddp",
@@ -92,7 +90,7 @@ class Megatron:
         self.chunk: Any
         self.chunk, self._optimizer = self._make()
         self._forward_step = example.ForwardStep(self._options, torch.device("cpu"))
-        self._data = self._batches()
+        self._next_batch = random_batches(args.batch, args.length)
 
     def _make(self) -> tuple[Any, Any]:
         from megatron.core import tensor_parallel
@@ -139,18 +137,13 @@ class Megatron:
             transformer.param_sync_func = chunk.start_param_sync
         return chunk, optimizer
 
-    def _batches(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        while True:
-            yield torch.randint(256, (self._args.batch, self._args.length + 1), generator=generator)
-
     def step(self) -> float:
         """Train on the next batch; returns the loss."""
         self.chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         reports = self._example.get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=self._data,
+            data_iterator=iter(self._next_batch, None),
             model=self.chunk,
             num_microbatches=1,
             seq_length=self._args.length,
@@ -164,7 +157,8 @@ class Megatron:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run on each rank: milliseconds of each clock, kind and round; losses; and a ledger."""
-    _quiet()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import megatron_cpu
@@ -173,7 +167,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     with megatron_cpu.emulation():
         models = {engine: Megatron(args, engine) for engine in dict.fromkeys(ENGINES.values())}
-        times, losses = _timed(models, args.rounds)
+        losses: dict[str, list[float]] = {engine: [] for engine in models}
+
+        def noting(engine: str) -> Callable[[], None]:
+            return lambda: losses[engine].append(models[engine].step())
+
+        steps = {kind: noting(engine) for kind, engine in ENGINES.items()}
+        times = dict(zip(CLOCKS, take_turns(steps, args.rounds, warmup=3), strict=True))
         with layerzero.ledger(models["layerzero"].chunk.engine) as ledger:
             for _ in range(_LEDGER_STEPS):
                 models["layerzero"].step()
@@ -181,73 +181,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"times": times, "losses": losses, "ledger": str(ledger), "num_parameters": numel}
 
 
-def _timed(models: Mapping[str, Megatron], rounds: int) -> tuple[Times, dict[str, list[float]]]:
-    times: Times = {clock: {kind: [] for kind in KINDS} for clock in CLOCKS[1:]}
-    losses: dict[str, list[float]] = {engine: [] for engine in models}
-
-    def step_ms(kind: str) -> float:
-        model = models[ENGINES[kind]]
-        gc.collect()
-        dist.barrier()
-        start = [clock() for clock in _CLOCKS]
-        loss = model.step()
-        elapsed, process, thread = (
-            (clock() - before) * 1e3 for clock, before in zip(_CLOCKS, start, strict=True)
-        )
-        losses[ENGINES[kind]].append(loss)
-        of_all = torch.tensor([process, process - thread], dtype=torch.float64)
-        dist.all_reduce(of_all)
-        for clock, value in zip(CLOCKS[1:], of_all.tolist(), strict=True):
-            times[clock][kind].append(value)
-        return max_over_ranks(elapsed)
-
-    gc.collect()
-    gc.freeze()  # else each collection looks at all that was imported
-    elapsed = interleave(KINDS, step_ms, rounds, WARMUP_ROUNDS)
-    counted = {
-        clock: {kind: values[WARMUP_ROUNDS:] for kind, values in of_kinds.items()}
-        for clock, of_kinds in times.items()
-    }
-    return {CLOCKS[0]: elapsed, **counted}, losses
-
-
-_CLOCKS: tuple[Callable[[], float], ...] = (
-    time.perf_counter,
-    time.process_time,
-    time.thread_time,
-)
-
-
-def _quiet() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-
-
 # The result -------------------------------------------------------------------------------------
 
 
 def ratios(of_kinds: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """Of each round: to Megatron's DistributedDataParallel; and the control."""
-    result: dict[str, list[float]] = {}
-    bases = _means(of_kinds["ddp"], of_kinds["ddp again"])
-    ours = _means(of_kinds["layerzero"], of_kinds["layerzero again"])
+    bases = means(of_kinds["ddp"], of_kinds["ddp again"])
+    ours = means(of_kinds["layerzero"], of_kinds["layerzero again"])
     contenders = {"layerzero": ours, "kept": of_kinds["kept"]}
     contenders["distributed"] = of_kinds["distributed"]
-    for name, values in contenders.items():
-        result[name] = [a / b for a, b in zip(values, bases, strict=True)]
-    pairs = zip(of_kinds["ddp again"], of_kinds["ddp"], strict=True)
-    result["control"] = [again / once for again, once in pairs]
-    return result
-
-
-def _means(*values: list[float]) -> list[float]:
-    return [statistics.mean(each) for each in zip(*values, strict=True)]
+    found = {name: quotients(values, bases) for name, values in contenders.items()}
+    return {**found, "control": quotients(of_kinds["ddp again"], of_kinds["ddp"])}
 
 
 def _joined(starts: list[Times]) -> Times:
     """All rounds of all starts."""
     return {
-        clock: {kind: [ms for times in starts for ms in times[clock][kind]] for kind in KINDS}
+        clock: {kind: [ms for times in starts for ms in times[clock][kind]] for kind in ENGINES}
         for clock in CLOCKS
     }
 
@@ -266,12 +216,7 @@ def _largest_difference(starts: list[dict[str, Any]], engine: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", choices=SIZES, default="6m")
-    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser = options(__doc__, size="6m", batch=2, length=128)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--starts", type=int, default=4, help="of the ranks")
     parser.add_argument("--rounds", type=int, default=22, help="of each start")
@@ -284,24 +229,14 @@ def main() -> None:
     times = [each["times"] for each in starts]
     joined = _joined(times)
     result: dict[str, Any] = {
-        "step_ms": {
-            clock: {kind: Spread.of(values).as_dict() for kind, values in joined[clock].items()}
-            for clock in CLOCKS
-        },
+        "step_ms": {clock: spreads(joined[clock]) for clock in CLOCKS},
         "ratios": {clock: _intervals(joined[clock], times, clock) for clock in CLOCKS[:2]},
         "largest_loss_difference": {
             engine: _largest_difference(starts, engine) for engine in starts[0]["losses"]
         },
     }
     _show(args, starts, joined, result)
-    print_json(
-        {
-            "benchmark": "megatron",
-            "config": vars(args),
-            "environment": environment() | {"megatron-core": version("megatron-core")},
-            **result,
-        }
-    )
+    print_result(args, **{"megatron-core": version("megatron-core")}, **result)
 
 
 def _intervals(
@@ -324,7 +259,9 @@ def _show(
         f"{starts[0]['num_parameters'] / 1e6:.1f} M parameters, {args.ranks} ranks, "
         f"batch {args.batch} x {args.length}; ms a step, median (quartiles)"
     )
-    rows = [[kind, *(Spread.of(joined[clock][kind]).text(0) for clock in CLOCKS)] for kind in KINDS]
+    rows = [
+        [kind, *(Spread.of(joined[clock][kind]).text(0) for clock in CLOCKS)] for kind in ENGINES
+    ]
     print_table(["kind", *CLOCKS], rows)
     print()
     rows = []

@@ -9,28 +9,13 @@ does not touch. With --out, a picture.
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from common import (
-    Spread,
-    environment,
-    interleave,
-    max_over_ranks,
-    print_json,
-    print_table,
-    ratio,
-    run_on_ranks,
-)
-from engines import Transformer, TransformerBlock
+from common import Spread, options, print_result, print_table, ratio, run_on_ranks, take_turns
+from engines import TransformerBlock, layerzero, make_transformer, random_batches, training
 from traffic import SentBytes
-
-from layerzero import ZeRO3
 
 LEARNED = 6
 NONE = "no budget"
@@ -38,17 +23,9 @@ LEAST = "0 %"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank")
-    parser.add_argument("--length", type=int, default=64, help="bytes in a sequence")
-    parser.add_argument("--world-size", type=int, default=2)
+    defaults = {"width": 256, "layers": 8, "batch": 1, "length": 64}
+    parser = options(__doc__, **defaults, world_size=2, rounds=9, steps=4)
     parser.add_argument("--shares", type=int, nargs="+", default=[0, 25, 50, 75, 100])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=4, help="of each in a round")
     parser.add_argument("--out", type=Path, help="of the picture; needs matplotlib")
     args = parser.parse_args()
     times, sent, choices = run_on_ranks(args.world_size, measure, args)[0]
@@ -67,14 +44,7 @@ def main() -> None:
     print_table(["share", "budget MB", "units full", "sent MB", "step ms", "ratio"], rows)
     if args.out is not None:
         draw(result, args.out)
-    print_json(
-        {
-            "benchmark": "memory_budget",
-            "results": result,
-            "config": {**vars(args), "out": str(args.out)},
-            "environment": environment(),
-        }
-    )
+    print_result(args, results=result)
 
 
 def measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -95,41 +65,22 @@ def measure(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         with SentBytes() as count:
             step()
         sent[name] = sum(count.by_group.values())
-
-    def step_ms(name: str) -> float:
-        gc.collect()
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(args.steps):
-            made[name][1]()
-        return max_over_ranks((time.perf_counter() - start) / args.steps * 1e3)
-
-    times = interleave(list(made), step_ms, args.rounds)
+    steps = {name: step for name, (_, step) in made.items()}
     chosen = {
         name: {"budget_bytes": c.budget_bytes, "bound_bytes": c.bound_bytes, "kept": len(c.kept)}
         if (c := model.memory_choice)
         else {}
         for name, (model, _) in made.items()
     }
-    return times, sent, chosen
+    return take_turns(steps, args.rounds, args.steps).elapsed, sent, chosen
 
 
 def make_step(
     budget: int | str | None, args: argparse.Namespace
-) -> tuple[ZeRO3, Callable[[], None]]:
-    torch.manual_seed(0)
-    module = Transformer(args.width, args.layers, 8, args.length)
-    model = ZeRO3(module, auto_wrap_policy={TransformerBlock}, memory_budget=budget)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-
-    def step() -> None:
-        batch = torch.randint(256, (args.batch, args.length + 1), generator=generator)
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, step
+) -> tuple[Any, Callable[[], object]]:
+    module = make_transformer((args.width, args.layers), args.length)
+    model = layerzero(module, TransformerBlock, memory_budget=budget)
+    return model, training(model, random_batches(args.batch, args.length))
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

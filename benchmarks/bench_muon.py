@@ -13,8 +13,6 @@ of one step are counted, not timed, in a separate run.
 from __future__ import annotations
 
 import argparse
-import gc
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,30 +22,21 @@ import torch
 import torch.distributed as dist
 from common import (
     Spread,
-    environment,
-    interleave,
-    max_over_ranks,
-    print_json,
+    options,
+    print_result,
     print_table,
     ratio,
     run_on_ranks,
+    spreads,
+    take_turns,
 )
-from engines import ENGINES, Transformer, TransformerBlock
+from engines import TransformerBlock, fully_shard, layerzero, make_transformer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.utils.flop_counter import FlopCounterMode
 
-NAMES = ("fully_shard", "layerzero")
 LR = 0.02
-
-
-@dataclass(frozen=True)
-class Config:
-    width: int
-    layers: int
-    rounds: int
-    steps: int
 
 
 @dataclass
@@ -60,80 +49,50 @@ class Engine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
-    args = parser.parse_args()
-    config = Config(args.width, args.layers, args.rounds, args.steps)
+    defaults = {"width": 384, "layers": 6, "world_sizes": [2, 4], "rounds": 7, "steps": 2}
+    args = options(__doc__, **defaults).parse_args()
     results = {}
     for world_size in args.world_sizes:
-        ranks = run_on_ranks(world_size, measure, config)
-        results[str(world_size)] = _summary(ranks)
-        _show(world_size, results[str(world_size)])
-    print_json(
-        {
-            "benchmark": "muon",
-            "ranks": results,
-            "config": vars(args),
-            "environment": environment(),
-        }
-    )
+        results[world_size] = _summary(run_on_ranks(world_size, measure, args))
+        _show(world_size, results[world_size])
+    print_result(args, ranks=results)
 
 
-def measure(config: Config) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run on each rank: step times (slowest rank), products and elements of each engine."""
     warnings.filterwarnings("ignore")
-    engines = {name: MAKERS[name](config) for name in NAMES}
-
-    def step_ms(name: str) -> float:
-        gc.collect()
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(config.steps):
-            engines[name].step()
-        return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
-
-    times = interleave(NAMES, step_ms, config.rounds)
+    made = make_transformer((args.width, args.layers), 16).named_parameters()
+    draw = torch.Generator().manual_seed(1)
+    gradients = {
+        name: torch.randn(parameter.shape, generator=draw)
+        for name, parameter in made
+        if parameter.ndim == 2 and name.startswith("blocks.")
+    }
+    engines = {
+        name: make(make_transformer((args.width, args.layers), 16), gradients)
+        for name, make in (("fully_shard", _fully_shard), ("layerzero", _layerzero))
+    }
+    steps = {name: engine.step for name, engine in engines.items()}
+    times = take_turns(steps, args.rounds, args.steps).elapsed
     flops = {}
-    for name in NAMES:
+    for name, step in steps.items():
         with FlopCounterMode(display=False) as counter:
-            engines[name].step()
+            step()
         flops[name] = counter.get_total_flops()
-    first, second = (engines[name].values() for name in NAMES)
+    first, second = (engine.values() for engine in engines.values())
     return {
         "numel": sum(value.numel() for value in first),
         "times": times,
         "flops": flops,
-        "held": {name: engines[name].held_numel for name in NAMES},
+        "held": {name: engine.held_numel for name, engine in engines.items()},
         "equal": all(map(torch.equal, first, second)),
     }
 
 
-def _model(config: Config) -> nn.Module:
-    torch.manual_seed(0)
-    return Transformer(config.width, config.layers, 8, 16)
-
-
-def _gradients(model: nn.Module, config: Config) -> dict[str, torch.Tensor]:
-    """One whole gradient for each matrix of the blocks, by name."""
-    draw = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randn(parameter.shape, generator=draw)
-        for name, parameter in _model(config).named_parameters()
-        if parameter.ndim == 2 and name.startswith("blocks.")
-    }
-
-
-def _layerzero(config: Config) -> Engine:
+def _layerzero(module: nn.Module, gradients: dict[str, torch.Tensor]) -> Engine:
     from layerzero.optim import WholeTensorOptimizer
 
-    model = ENGINES["layerzero"](_model(config), TransformerBlock)
-    gradients = _gradients(model, config)
+    model: Any = layerzero(module, TransformerBlock)
     sharded = {name: p for name, p in model.named_parameters() if name in gradients}
     optimizer = WholeTensorOptimizer(sharded.values(), Muon, lr=LR)
     for name, parameter in sharded.items():
@@ -148,14 +107,16 @@ def _layerzero(config: Config) -> Engine:
     return Engine(optimizer.step, sum(p.numel() for p in optimizer.owned.values()), values)
 
 
-def _fully_shard(config: Config) -> Engine:
-    model = ENGINES["fully_shard"](_model(config), TransformerBlock)
-    gradients = _gradients(model, config)
-    sharded = {name: p for name, p in model.named_parameters() if name in gradients}
+def _fully_shard(module: nn.Module, gradients: dict[str, torch.Tensor]) -> Engine:
+    model = fully_shard(module, TransformerBlock)
+    sharded: dict[str, Any] = {n: p for n, p in model.named_parameters() if n in gradients}
+
+    def rows(whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(dist.get_world_size())[dist.get_rank()]
+
     for name, parameter in sharded.items():
-        rows = gradients[name].chunk(dist.get_world_size())[dist.get_rank()]
         parameter.grad = DTensor.from_local(
-            rows.clone(),
+            rows(gradients[name]).clone(),
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
@@ -171,8 +132,7 @@ def _fully_shard(config: Config) -> Engine:
             full.grad = parameter.grad.full_tensor()
         optimizer.step()
         for full, parameter in zip(whole, sharded.values(), strict=True):
-            own = full.chunk(dist.get_world_size())[dist.get_rank()]
-            parameter.to_local().copy_(own)
+            parameter.to_local().copy_(rows(full))
             full.grad = None
 
     def values() -> list[torch.Tensor]:
@@ -181,19 +141,13 @@ def _fully_shard(config: Config) -> Engine:
     return Engine(step, sum(full.numel() for full in whole), values)
 
 
-MAKERS: dict[str, Callable[[Config], Engine]] = {
-    "fully_shard": _fully_shard,
-    "layerzero": _layerzero,
-}
-
-
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     times = ranks[0]["times"]
     return {
         "num_parameters": ranks[0]["numel"],
-        "step_ms": {name: Spread.of(times[name]).as_dict() for name in NAMES},
-        "gflop": {name: max(rank["flops"][name] for rank in ranks) / 1e9 for name in NAMES},
-        "held_numel": {name: max(rank["held"][name] for rank in ranks) for name in NAMES},
+        "step_ms": spreads(times),
+        "gflop": {name: max(rank["flops"][name] for rank in ranks) / 1e9 for name in times},
+        "held_numel": {name: max(rank["held"][name] for rank in ranks) for name in times},
         "step_vs_fully_shard": ratio(times["layerzero"], times["fully_shard"]).as_dict(),
         "values_equal": all(rank["equal"] for rank in ranks),
     }
@@ -207,11 +161,11 @@ def _show(world_size: int, result: dict[str, Any]) -> None:
         [
             [
                 name,
-                Spread(**result["step_ms"][name]).text(0),
+                Spread(**step).text(0),
                 f"{result['gflop'][name]:.1f}",
                 f"{result['held_numel'][name] / 1e6:.2f}",
             ]
-            for name in NAMES
+            for name, step in result["step_ms"].items()
         ],
     )
     print(f"step_vs_fully_shard: {Spread(**result['step_vs_fully_shard']).text()}")

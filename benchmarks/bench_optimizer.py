@@ -16,25 +16,24 @@ import argparse
 import gc
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from common import (
     STATE_NBYTES,
     Spread,
-    environment,
     interleave,
-    print_json,
+    join_fake_world,
+    options,
+    print_result,
     print_table,
     ratio,
     step_nbytes,
 )
+from engines import LOW
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.ops import sum_squares
@@ -66,22 +65,13 @@ class Unit(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, units=24, rounds=9)
     parser.add_argument("--numel", type=int, default=25_000_000, help="elements of a rank; 0: none")
-    parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--counts", type=int, nargs="+", default=[8, 64], help="parameters a unit")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    join_fake_world(WORLD_SIZE, args.threads)
     result: dict[str, Any] = {
-        "benchmark": "optimizer",
-        "config": vars(args),
-        "environment": environment(),
         "bytes_per_element": _bytes(),
         "bandwidth": {},
         "host": {},
@@ -91,7 +81,7 @@ def main() -> None:
         result["bandwidth"][count * args.units] = _bandwidth(args, count, per_rank)
     for count in args.counts:
         result["host"][count * args.units] = _host(args, count)
-    print_json(result)
+    print_result(args, **result)
 
 
 def _bytes() -> dict[str, float]:
@@ -106,9 +96,11 @@ def _bytes() -> dict[str, float]:
 def _contenders(units: int, count: int, per_rank: int) -> dict[str, Contender]:
     made = {f"layerzero {state}": _ours(units, count, per_rank, state) for state in STATE_NBYTES}
     for kind in ("fused", "foreach"):
-        options = {kind: True}
-        made[f"pieces, {kind}"] = _on_pieces(units, count, per_rank, options)
-        made[f"DTensors, {kind}"] = _on_dtensors(units, count, per_rank, options)
+        for where, shard in (("pieces", _sharded), ("DTensors", _fully_sharded)):
+            model = shard(_build(units, count, per_rank))
+            options: dict[str, Any] = {"lr": 1e-3, kind: True}
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+            made[f"{where}, {kind}"] = _contender(model, optimizer)
     return made
 
 
@@ -116,13 +108,30 @@ def _build(units: int, count: int, per_rank: int) -> nn.Sequential:
     return nn.Sequential(*(Unit(count, per_rank * WORLD_SIZE) for _ in range(units)))
 
 
-def _sharded(units: int, count: int, per_rank: int) -> ZeRO3:
-    model = ZeRO3(
-        _build(units, count, per_rank),
-        auto_wrap_policy={Unit},
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    )
+def _sharded(module: nn.Sequential) -> ZeRO3:
+    return ZeRO3(module, auto_wrap_policy={Unit}, mixed_precision=MixedPrecision(**LOW))
+
+
+def _fully_sharded(model: nn.Sequential) -> nn.Module:
+    policy = MixedPrecisionPolicy(**LOW)
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
     return model
+
+
+def _contender(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
+    """A first step makes the states; then gradients are there again."""
+
+    def clip() -> None:
+        for owner in (optimizer, model):
+            if hasattr(owner, "clip_grad_norm_"):
+                return owner.clip_grad_norm_(1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    _backward(model)
+    optimizer.step()
+    parts = {"clip": clip, "step": optimizer.step, "zero_grad": optimizer.zero_grad}
+    return Contender(parts, _keeping_gradients(model))
 
 
 def _backward(model: nn.Module) -> None:
@@ -130,12 +139,12 @@ def _backward(model: nn.Module) -> None:
 
 
 def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
-    model = _sharded(units, count, per_rank)
+    model = _sharded(_build(units, count, per_rank))
     optimizer = AdamW(model.parameters(), lr=1e-3, state=state)
     _backward(model)
     optimizer.step()
     optimizer.zero_grad()
-    _backward(model)
+    contender = _contender(model, optimizer)
     flats = optimizer._flats or []
 
     def norm() -> None:
@@ -144,51 +153,7 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
             assert gradient is not None
             sum_squares(gradient.flat)
 
-    return Contender(
-        {
-            "norm": norm,
-            "clip": lambda model=model: optimizer.clip_grad_norm_(
-                1.0
-            ),  # Which needs its model alive.
-            "step": optimizer.step,
-            "zero_grad": optimizer.zero_grad,
-        },
-        _keeping_gradients(model),
-    )
-
-
-def _on_pieces(units: int, count: int, per_rank: int, options: dict[str, bool]) -> Contender:
-    model = _sharded(units, count, per_rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
-    _backward(model)
-    optimizer.step()
-    return Contender(
-        {
-            "clip": lambda: model.clip_grad_norm_(1.0),
-            "step": optimizer.step,
-            "zero_grad": optimizer.zero_grad,
-        },
-        _keeping_gradients(model),
-    )
-
-
-def _on_dtensors(units: int, count: int, per_rank: int, options: dict[str, bool]) -> Contender:
-    model = _build(units, count, per_rank)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in model:
-        fully_shard(unit, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
-    _backward(model)
-    optimizer.step()
-    return Contender(
-        {
-            "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-            "step": optimizer.step,
-            "zero_grad": optimizer.zero_grad,
-        },
-        _keeping_gradients(model),
-    )
+    return contender._replace(parts={"norm": norm, **contender.parts})
 
 
 def _keeping_gradients(model: nn.Module) -> Callable[[], None]:

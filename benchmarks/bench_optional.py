@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,13 +32,13 @@ import torch.distributed as dist
 from common import (
     Interval,
     Spread,
-    environment,
-    interleave,
     keep_freed_memory,
-    max_over_ranks,
-    print_json,
+    options,
+    print_result,
     print_table,
     run_on_ranks,
+    take_turns,
+    to_two,
 )
 from torch import Tensor, nn
 
@@ -48,7 +47,6 @@ from layerzero.build import build
 from layerzero.step.root import RootState
 
 BAR = 1.01
-WARMUP_ROUNDS = 2
 
 
 class Block(nn.Module):
@@ -136,83 +134,42 @@ class TwoEngines:
         self._optimizer.zero_grad()
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Run on each rank: for each clock and case, milliseconds by kind."""
+def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Run on each rank: for each case and clock, milliseconds by kind."""
     model = TwoEngines(args)
-    processor: dict[str, dict[str, list[float]]] = {}
-    elapsed: dict[str, dict[str, list[float]]] = {}
-
-    def step_ms(kind: str, enters: bool, of_kinds: dict[str, list[float]]) -> float:
-        model.use(kind)
-        gc.collect()
-        dist.barrier()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        model.step(enters)
-        cpu_ms = (time.process_time() - cpu_start) * 1e3
-        elapsed_ms = (time.perf_counter() - start) * 1e3
-        total = torch.tensor([cpu_ms], dtype=torch.float64)
-        dist.all_reduce(total)
-        of_kinds[kind].append(total.item())
-        return max_over_ranks(elapsed_ms)
-
     gc.disable()
     for kind in KINDS:  # All have entered the towers once, so that both engines know the places.
         model.use(kind)
         model.step(True)
+    found = {}
     for case in CASES:
-        of_kinds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        timed = partial(step_ms, enters=case == CASES[0], of_kinds=of_kinds)
-        elapsed[case] = interleave(list(KINDS), timed, args.rounds, warmup=WARMUP_ROUNDS)
-        processor[case] = {kind: values[WARMUP_ROUNDS:] for kind, values in of_kinds.items()}
-    return {"elapsed": elapsed, "processor": processor}
-
-
-def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Of each round, to steps without `optional_modules`; and the control."""
-    result: dict[str, list[float]] = {"optional": [], "bare": [], "control": []}
-    for plain, again, bare, optional in zip(*(times[kind] for kind in KINDS), strict=True):
-        base = (plain + again) / 2
-        result["optional"].append(optional / base)
-        result["bare"].append(bare / base)
-        result["control"].append(again / plain)
-    return result
+        steps = dict.fromkeys(KINDS, partial(model.step, case == CASES[0]))
+        times = take_turns(steps, args.rounds, warmup=2, before=model.use)
+        found[f"{case}, elapsed"] = times.elapsed
+        found[f"{case}, processor"] = times.processor
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, width=256, rounds=60)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=3, help="blocks of a tower")
     parser.add_argument("--trunk", type=int, default=6, help="blocks of the trunk")
     parser.add_argument("--towers", type=int, choices=(1, 2), default=2)
     parser.add_argument("--batch", type=int, default=512, help="rows of each rank")
-    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     keep_freed_memory()
-    times = run_on_ranks(args.ranks, measure, args)[0]
     rows, result = [], {}
-    for clock, of_cases in times.items():
-        for case, of_kinds in of_cases.items():
-            found = {name: Interval.of(each) for name, each in ratios(of_kinds).items()}
-            plain = Spread.of(of_kinds["plain"])
-            result[f"{case}, {clock}"] = {
-                "plain_ms": plain.as_dict(),
-                **{name: each._asdict() for name, each in found.items()},
-            }
-            cells = [each.text() for each in found.values()]
-            rows.append([f"{case}, {clock} time", plain.text(1), *cells])
+    for name, of_kinds in run_on_ranks(args.ranks, measure, args)[0].items():
+        ratios = to_two(of_kinds, "plain", "again")
+        found = {kind: Interval.of(ratios[kind]) for kind in ("optional", "bare", "control")}
+        plain = Spread.of(of_kinds["plain"])
+        intervals = {kind: each._asdict() for kind, each in found.items()}
+        result[name] = {"plain_ms": plain.as_dict(), **intervals}
+        rows.append([f"{name} time", plain.text(1), *(each.text() for each in found.values())])
     print_table(["every step", "plain, ms", "optional", "bare", "control"], rows)
     print(f"the bar for optional, elapsed time: {BAR}")
-    print_json(
-        {
-            "benchmark": "optional",
-            "config": vars(args),
-            "environment": environment(),
-            "steps": result,
-        }
-    )
+    print_result(args, steps=result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ On a GPU, times come from CUDA events, with 20 warm-up rounds and 100 that count
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import Spread, environment, interleave, print_json, print_table, ratio
+from common import Spread, interleave, options, print_result, print_table, ratio
 
 from layerzero.ops import Segments, native_status, ordered_sum_, pack_
 
@@ -54,13 +53,10 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     on_gpu = torch.cuda.is_available()
+    parser = options(__doc__, rounds=100 if on_gpu else 21)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=100 if on_gpu else 21)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--gap", type=int, help="bytes between the tensors of S, a multiple of 64")
     args = parser.parse_args()
@@ -91,18 +87,7 @@ def main() -> None:
             for result in results
         ],
     )
-    print_json(
-        {
-            "benchmark": "pad_copy",
-            "device": str(device),
-            "threads": args.threads,
-            "rounds": args.rounds,
-            "gap_nbytes": args.gap,
-            "native": asdict(native_status()),
-            "cases": results,
-            "environment": environment(),
-        }
-    )
+    print_result(args, native=asdict(native_status()), cases=results)
 
 
 def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:

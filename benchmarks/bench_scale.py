@@ -20,81 +20,65 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import subprocess
-import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_host_overhead import Unit, stub_collectives
-from bench_step import SIZES
 from common import (
+    SIZES,
     Spread,
-    add_engine_flag,
     difference,
-    environment,
+    in_own_process,
     interleave,
+    join_fake_world,
+    options,
     print_json,
+    print_result,
     print_table,
     ratio,
 )
-from engines import ENGINES, Transformer, TransformerBlock
+from engines import ENGINES, TransformerBlock, layerzero, make_transformer, training
 from memory import resting_and_peak_bytes
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 COMPARED = ("layerzero", "fully_shard")
-HERE = Path(__file__).parent
 # glibc's: no freed block below 32 MB (its largest limit), and no 1 GB, goes back to the system.
 _KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_engine_flag(parser, COMPARED)
+    parser = options(__doc__, COMPARED, width=63, units=24, rounds=11, steps=4, size="6m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--units", type=int, default=24, help="of the model whose host time counts")
-    parser.add_argument("--width", type=int, default=63, help="of its layers (see above)")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=4, help="of each model in a round")
     parser.add_argument("--built-units", type=int, default=100, help="of the model constructed")
-    parser.add_argument("--size", choices=SIZES, default="6m", help="model whose bytes count")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
         kind, *rest = args.measure
         print_json(measure_bytes(args, *rest) if kind == "bytes" else measure_host(args))
         return
-    host = _in_own_process([*sys.argv, "--measure", "host"], _KEEP_FREED)
+    host = in_own_process("host", variables=_KEEP_FREED)
     cells = {
         (engine, ranks): {
             "host_us": host[engine][str(ranks)],
             **_built(engine, ranks, args),
-            **_in_own_process([*sys.argv, "--measure", "bytes", engine, str(ranks)]),
+            **in_own_process("bytes", engine, str(ranks)),
         }
         for engine in args.engines
         for ranks in args.ranks
     }
     _show(args, cells, host)
-    print_json(
-        {
-            "benchmark": "scale",
-            "config": {key: value for key, value in vars(args).items() if key != "measure"},
-            "environment": environment(),
-            "growth_of_host_time": {name: host[name]["growth"] for name in args.engines},
-            "engines": {
-                engine: {str(ranks): cells[engine, ranks] for ranks in args.ranks}
-                for engine in args.engines
-            },
-        }
+    print_result(
+        args,
+        growth_of_host_time={name: host[name]["growth"] for name in args.engines},
+        engines={
+            engine: {str(ranks): cells[engine, ranks] for ranks in args.ranks}
+            for engine in args.engines
+        },
     )
 
 
@@ -138,9 +122,11 @@ def _host_step(
     args: argparse.Namespace, engine: str, group: dist.ProcessGroup | None
 ) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Unit(args.width) for _ in range(args.units)))
-    if group is not None:
-        model = _WRAP[engine](model, group)
+    model: nn.Module = nn.Sequential(*(Unit(args.width) for _ in range(args.units)))
+    if engine == "layerzero":
+        model = layerzero(model, Unit, process_group=group)
+    elif engine == "fully_shard":
+        model = ENGINES[engine](model, Unit, mesh=DeviceMesh.from_group(group, "cpu"))
     batch = torch.randn(1, args.width)
 
     def step() -> None:
@@ -156,7 +142,7 @@ def measure_bytes(args: argparse.Namespace, engine: str, ranks: str) -> dict[str
     _bytes_step(engine, *SIZES["tiny"])()  # Imports and caches do not count.
     pair = dist.new_group([0, 1])
 
-    def prepare() -> Callable[[], None]:
+    def prepare() -> Callable[[], object]:
         step = _bytes_step(engine, *SIZES[args.size])
         step()  # compares ranks, for one
         stub_collectives(pair)
@@ -166,68 +152,25 @@ def measure_bytes(args: argparse.Namespace, engine: str, ranks: str) -> dict[str
     return {"resting_mb": held.resting / 1e6, "peak_mb": held.peak / 1e6}
 
 
-def _bytes_step(engine: str, width: int, layers: int) -> Callable[[], None]:
-    torch.manual_seed(0)
-    model = ENGINES[engine](Transformer(width, layers, 8, 128), TransformerBlock)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        model(torch.zeros(1, 65, dtype=torch.long)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _bytes_step(engine: str, width: int, layers: int) -> Callable[[], object]:
+    model = ENGINES[engine](make_transformer((width, layers), 128), TransformerBlock)
+    return training(model, lambda: torch.zeros(1, 65, dtype=torch.long))
 
 
 def _join(ranks: int) -> None:
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    torch.set_num_threads(1)
     # No gather fills a buffer here: whatever lies in it must not slow down what computes with it.
     torch.set_flush_denormal(True)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-
-
-def _layerzero(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    from layerzero import ZeRO3
-
-    return ZeRO3(model, group, auto_wrap_policy={Unit})
-
-
-def _fully_shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-_WRAP: dict[str, Callable[[nn.Module, dist.ProcessGroup], nn.Module]] = {
-    "layerzero": _layerzero,
-    "fully_shard": _fully_shard,
-}
+    join_fake_world(ranks)
 
 
 def _built(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, float]:
-    command = [str(HERE / "bench_construction.py"), "--units", str(args.built_units)]
-    found = _in_own_process([*command, "--measure", engine, str(ranks)])
+    script = str(Path(__file__).with_name("bench_construction.py"))
+    command = [script, "--units", str(args.built_units)]
+    found = in_own_process(engine, str(ranks), command=command)
     return {
         "cpu_seconds": found["cpu_seconds"],
         "peak_mb_of_construction": found["peak_mb"],
     }
-
-
-def _in_own_process(command: list[str], changed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(changed or {})},
-    )
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command[1:])}: exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # The result -----------------------------------------------------------------------------------

@@ -10,211 +10,128 @@ as each engine's users have them (`let_gloo_wait`). Peak bytes come from a separ
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from common import (
+    SIZES,
     Spread,
-    add_engine_flag,
     difference,
-    environment,
-    interleave,
     let_gloo_wait,
-    max_over_ranks,
-    print_json,
+    options,
+    print_result,
     print_table,
     ratio,
     run_on_ranks,
+    spreads,
+    take_turns,
 )
-from engines import ENGINES, Tower, TowerBlock, Transformer, TransformerBlock
+from engines import (
+    ENGINES,
+    LEARNING_RATE,
+    TransformerBlock,
+    make_transformer,
+    random_batches,
+    training,
+)
 from memory import peak_bytes, self_check
 from peers import PEERS, deepspeed, installed_peers
-from torch import Tensor, nn
-
-LEARNING_RATE = 3e-4
-SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers
-
-
-@dataclass(frozen=True)
-class Config:
-    width: int
-    layers: int
-    heads: int
-    batch: int
-    length: int
-    rounds: int
-    steps: int
-    model: str = "transformer"
-    low: bool = False
-    """Whether it computes in bfloat16, from float32 weights."""
+from torch import Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_engine_flag(parser, (*ENGINES, *installed_peers()))
-    parser.add_argument("--size", choices=SIZES, default="25m")
-    parser.add_argument("--model", choices=("transformer", "tower"), default="transformer")
+    defaults = {"size": "25m", "batch": 2, "length": 128, "rounds": 7, "steps": 2}
+    parser = options(__doc__, (*ENGINES, *installed_peers()), **defaults)
     parser.add_argument("--precision", choices=("bf16", "float32"), default="bf16")
-    parser.add_argument("--width", type=int, help="instead of the size's")
-    parser.add_argument("--layers", type=int, help="instead of the size's")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
-    parser.add_argument("--length", type=int, default=128, help="bytes in a sequence")
     parser.add_argument("--world-size", type=int, nargs="+", default=[2], help="one or several")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2, help="of each engine in a round")
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument("--no-peak", action="store_true", help="measure the time only")
     measured.add_argument("--peak-only", action="store_true", help="measure no time")
     args = parser.parse_args()
-    width, layers = SIZES[args.size]
-    config = Config(
-        width=args.width or width,
-        layers=args.layers or layers,
-        heads=args.heads,
-        batch=args.batch,
-        length=args.length,
-        rounds=args.rounds,
-        steps=args.steps,
-        model=args.model,
-        low=args.precision == "bf16",
-    )
     self_check()
     results = {}
     for world_size in args.world_size:
-        results[world_size] = _measured(args, config, world_size)
-        _show(
-            results[world_size],
-            args.engines,
-            f"{args.model}, {args.precision}, {world_size} ranks, {args.batch} x {args.length}",
-        )
-    print_json(
-        {
-            "benchmark": "step",
-            "world_sizes": results,
-            "config": vars(args) | vars(config),
-            "environment": environment(),
-        }
-    )
+        results[world_size] = _measured(args, world_size)
+        where = f"{args.precision}, {world_size} ranks, {args.batch} x {args.length}"
+        _show(results[world_size], args.engines, where)
+    print_result(args, world_sizes=results)
 
 
-def _measured(args: argparse.Namespace, config: Config, world_size: int) -> dict[str, Any]:
-    timing: dict[str, Any] = {"times": {}, "losses": {}, "num_parameters": _num_parameters(config)}
+def _measured(args: argparse.Namespace, world_size: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     if not args.peak_only:
-        timing |= run_on_ranks(world_size, measure_time, config, args.engines)[0]
+        times, losses = run_on_ranks(world_size, measure_time, args)[0]
     peaks = {}
-    if not args.no_peak:
-        for name in args.engines:
-            peaks[name] = max(run_on_ranks(world_size, measure_peak, config, name))
-    return _summary(timing, peaks, args.engines)
+    for name in () if args.no_peak else args.engines:
+        peaks[name] = max(run_on_ranks(world_size, measure_peak, args, name))
+    return _summary(args, times, losses, peaks)
 
 
-def measure_time(config: Config, names: list[str]) -> dict[str, Any]:
-    """Run on each rank: step times of every engine (slowest rank), and first losses."""
-    steps = {name: make_step(name, config) for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
+def measure_time(args: argparse.Namespace) -> tuple[dict[str, list[float]], Any]:
+    """Run on each rank: step times of every engine (slowest rank), and its losses."""
+    losses: dict[str, list[float]] = {name: [] for name in args.engines}
 
-    def step_ms(name: str) -> float:
-        let_gloo_wait(name == "layerzero")
-        gc.collect()
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(config.steps):
-            losses[name].append(steps[name]().item())
-        return max_over_ranks((time.perf_counter() - start) / config.steps * 1e3)
+    def noting(name: str) -> Callable[[], None]:
+        step = make_step(name, args)
+        return lambda: losses[name].append(step().item())
 
-    times = interleave(names, step_ms, config.rounds)
-    return {"times": times, "losses": losses}
+    steps = {name: noting(name) for name in args.engines}
+    times = take_turns(
+        steps, args.rounds, args.steps, before=lambda name: let_gloo_wait(name == "layerzero")
+    )
+    return times.elapsed, losses
 
 
-def measure_peak(config: Config, name: str) -> int:
+def measure_peak(args: argparse.Namespace, name: str) -> int:
     """Run on each rank: peak bytes of one engine."""
     # A first step at the smallest size, so that imports of the engine and workspaces of the math
     # library do not count.
-    width, layers = SIZES["tiny"]
-    make_step(name, replace(config, width=width, layers=layers))()
-    return peak_bytes(lambda: make_step(name, config))
+    make_step(name, args, "tiny")()
+    return peak_bytes(lambda: make_step(name, args))
 
 
-def build(config: Config) -> nn.Module:
-    torch.manual_seed(0)
-    if config.model == "tower":
-        return Tower(config.width, config.layers)
-    return Transformer(config.width, config.layers, config.heads, config.length)
-
-
-def _num_parameters(config: Config) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(config).parameters())
-
-
-def make_step(name: str, config: Config) -> Callable[[], Tensor]:
+def make_step(name: str, args: argparse.Namespace, size: str | None = None) -> Callable[[], Tensor]:
     """One training step of an engine, each on its rank's next batch; returns the loss."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    model = make_transformer(SIZES[size or args.size], args.length)
+    next_batch = random_batches(args.batch, args.length)
     if name in PEERS:
-        step = deepspeed(build(config), LEARNING_RATE, config.batch)
-    else:
-        unit = TowerBlock if config.model == "tower" else TransformerBlock
-        step = _torch_step(ENGINES[name](build(config), unit, config.low))
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-
-    def next_step() -> Tensor:
-        shape = (config.batch, config.length + 1)
-        return step(torch.randint(256, shape, generator=generator))
-
-    return next_step
+        step = deepspeed(model, LEARNING_RATE, args.batch)
+        return lambda: step(next_batch())
+    return training(ENGINES[name](model, TransformerBlock, args.precision == "bf16"), next_batch)
 
 
-def _torch_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-    def step(batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _summary(timing: dict[str, Any], peaks: dict[str, int], names: list[str]) -> dict[str, Any]:
-    times = timing["times"]
+def _summary(
+    args: argparse.Namespace,
+    times: dict[str, list[float]],
+    losses: dict[str, list[float]],
+    peaks: dict[str, int],
+) -> dict[str, Any]:
     over_bare = {
-        name: difference(times[name], times["bare"])
-        for name in times
+        name: difference(values, times["bare"])
+        for name, values in times.items()
         if name != "bare" and "bare" in times
     }
+    model = make_transformer(SIZES[args.size], args.length)
     result: dict[str, Any] = {
-        "num_parameters": timing["num_parameters"],
-        "step_ms": {name: Spread.of(values).as_dict() for name, values in times.items()},
-        "over_bare_ms": {name: Spread.of(values).as_dict() for name, values in over_bare.items()},
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "step_ms": spreads(times),
+        "over_bare_ms": spreads(over_bare),
         "peak_bytes": peaks,
     }
-    engines = [name for name in names if name not in ("bare", "ddp")]
+    engines = [name for name in losses if name not in ("bare", "ddp")]
     result["losses_equal"] = {
-        name: timing["losses"][name] == timing["losses"][engines[0]]
-        for name in timing["losses"]
+        name: each == losses[engines[0]]
+        for name, each in losses.items()
         if engines and name != "bare"
     }
-    if "layerzero" in names:
-        for other in ("fully_shard", "fsdp1", *PEERS):
-            if other in over_bare and "layerzero" in over_bare:
-                spread = ratio(over_bare["layerzero"], over_bare[other])
-                result[f"over_bare_vs_{other}"] = spread.as_dict()
-        for other in ("ddp", "fully_shard", "fsdp1", *PEERS):
-            if other in times:
-                result[f"step_vs_{other}"] = ratio(times["layerzero"], times[other]).as_dict()
-            if other in peaks and "layerzero" in peaks:
-                result[f"peak_vs_{other}"] = round(peaks["layerzero"] / peaks[other], 4)
+    for other in ("ddp", "fully_shard", "fsdp1", *PEERS):
+        for what, found in (("over_bare", over_bare), ("step", times)):
+            if {"layerzero", other} <= found.keys() and (what, other) != ("over_bare", "ddp"):
+                spread = ratio(found["layerzero"], found[other])
+                result[f"{what}_vs_{other}"] = spread.as_dict()
+        if {"layerzero", other} <= peaks.keys():
+            result[f"peak_vs_{other}"] = round(peaks["layerzero"] / peaks[other], 4)
     return result
 
 

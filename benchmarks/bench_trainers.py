@@ -35,7 +35,6 @@ import logging
 import os
 import pstats
 import random
-import statistics
 import tempfile
 import time
 import warnings
@@ -46,18 +45,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_step import LEARNING_RATE, SIZES
 from common import (
+    SIZES,
     Interval,
     Spread,
     difference,
-    environment,
     keep_freed_memory,
-    print_json,
+    means,
+    options,
+    print_result,
     print_table,
+    quotients,
     run_on_ranks,
 )
-from engines import Transformer, TransformerBlock
+from engines import LEARNING_RATE, Transformer, TransformerBlock, make_transformer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -230,9 +231,7 @@ def plain_steps(
 
 
 def _build(args: argparse.Namespace) -> Transformer:
-    torch.manual_seed(0)
-    width, layers = SIZES[args.size]
-    return Transformer(width, layers, args.heads, args.length)
+    return make_transformer(SIZES[args.size], args.length)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -349,14 +348,10 @@ def _transformers(args: argparse.Namespace, engine: str, rounds: Rounds) -> None
 _FITS = {"lightning": _lightning, "transformers": _transformers}
 
 
-def _quiet() -> None:
-    warnings.filterwarnings("ignore")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
-
-
 def measure(trainer: str, engine: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run on each rank: milliseconds of each kind and round."""
-    _quiet()
+    warnings.filterwarnings("ignore")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
     rounds = Rounds(args)
     _FITS[trainer](args, engine, rounds)
     return rounds.result()
@@ -368,26 +363,18 @@ def measure(trainer: str, engine: str, args: argparse.Namespace) -> dict[str, An
 def compared(of_kinds: dict[str, list[float]]) -> dict[str, Interval]:
     """Trainer to plain loop and the control, as ratios; and what the trainer takes more, in ms."""
     plain, again, trainer = (of_kinds[kind] for kind in KINDS)
-    base = [statistics.mean(each) for each in zip(plain, again, strict=True)]
+    base = means(plain, again)
     return {
-        "ratio": Interval.of([a / b for a, b in zip(trainer, base, strict=True)]),
-        "control": Interval.of([a / b for a, b in zip(again, plain, strict=True)]),
+        "ratio": Interval.of(quotients(trainer, base)),
+        "control": Interval.of(quotients(again, plain)),
         "more_ms": Interval.of(difference(trainer, base)),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, ENGINES, size="6m", batch=2, length=128, rounds=60)
     parser.add_argument("--trainers", default=",".join(TRAINERS), help="comma-separated")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated")
-    parser.add_argument("--size", choices=SIZES, default="6m")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=60)
     args = parser.parse_args()
     keep_freed_memory()
     rows, result, versions = [], {}, {}
@@ -396,7 +383,7 @@ def main() -> None:
             print(f"{trainer} is left out: it is not installed")
             continue
         versions[trainer] = version(trainer)
-        for engine in args.engines.split(","):
+        for engine in args.engines:
             found = run_on_ranks(args.ranks, measure, trainer, engine, args)[0]
             profile = {owner: round(ms, 3) for owner, ms in found.pop("profile").items()}
             result[f"{trainer} {engine}"] = {"profile_ms": profile}
@@ -414,14 +401,7 @@ def main() -> None:
     for name, of_clocks in result.items():
         parts = [f"{owner} {ms:.2f}" for owner, ms in of_clocks["profile_ms"].items()]
         print(f"{name}, core ms in Python files under cProfile: {', '.join(parts)}")
-    print_json(
-        {
-            "benchmark": "trainers",
-            "config": vars(args),
-            "environment": environment() | versions,
-            "steps": result,
-        }
-    )
+    print_result(args, versions=versions, steps=result)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Shared by all benchmarks: interleaved rounds, medians with spread, ranks, environment."""
+"""Shared by all benchmarks: options, ranks, rounds in turns, medians with spread, the result.
+
+A benchmark begins with `options(__doc__, ...)`, measures in `take_turns` (on ranks) or
+`interleave`, shows `print_table`s, and ends with `print_result`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import gc
 import json
 import os
 import pickle
@@ -15,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +32,77 @@ import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero.comm.gloo import loop_threads
+
+SIZES = dict(tiny=(64, 2), **{"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)})
+"""Width and layers of the transformer."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "size": {"choices": SIZES},
+    "width": {"type": int},
+    "layers": {"type": int},
+    "units": {"type": int},
+    "batch": {"type": int, "help": "sequences a rank"},
+    "length": {"type": int, "help": "bytes in a sequence"},
+    "world_size": {"type": int},
+    "world_sizes": {"type": int, "nargs": "+"},
+    "rounds": {"type": int},
+    "steps": {"type": int, "help": "of each in a round"},
+}
+
+
+# The command line and the result ----------------------------------------------------------------
+
+
+def options(
+    doc: str | None, engines: Sequence[str] = (), **defaults: Any
+) -> argparse.ArgumentParser:
+    """A parser of the usual options that `defaults` names, and of `--engines` if there are some."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if engines:
+        parser.add_argument(
+            "--engines",
+            type=lambda text: _known(parser, text.split(","), engines),
+            default=list(engines),
+            help=f"comma-separated, of {','.join(engines)} (default: all of them)",
+        )
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **_OPTIONS[name])
+    return parser
+
+
+def print_result(args: argparse.Namespace, **result: Any) -> None:
+    """Print the result as JSON, the last line of a benchmark's output."""
+    config = {name: value for name, value in vars(args).items() if name != "measure"}
+    name = Path(sys.argv[0]).stem.removeprefix("bench_")
+    print_json({"benchmark": name, **result, "config": config, "environment": environment()})
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    print(json.dumps(result, default=str), flush=True)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that a number was measured with."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+# Figures ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,6 +147,193 @@ class Interval(NamedTuple):
         return f"{self.median:.4f} ({self.low:.4f}-{self.high:.4f})"
 
 
+def spreads(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """The spread of each, for JSON."""
+    return {name: Spread.of(each).as_dict() for name, each in values.items()}
+
+
+def quotients(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """Ratios within rounds, in which both saw the same disturbances."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    return Spread.of(quotients(numerators, denominators))
+
+
+def difference(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """`left - right`, round by round."""
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def means(*values: Sequence[float]) -> list[float]:
+    """Their mean, round by round."""
+    return [statistics.mean(each) for each in zip(*values, strict=True)]
+
+
+def to_two(times: Mapping[str, Sequence[float]], once: str, again: str) -> dict[str, list[float]]:
+    """Of each round: the others to the mean of two equal ones; "control": `again` to `once`.
+
+    A ratio says something where it is farther from 1 than the control's interval.
+    """
+    base = means(times[once], times[again])
+    others = {name: quotients(times[name], base) for name in times if name not in (once, again)}
+    return {**others, "control": quotients(times[again], times[once])}
+
+
+STATE_NBYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+"""Of an element of a state, by the names of `layerzero.optim`; 8 bits: with its part of a scale."""
+
+
+def step_nbytes(state: str) -> tuple[float, float]:
+    """Bytes of an element that one AdamW step of a float32 parameter must read and write: the
+    parameter, the gradient (read) and two states."""
+    states = 2 * STATE_NBYTES[state]
+    return 4 + 4 + states, 4 + states
+
+
+# Turns ------------------------------------------------------------------------------------------
+
+
+def interleave(
+    names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Measure each name once in each round, in an order that changes but is equal on all ranks.
+
+    So a lasting disturbance affects every name, and no name always follows the same other one.
+
+    Returns:
+        For each name, one value for each round, without the `warmup` rounds.
+    """
+    results: dict[str, list[float]] = {name: [] for name in names}
+    generator = random.Random(0)
+    for index in range(warmup + rounds):
+        order = list(names)
+        generator.shuffle(order)
+        for name in order:
+            value = measure(name)
+            if index >= warmup:
+                results[name].append(value)
+    return results
+
+
+class Times(NamedTuple):
+    """By name, milliseconds of a call in each round."""
+
+    elapsed: dict[str, list[float]]
+    """Of the slowest rank."""
+    processor: dict[str, list[float]]
+    """User and system, of all ranks, which waits and other processes disturb least."""
+    others: dict[str, list[float]]
+    """Of that, on other threads than the calling one: gloo's, mostly."""
+
+
+def take_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    steps: int = 1,
+    warmup: int = 1,
+    before: Callable[[str], object] = lambda name: None,
+) -> Times:
+    """Time `steps` calls of each name in each round; see `interleave`. Collective.
+
+    Args:
+        before: called with the name, untimed.
+    """
+    clocks = time.perf_counter, time.process_time, time.thread_time
+    counted: list[dict[str, list[float]]] = [{name: [] for name in calls} for _ in range(2)]
+
+    def one(name: str) -> float:
+        before(name)
+        gc.collect()
+        dist.barrier()
+        begin = [clock() for clock in clocks]
+        for _ in range(steps):
+            calls[name]()
+        elapsed, process, thread = (
+            (clock() - start) * 1e3 / steps for clock, start in zip(clocks, begin, strict=True)
+        )
+        of_all = torch.tensor([process, process - thread], dtype=torch.float64)
+        dist.all_reduce(of_all)
+        for found, value in zip(counted, of_all.tolist(), strict=True):
+            found[name].append(value)
+        return max_over_ranks(elapsed)
+
+    gc.collect()
+    gc.freeze()  # Else each collection looks at all that was imported.
+    elapsed = interleave(list(calls), one, rounds, warmup)
+    kept = [{name: each[warmup:] for name, each in found.items()} for found in counted]
+    return Times(elapsed, *kept)
+
+
+def max_over_ranks(value: float) -> float:
+    """The largest value of all ranks. Collective over the default group."""
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values.item()
+
+
+# Ranks and processes ----------------------------------------------------------------------------
+
+
+def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `fn(*args)` on gloo ranks with one thread each; returns the results in rank order.
+
+    `fn` must be a module-level function. If a rank fails, the others are ended and its error is
+    raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        given = (world_size, folder, fn, args)
+        torch.multiprocessing.spawn(_rank_main, given, nprocs=world_size)
+        return [
+            pickle.loads(Path(folder, f"result_{rank}").read_bytes()) for rank in range(world_size)
+        ]
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    use_loopback()
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    result = fn(*args)
+    Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def use_loopback() -> None:
+    """Make gloo use the loopback interface, if there is one and no other was requested."""
+    interfaces = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if interfaces:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
+
+
+def join_fake_world(ranks: int, threads: int = 1) -> None:
+    """Make this process rank 0 of so many ranks, in a group that moves no bytes."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(threads)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+
+def in_own_process(
+    *measure: str, command: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Any:
+    """What a benchmark prints last with `--measure` and these words, in a process of its own.
+
+    Args:
+        command: script and options; empty: those of this process.
+    """
+    given = [sys.executable, *(command or sys.argv), "--measure", *measure]
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(given, stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(given[1:])}: exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def keep_freed_memory() -> None:
     """Have malloc keep what is freed, in ranks that start later, instead of giving it back.
 
@@ -95,142 +359,10 @@ def let_gloo_wait(waits: bool) -> None:
         loop_threads.wake_without_preempting()
 
 
-def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """The spread of the ratios within rounds, in which both saw the same disturbances."""
-    return Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)])
-
-
-def difference(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """`left - right`, round by round."""
-    return [a - b for a, b in zip(left, right, strict=True)]
-
-
-def interleave(
-    names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
-    """Measure each name once in each round, in an order that changes but is equal on all ranks.
-
-    So a lasting disturbance affects every name, and no name always follows the same other one.
-
-    Returns:
-        For each name, one value for each round, without the `warmup` rounds.
-    """
-    results: dict[str, list[float]] = {name: [] for name in names}
-    generator = random.Random(0)
-    for index in range(warmup + rounds):
-        order = list(names)
-        generator.shuffle(order)
-        for name in order:
-            value = measure(name)
-            if index >= warmup:
-                results[name].append(value)
-    return results
-
-
-def max_over_ranks(value: float) -> float:
-    """The largest value of all ranks. Collective over the default group."""
-    values = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values.item()
-
-
-STATE_NBYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
-"""Of an element of a state, by the names of `layerzero.optim`; 8 bits: with its part of a scale."""
-
-
-def step_nbytes(state: str) -> tuple[float, float]:
-    """Bytes of an element that one AdamW step of a float32 parameter must read and write: the
-    parameter, the gradient (read) and two states."""
-    states = 2 * STATE_NBYTES[state]
-    return 4 + 4 + states, 4 + states
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the versions that a number was measured with."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": _commit(),
-    }
-
-
-def add_engine_flag(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    parser.add_argument(
-        "--engines",
-        type=lambda text: _known(parser, text.split(","), names),
-        default=",".join(names),
-        help=f"comma-separated, of {','.join(names)} (default: all of them)",
-    )
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, *rows]:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(cells))
-
-
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print the result as JSON, the last line of a benchmark's output."""
-    print(json.dumps(result), flush=True)
-
-
-def run_on_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, backend: str = "gloo"
-) -> list[Any]:
-    """Call `fn(*args)` on ranks with one thread each; returns the results in rank order.
-
-    `fn` must be a module-level function. If a rank fails, the others are ended and its error is
-    raised.
-
-    Args:
-        backend: "gloo", or "fake": each rank is alone, in a group that moves no bytes.
-    """
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        given = (world_size, folder, backend, fn, args)
-        torch.multiprocessing.spawn(_rank_main, given, nprocs=world_size)
-        return [
-            pickle.loads(Path(folder, f"result_{rank}").read_bytes()) for rank in range(world_size)
-        ]
-
-
-def _rank_main(
-    rank: int,
-    world_size: int,
-    folder: str,
-    backend: str,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-) -> None:
-    torch.set_num_threads(1)
-    store = FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/store", world_size)
-    with loopback():
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    result = fn(*args)
-    Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def loopback() -> Iterator[None]:
-    """Make gloo use the loopback interface, if there is one and no other was requested."""
-    interfaces = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if interfaces:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
-    yield
-
-
 def _known(parser: argparse.ArgumentParser, chosen: list[str], names: Sequence[str]) -> list[str]:
     unknown = [name for name in chosen if name not in names]
     if unknown:
         parser.error(f"no engine {', '.join(unknown)}; there are {', '.join(names)}")
-    if "layerzero" in chosen and importlib.util.find_spec("layerzero") is None:
-        parser.error("layerzero is not installed here: install it, or choose others by --engines")
     return chosen
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 UnitType = type[nn.Module]
+LEARNING_RATE = 3e-4
 
 
 def bare(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
@@ -22,23 +24,20 @@ def bare(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
     return _under_autocast(model) if low else model
 
 
-def layerzero(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+def layerzero(model: nn.Module, unit: UnitType, low: bool = False, **options: Any) -> nn.Module:
     from layerzero import MixedPrecision, ZeRO3
 
-    return ZeRO3(
-        model,
-        auto_wrap_policy={unit},
-        mixed_precision=MixedPrecision(**LOW) if low else None,
-    )
+    precision = MixedPrecision(**LOW) if low else None
+    return ZeRO3(model, auto_wrap_policy={unit}, mixed_precision=precision, **options)
 
 
-def fully_shard(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+def fully_shard(model: nn.Module, unit: UnitType, low: bool = False, mesh: Any = None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 
     # The mesh's device type decides where parameters go; the default would be an accelerator.
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(**LOW if low else {})
     for module in model.modules():
         if isinstance(module, unit):
@@ -130,26 +129,30 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-class Tower(nn.Module):
-    """Equal blocks of two linear layers, and nothing else; called as Transformer is."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TowerBlock(width) for _ in range(layers))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        width = self.blocks[0].up.in_features
-        x = F.one_hot(tokens % width, width).float()
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def make_transformer(size: tuple[int, int], length: int) -> Transformer:
+    """The same on every rank, and under every engine. `size`: width and layers."""
+    torch.manual_seed(0)
+    width, layers = size
+    return Transformer(width, layers, 8, length)
 
 
-class TowerBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+def random_batches(batch: int, length: int) -> Callable[[], Tensor]:
+    """A function that returns this rank's next batch; it is the same under every engine."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    return lambda: torch.randint(256, (batch, length + 1), generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.relu(self.up(x)))
+
+def training(
+    model: nn.Module, next_batch: Callable[[], Tensor], lr: float = LEARNING_RATE
+) -> Callable[[], Tensor]:
+    """A function that takes one training step, AdamW included, and returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+
+    def step() -> Tensor:
+        loss: Tensor = model(next_batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

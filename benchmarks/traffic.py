@@ -9,74 +9,63 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 class _Verb(NamedTuple):
     argument: int
     """Index of the argument with the input tensor, or list of tensors."""
-    sent: Callable[[int, int], float]
-    """Bytes sent, as a function of input bytes and number of ranks."""
+    sent: Callable[[int], float]
+    """Bytes sent for each byte of input, as a function of the number of ranks."""
 
 
-def _part(nbytes: int, ranks: int) -> float:
-    return nbytes * (ranks - 1) / ranks
-
-
-def _to_each(nbytes: int, ranks: int) -> float:
-    return float(nbytes * (ranks - 1))
-
-
+_TO_EACH = _Verb(1, lambda ranks: ranks - 1)
+_PART = _Verb(1, lambda ranks: (ranks - 1) / ranks)
 # torch 2.13 renamed the calls on single tensors; both names are listed.
 _VERBS = {
-    "send": _Verb(0, lambda nbytes, ranks: float(nbytes)),
-    "allreduce": _Verb(0, lambda nbytes, ranks: 2 * _part(nbytes, ranks)),
-    "allgather": _Verb(1, _to_each),
-    "_allgather_base": _Verb(1, _to_each),
-    "all_gather_single": _Verb(1, _to_each),
-    "_reduce_scatter_base": _Verb(1, _part),
-    "reduce_scatter_single": _Verb(1, _part),
-    "alltoall_base": _Verb(1, _part),
-    "all_to_all_single": _Verb(1, _part),
+    "send": _Verb(0, lambda ranks: 1),
+    "broadcast": _Verb(0, lambda ranks: 1),
+    "allreduce": _Verb(0, lambda ranks: 2 * (ranks - 1) / ranks),
+    **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single"), _TO_EACH),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _PART),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _PART),
 }
 
 
-class SentBytes:
+class SentBytes(ExitStack):
     """Counts the bytes this rank sends while entered, in any thread."""
 
+    counts_input = False
+    """Whether the bytes of a call's input count, and not those that it makes the rank send."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.by_group: dict[tuple[int, ...], float] = {}
         """Bytes sent, keyed by the group's global ranks in ascending order."""
         self._lock = threading.Lock()
-        self._originals: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> float:
+        return sum(self.by_group.values())
 
     def __enter__(self) -> SentBytes:
         for name, verb in _VERBS.items():
-            if name in vars(dist.ProcessGroup):
-                # Read from the class's dict: attribute access returns a bare function, which would
-                # not bind self when it is restored.
-                self._originals[name] = vars(dist.ProcessGroup)[name]
-                original = getattr(dist.ProcessGroup, name)
-                setattr(dist.ProcessGroup, name, self._counting(original, verb))
+            if hasattr(dist.ProcessGroup, name):
+                counting = self._counting(getattr(dist.ProcessGroup, name), verb)
+                self.enter_context(mock.patch.object(dist.ProcessGroup, name, counting))
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
 
     def _counting(self, original: Callable[..., Any], verb: _Verb) -> Callable[..., Any]:
         def counting(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             given = args[verb.argument]
             tensors = given if isinstance(given, (list, tuple)) else [given]
-            sent = verb.sent(sum(tensor.nbytes for tensor in tensors), group.size())
+            sent = float(sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+            sent *= 1 if self.counts_input else verb.sent(group.size())
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
             with self._lock:
                 self.by_group[ranks] = self.by_group.get(ranks, 0.0) + sent

@@ -81,14 +81,40 @@ def check_request(
 
 
 def prepare(request: PlanRequest) -> Prepared:
-    """Copy the module without memory, and plan its units. Raises as `check_request`."""
-    copied, copies = _hollow_copy(request.module)
-    # Values are not read: nothing has to be initialised or made equal.
+    """Copy the module without memory, and plan its units.
+
+    Raises:
+        ValueError: the module cannot be copied; and as `check_request`.
+    """
+    module, given = request.module, request.given
+    copies = _hollow_tensors(module)
+    try:
+        lists = {name: tuple(given[name]) for name in _MODULES}
+        copied, lists = copy.deepcopy((module, lists), copies)
+    except Exception as error:
+        raise ValueError(
+            f"plan_memory: this {type(module).__name__} cannot be copied, and the plan runs a copy "
+            f"of it: {type(error).__name__}: {error}"
+        ) from error
+    originals = {id(copies.get(id(inner))): inner for inner in module.modules()}
+
+    def on_original(function: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+        def ask(inner: nn.Module, fqn: str) -> Any:
+            answer = function(originals.get(id(inner), inner), fqn)
+            if isinstance(answer, Mapping) and "hook_module" in answer:
+                hook = answer["hook_module"]
+                return {**answer, "hook_module": copies.get(id(hook), hook)}
+            return answer
+
+        return ask
+
+    functions = ("auto_wrap_policy", "reshard_after_forward")
     given = {
-        **_of_copy(request, copied, copies),
-        "module": copied,
-        "param_init_fn": None,
-        "sync_module_states": False,
+        **given,
+        **lists,
+        **{name: on_original(given[name]) for name in functions if callable(given[name])},
+        # Values are not read: nothing has to be initialised or made equal.
+        **{"module": copied, "param_init_fn": None, "sync_module_states": False},
     }
     arguments = _checked(given, {}, request.world_size)
     everyone = tuple(range(request.world_size))
@@ -165,56 +191,16 @@ def _refuse_unplanned(request: PlanRequest) -> None:
         )
 
 
-def _of_copy(request: PlanRequest, copied: nn.Module, copies: Mapping[int, Any]) -> dict[str, Any]:
-    """The arguments, with the modules and parameters in them replaced by their copies."""
-    given = request.given
-    originals = {id(copies[id(m)]): m for m in request.module.modules() if id(m) in copies}
-
-    def copy_of(each: Any) -> Any:
-        return copies.get(id(each), each)
-
-    def on_original(function: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
-        def ask(module: nn.Module, fqn: str) -> Any:
-            answer = function(originals.get(id(module), module), fqn)
-            if isinstance(answer, Mapping) and "hook_module" in answer:
-                return {**answer, "hook_module": copy_of(answer["hook_module"])}
-            return answer
-
-        return ask
-
-    result = {**given}
-    for name in _MODULES:
-        result[name] = tuple(copy_of(each) for each in given[name])
-    if given["auto_wrap_policy"] is not None:
-        result["auto_wrap_policy"] = on_original(given["auto_wrap_policy"])
-    if callable(given["reshard_after_forward"]):
-        result["reshard_after_forward"] = on_original(given["reshard_after_forward"])
-    return result
-
-
-def _hollow_copy(module: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
-    """A copy of `module` with its parameters and buffers on the meta device.
-
-    Returns:
-        (the copy, what became of each object, keyed by its id).
-
-    Raises:
-        ValueError: the module cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for inner in module.modules():
-        for tensors in (inner._parameters, inner._buffers):
-            for tensor in tensors.values():
-                if tensor is not None and id(tensor) not in memo:
-                    memo[id(tensor)] = _hollow(tensor)
-    try:
-        copied = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ValueError(
-            f"plan_memory: this {type(module).__name__} cannot be copied, and the plan runs a copy "
-            f"of it: {type(error).__name__}: {error}"
-        ) from error
-    return copied, memo
+def _hollow_tensors(module: nn.Module) -> dict[int, Any]:
+    """What becomes of each parameter and buffer, keyed by its id: one on the meta device."""
+    tensors = (
+        tensor
+        for inner in module.modules()
+        for of in (inner._parameters, inner._buffers)
+        for tensor in of.values()
+        if tensor is not None
+    )
+    return {id(tensor): _hollow(tensor) for tensor in tensors}
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:

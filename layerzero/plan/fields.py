@@ -11,12 +11,13 @@ import torch
 from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
 from layerzero.plan.activations import ActivationCheckpointing
 from layerzero.plan.options import (
+    GIVEN_TWICE,
     MODULE_OPTIONS,
-    PRECISION_OPTIONS,
     ZERO3_OPTIONS,
     merge_precision,
     read_bool,
     read_options,
+    refuse_twice,
 )
 from layerzero.plan.patterns import NamePattern
 
@@ -90,20 +91,14 @@ class PlanFields:
 
     def _refuse_given_twice(self) -> None:
         given = self._given_shorthands
-        pairs = [(name, name) for name in given]
-        pairs += [(name, "mixed_precision") for name in given if name in PRECISION_OPTIONS]
-        if "cpu_offload" in given:
-            pairs.append(("cpu_offload", "offload"))
+        pairs = [(name, name) for name in given] + [(two, one) for one, two in GIVEN_TWICE]
         if self.num_to_forward_prefetch is not None:
+            given["num_to_forward_prefetch"] = self.num_to_forward_prefetch
             pairs.append(("num_to_forward_prefetch", "forward_prefetch"))
         if self.num_to_backward_prefetch and self.defaults.get("backward_prefetch", 1) is None:
+            given["num_to_backward_prefetch"] = self.num_to_backward_prefetch
             pairs.append(("num_to_backward_prefetch", "backward_prefetch"))
-        for name, default in pairs:
-            if default in self.defaults:
-                raise ValueError(
-                    f"plan: {name}={getattr(self, name)!r} and, in defaults, {default}="
-                    f"{self.defaults[default]!r} are both given; set only one of them"
-                )
+        refuse_twice("plan", pairs, given, self.defaults, ", in defaults,")
 
     # Derived settings -----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,21 +113,11 @@ def read_options(
                 f"{sorted(known)}"
             )
         try:
-            read[name] = _read_value(name, value)
+            read[name] = _READERS[name](value) if name in _READERS else value
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from None
-    _refuse_given_twice(where, read)
+    refuse_twice(where, GIVEN_TWICE, read, read)
     return read
-
-
-def _read_value(name: str, value: Any) -> Any:
-    if name in DTYPE_OPTIONS:
-        return read_dtype(name, value)
-    if name in _FLAGS:
-        return read_bool(name, value)
-    if name in _CHECKED:
-        check(**{name: value})
-    return _READERS[name](value) if name in _READERS else value
 
 
 def read_dtype(name: str, value: Any) -> torch.dtype | None:
@@ -225,35 +216,48 @@ def _read_timeout(value: Any) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-_FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
+def _checked(name: str, value: Any) -> Any:
+    check(**{name: value})
+    return value
+
+
 _CHECKED = (
     *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
     *("zero3_size", "forward_prefetch", "limit_all_gathers", "memory_budget"),
     "reshard_after_forward",
 )
+_FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
 _READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: partial(read_dtype, name) for name in DTYPE_OPTIONS},
+    **{name: partial(read_bool, name) for name in _FLAGS},
+    **{name: partial(_checked, name) for name in _CHECKED},
     "mixed_precision": _read_mixed_precision,
     "cpu_offload": _read_cpu_offload,
-    "offload": lambda value: _read_policy("offload", value),
+    "offload": partial(_read_policy, "offload"),
     "act_ckpt": read_act_ckpt,
     "backward_prefetch": _read_backward_prefetch,
     "timeout": _read_timeout,
 }
-"""Functions that convert a value."""
+"""Functions that convert a value, or raise for a bad one."""
+GIVEN_TWICE = [("mixed_precision", name) for name in PRECISION_OPTIONS]
+GIVEN_TWICE.append(("offload", "cpu_offload"))
+"""Options that say the same."""
 
 
-def _refuse_given_twice(where: str, options: Mapping[str, Any]) -> None:
-    twice = [name for name in PRECISION_OPTIONS if name in options]
-    if "mixed_precision" in options and twice:
-        raise ValueError(
-            f"{where}: mixed_precision={options['mixed_precision']!r} and "
-            f"{twice[0]}={options[twice[0]]!r} are both given; set only one of them"
-        )
-    if "offload" in options and "cpu_offload" in options:
-        raise ValueError(
-            f"{where}: offload={options['offload']!r} and cpu_offload={options['cpu_offload']!r} "
-            "are both given; set only one of them"
-        )
+def refuse_twice(
+    where: str,
+    pairs: Iterable[tuple[str, str]],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    of_second: str = "",
+) -> None:
+    """Raise ValueError if of a pair one is in `first` and the other in `second`."""
+    for one, other in pairs:
+        if one in first and other in second:
+            raise ValueError(
+                f"{where}: {one}={first[one]!r} and{of_second} {other}={second[other]!r} are both "
+                "given; set only one of them"
+            )
 
 
 def engine_arguments(

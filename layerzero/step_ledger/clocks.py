@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,31 +25,17 @@ _ROUNDS = 16
 host_s = time.perf_counter
 
 
-class LaneClock(Protocol):
-    """Stamps places on the lane that runs now."""
-
-    def now(self) -> Stamp: ...
-
-    def finish(self) -> None:
-        """Block the host until the device has come here."""
-
-    def seconds(self, stamp: Stamp) -> float:
-        """The stamp on the host's clock, after `finish`."""
-
-
 class HostClock:
     """On the CPU a lane is the thread that runs."""
 
     now = staticmethod(host_s)
+    seconds = staticmethod(float)
 
     def finish(self) -> None: ...
 
-    def seconds(self, stamp: Stamp) -> float:
-        return float(stamp)
-
 
 class DeviceClock:
-    """Records an event on the current stream of the device."""
+    """Stamps are events on the current stream of the device."""
 
     def __init__(self, device: torch.device) -> None:
         """Blocks the host until the device has come here."""
@@ -67,9 +53,11 @@ class DeviceClock:
         return event
 
     def finish(self) -> None:
+        """Block the host until the device has come here."""
         self.now().synchronize()
 
     def seconds(self, stamp: Stamp) -> float:
+        """The stamp on the host's clock, after `finish`."""
         return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
 
 

@@ -162,13 +162,13 @@ class Explained:
         """Milliseconds of a step: compute of each pass, the rest, and what was exposed."""
         record = self.records[rank]
         waits = [(wait.begin, wait.end) for wait in record.waits]
-        spans = [(s.phase, (s.begin, s.end)) for s in record.slices if not s.unit]
-        parts = {
-            phase: length(without([span for of, span in spans if of == phase], waits))
-            for phase in ("forward", "backward")
-        }
-        passes = [span for _, span in spans]
-        parts["between passes"] = length(without([(record.begin, record.end)], [*passes, *waits]))
+        passes: dict[str, Intervals] = {"forward": [], "backward": []}
+        for span in record.slices:
+            if not span.unit:
+                passes[span.phase].append((span.begin, span.end))
+        whole = {**passes, "between passes": [(record.begin, record.end)]}
+        taken = {**dict.fromkeys(passes, waits), "between passes": sum(passes.values(), waits)}
+        parts = {name: length(whole[name] + taken[name]) - length(taken[name]) for name in whole}
         parts = {name: seconds * record.ms_per_step for name, seconds in parts.items()}
         gathers, reductions = self._exposed(rank)
         return {**parts, "exposed gathers": gathers, "exposed reductions": reductions}
@@ -189,22 +189,3 @@ def length(spans: Intervals) -> float:
         total += max(end - max(begin, reached), 0.0)
         reached = max(reached, end)
     return total
-
-
-def without(spans: Intervals, taken: Intervals) -> Intervals:
-    """The parts of `spans` outside `taken`."""
-    left = sorted(spans)
-    result: Intervals = []
-    taken = sorted(taken)
-    for begin, end in left:
-        for a, b in taken:
-            if b <= begin or a >= end:
-                continue
-            if a > begin:
-                result.append((begin, a))
-            begin = max(begin, b)
-            if begin >= end:
-                break
-        if begin < end:
-            result.append((begin, end))
-    return result

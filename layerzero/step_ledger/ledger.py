@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakSet
 
 from torch import nn
 
@@ -20,8 +19,6 @@ from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.text import as_text
 from layerzero.step_ledger.trace import write_trace
-
-_open: WeakSet[RootState] = WeakSet()
 
 
 class Ledger:
@@ -166,7 +163,6 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     result = Ledger()
     before = read_clock(groups, root.operations, root.device)
     recorder = Recorder(root, own_rank())
-    _open.add(root)
     recorder.begin()
     try:
         yield result
@@ -174,7 +170,6 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         recorder.end()
     finally:
         recorder.abandon()
-        _open.discard(root)
     if root_of(unit) is not root or get_unit(model) is not unit:
         raise RuntimeError(
             "ledger: the model was wrapped again inside the block; use one ledger for each"
@@ -186,7 +181,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
 
 def _check(root: RootState) -> None:
     root.check_between_steps("ledger: entered inside forward or backward; enter it around the step")
-    if root in _open:
+    if root.extensions.of(Recorder):
         raise RuntimeError("ledger: another ledger of this model is open; use that one")
     if root.join is not None:
         raise RuntimeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from layerzero.step_ledger.figures import Explained
 from layerzero.step_ledger.records import (
@@ -15,8 +14,10 @@ from layerzero.step_ledger.records import (
     PREVIOUS,
     TRANSFER,
     Record,
+    Slice,
+    Wait,
 )
-from layerzero.step_ledger.trace import on_lane
+from layerzero.step_ledger.trace import spans
 
 _COLOURS = {
     ISSUED_LATE: "#c44e52",
@@ -26,7 +27,8 @@ _COLOURS = {
     PEER_LATE: "#ccb974",
     TRANSFER: "#dd8452",
 }
-_GATHERS, _FORWARD, _BACKWARD, _REDUCTIONS = "#4c72b0", "#9ecae1", "#a1d99b", "#55a868"
+_OF_KIND = {"gather": "#4c72b0", "reduction": "#55a868"}
+_OF_PHASE = {"forward": "#9ecae1", "backward": "#a1d99b"}
 _ROOT = "the root unit"
 _LANES = {"gathers": 3.0, "compute": 2.0, "stood still": 1.0, "reductions": 0.0}
 
@@ -62,22 +64,21 @@ def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
         if text and len(text) + 1 < 150 * (stop - start) / (end - begin):
             axes.text(left + width / 2, _LANES[lane], text, ha="center", va="center", fontsize=7)
 
-    for index, start, stop in on_lane(record, "gather"):
-        bar("gathers", start, stop, _GATHERS, record.jobs[index].unit)
-    for index, start, stop in on_lane(record, "reduction"):
-        bar("reductions", start, stop, _REDUCTIONS, record.jobs[index].unit)
-    for span in sorted(record.slices, key=lambda span: span.begin - span.end):
-        colour = _FORWARD if span.phase == "forward" else _BACKWARD
-        # The root's slice is around those of other units.
-        text = "" if span.unit == _ROOT else span.unit
-        bar("compute", span.begin, span.end, colour, text)
-    shown: dict[str, Any] = {}
+    for lane, what, start, stop in spans(record):
+        if isinstance(what, Wait):
+            bar(lane, start, stop, "white")
+        elif isinstance(what, Slice):
+            # The root's slice is around those of other units.
+            text = "" if what.unit == _ROOT else what.unit
+            bar(lane, start, stop, _OF_PHASE[what.phase], text)
+        else:
+            bar(lane, start, stop, _OF_KIND[what.kind], what.unit)
+    shown: set[str] = set()
     for segments in explained.segments[rank]:
         for segment in segments:
             if begin <= segment.begin < end:
-                bar("compute", segment.begin, segment.end, "white")
                 bar("stood still", segment.begin, segment.end, _COLOURS[segment.reason])
-                shown[segment.reason] = None
+                shown.add(segment.reason)
     for reason, colour in _COLOURS.items():
         if reason in shown:
             axes.barh(0, 0, color=colour, label=reason)

@@ -20,7 +20,7 @@ from layerzero.step.exec_order import Order
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
-from layerzero.step_ledger.clocks import DeviceClock, HostClock, LaneClock, host_s
+from layerzero.step_ledger.clocks import DeviceClock, HostClock, host_s
 from layerzero.step_ledger.records import (
     ISSUED_LATE,
     LIMITER,
@@ -47,7 +47,9 @@ class Recorder(Extension):
     def __init__(self, root: RootState, rank: int) -> None:
         self._root = root
         self._on_device = root.streams.are_apart
-        self.clock: LaneClock = DeviceClock(root.device) if self._on_device else HostClock()
+        self.clock: DeviceClock | HostClock = (
+            DeviceClock(root.device) if self._on_device else HostClock()
+        )
         self._phase: Phase = "between"
         self._prefetches = False
         """Whether a unit is being prefetched."""

@@ -10,18 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from layerzero.step_ledger.blame import LastPeers
 from layerzero.step_ledger.figures import Explained
 from layerzero.step_ledger.records import Job, Record, Slice, Wait
 
-_COMPUTE, _GATHERS, _REDUCTIONS = 1, 2, 3
-_LANES = {_COMPUTE: "compute", _GATHERS: "gathers", _REDUCTIONS: "reductions"}
-_VERBS = {"gather": "unshard", "reduction": "reduce"}
-_WAITS = {"gather": "wait_for_unshard", "reduction": "wait_for_reduce"}
+_LANES = ("compute", "gathers", "reductions")
+_JOBS = {"gather": "unshard", "reduction": "reduce"}
 
 Event = dict[str, Any]
+
+
+class Span(NamedTuple):
+    """What is drawn on one lane."""
+
+    lane: str
+    what: Job | Slice | Wait
+    begin: float
+    end: float
 
 
 def write_trace(explained: Explained, path: str | Path, about: Mapping[str, Any]) -> None:
@@ -33,96 +39,70 @@ def write_trace(explained: Explained, path: str | Path, about: Mapping[str, Any]
 
 def _of_rank(explained: Explained, rank: int) -> Iterator[Event]:
     record, start = explained.records[rank], min(r.begin for r in explained.records.values())
-    yield _named("process_name", rank, 0, f"rank {rank}")
-    for lane, name in _LANES.items():
-        yield _named("thread_name", rank, lane, name)
-        yield {**_named("thread_sort_index", rank, lane, ""), "args": {"sort_index": lane}}
 
-    def event(name: str, lane: int, begin: float, end: float, **args: Any) -> Event:
-        return {
-            "name": name,
-            "cat": "layerzero",
-            "ph": "X",
-            "pid": rank,
-            "tid": lane,
-            "ts": (begin - start) * 1e6,
-            "dur": max(end - begin, 0.0) * 1e6,
-            "args": args,
-        }
+    def event(name: str, kind: str, lane: str, **fields: Any) -> Event:
+        tid = 1 + _LANES.index(lane)
+        return {"name": name, "ph": kind, "cat": "layerzero", "pid": rank, "tid": tid, **fields}
 
-    lanes = {"gather": _GATHERS, "reduction": _REDUCTIONS}
-    begins: dict[int, tuple[int, float]] = {}
-    for kind, lane in lanes.items():
-        for index, begin, end in on_lane(record, kind):
-            begins[index] = lane, begin
-            label, args = _about_job(record.jobs[index], start, explained.peers, rank)
-            yield event(label, lane, begin, end, **args)
+    def us(seconds: float) -> float:
+        return (seconds - start) * 1e6
+
+    yield event("process_name", "M", "compute", args={"name": f"rank {rank}"})
+    for index, lane in enumerate(_LANES):
+        yield event("thread_name", "M", lane, args={"name": lane})
+        yield event("thread_sort_index", "M", lane, args={"sort_index": index})
     causes = {id(w): s for w, s in zip(record.waits, explained.segments[rank], strict=True)}
-    used: list[tuple[int, float]] = []
-    for span, begin, end in nested(record):
-        if isinstance(span, Wait):
-            why = [[s.reason, s.seconds * 1e3] for s in causes[id(span)]]
-            job = record.jobs[span.blocker]
-            name = f"LayerZeRO3.{_WAITS[job.kind]}({job.unit})"
-            yield event(name, _COMPUTE, begin, end, reasons_ms=why)
-            continue
-        yield event(f"LayerZeRO3.{span.phase}({span.unit or 'model'})", _COMPUTE, begin, end)
-        if span.job is not None and span.job in begins:
-            used.append((span.job, begin))
-    for index, begin in used:
-        lane, at = begins[index]
-        flow: Event = {
-            "name": "gather to its use",
-            "cat": "layerzero",
-            "pid": rank,
-            "id": rank << 32 | index,
-        }
-        yield {**flow, "ph": "s", "tid": lane, "ts": (at - start) * 1e6}
-        yield {**flow, "ph": "f", "bp": "e", "tid": _COMPUTE, "ts": (begin - start) * 1e6}
+    gathers: dict[int, Span] = {}
+    for span in spans(record):
+        lane, what, begin, end = span
+        args: dict[str, Any] = {}
+        if isinstance(what, Job):
+            gathers[id(what)] = span
+            name = f"{_JOBS[what.kind]}({what.unit})"
+            args = {"bytes": what.nbytes, "asked_us": us(what.asked)}
+            for hop in what.hops:
+                last, peer = explained.peers.of(hop, rank)
+                args[f"{hop.verb} #{hop.number}"] = {
+                    "ranks": list(hop.ranks),
+                    "issued_us": us(hop.issued),
+                    "last_peer": peer,
+                    "last_peer_issued_us": us(last),
+                    "arrived_us": us(hop.arrived),
+                }
+        elif isinstance(what, Wait):
+            job = record.jobs[what.blocker]
+            name = f"wait_for_{_JOBS[job.kind]}({job.unit})"
+            args = {"reasons_ms": [[s.reason, s.seconds * 1e3] for s in causes[id(what)]]}
+        else:
+            name = f"{what.phase}({what.unit or 'model'})"
+        at, length = us(begin), max(end - begin, 0.0) * 1e6
+        yield event(f"LayerZeRO3.{name}", "X", lane, ts=at, dur=length, args=args)
+        used = what.job if isinstance(what, Slice) else None
+        if used is not None and (gather := gathers.get(id(record.jobs[used]))):
+            name, number = "gather to its use", rank << 32 | used
+            yield event(name, "s", gather.lane, ts=us(gather.begin), id=number)
+            yield event(name, "f", lane, ts=at, bp="e", id=number)
 
 
-def _named(what: str, rank: int, lane: int, name: str) -> Event:
-    return {"name": what, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+def spans(record: Record) -> Iterator[Span]:
+    """What each lane shows: first the jobs, one after the other; then compute, outermost first.
 
-
-def _about_job(job: Job, start: float, peers: LastPeers, rank: int) -> tuple[str, dict[str, Any]]:
-    args: dict[str, Any] = {"bytes": job.nbytes, "asked_us": (job.asked - start) * 1e6}
-    for hop in job.hops:
-        last, peer = peers.of(hop, rank)
-        args[f"{hop.verb} #{hop.number}"] = {
-            "ranks": list(hop.ranks),
-            "issued_us": (hop.issued - start) * 1e6,
-            "last_peer": peer,
-            "last_peer_issued_us": (last - start) * 1e6,
-            "arrived_us": (hop.arrived - start) * 1e6,
-        }
-    return f"LayerZeRO3.{_VERBS[job.kind]}({job.unit})", args
-
-
-def on_lane(record: Record, kind: str) -> list[tuple[int, float, float]]:
-    """Index, begin and end of the jobs of one lane, one after the other: where two were in flight
-    at once, the later one to end begins when the other has ended."""
-    spans = []
-    reached = float("-inf")
-    jobs = [(job, index) for index, job in enumerate(record.jobs) if job.kind == kind and job.hops]
-    for job, index in sorted(jobs, key=lambda pair: pair[0].end):
-        begin = max(min(hop.issued for hop in job.hops), reached)
-        reached = job.end
-        spans.append((index, min(begin, reached), reached))
-    return spans
-
-
-def nested(record: Record) -> list[tuple[Slice | Wait, float, float]]:
-    """What ran on the compute lane, outermost first; spans that overlap are cut, so that each lies
-    inside the one around it."""
-    spans: list[Slice | Wait] = [*record.slices, *record.waits]
-    spans.sort(key=lambda span: (span.begin, -span.end))
+    Where two jobs of a lane were in flight at once, the later one to end begins when the other has
+    ended. What overlaps on the compute lane is cut, so that each span lies inside the one around
+    it.
+    """
+    for kind, lane in (("gather", "gathers"), ("reduction", "reductions")):
+        reached = float("-inf")
+        jobs = [job for job in record.jobs if job.kind == kind and job.hops]
+        for job in sorted(jobs, key=lambda job: job.end):
+            begin = max(min(hop.issued for hop in job.hops), reached)
+            reached = job.end
+            yield Span(lane, job, min(begin, reached), reached)
+    on_compute: list[Slice | Wait] = [*record.slices, *record.waits]
     around: list[float] = []
-    result = []
-    for span in spans:
-        while around and around[-1] <= span.begin:
+    for each in sorted(on_compute, key=lambda each: (each.begin, -each.end)):
+        while around and around[-1] <= each.begin:
             around.pop()
-        end = min([span.end, *around[-1:]])
-        result.append((span, span.begin, end))
+        end = min([each.end, *around[-1:]])
+        yield Span("compute", each, each.begin, end)
         around.append(end)
-    return result

@@ -37,7 +37,7 @@ def _committed() -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", ["64", pytest.param("4096", marks=pytest.mark.soak)])
 def test_host_work_of_a_unit_is_not_more_than_committed(ranks: str) -> None:
     committed = _committed()
-    command = [sys.executable, str(BENCHMARK), "--engines", "layerzero", "--count"]
+    command = [sys.executable, str(BENCHMARK), "--engines", "layerzero", "--measure"]
     runs = [
         subprocess.Popen(
             [*command, world_size],
