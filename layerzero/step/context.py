@@ -60,7 +60,7 @@ class RuntimeContext:
     ) -> None:
         self.device = device
         # Which refer to units, and these to this object: a cycle would outlive the model.
-        self._extensions = weakref.proxy(extensions)
+        self.extensions = weakref.proxy(extensions)
         self.streams = streams
         self.operations = operations
         self.limiter = limiter
@@ -164,7 +164,7 @@ class RuntimeContext:
         inner = _NOTHING
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
-        if self._extensions.begin_action:
+        if self.extensions.begin_action:
             return self._watched(action, unit, inner)
         return inner
 
@@ -173,8 +173,8 @@ class RuntimeContext:
         self, action: str, unit: str, inner: AbstractContextManager[object]
     ) -> Iterator[None]:
         with inner:
-            for begin_action in self._extensions.begin_action:
+            for begin_action in self.extensions.begin_action:
                 begin_action(action, unit)
             yield
-            for end_action in self._extensions.end_action:
+            for end_action in self.extensions.end_action:
                 end_action(action, unit)
