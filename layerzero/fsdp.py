@@ -16,6 +16,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -31,7 +32,6 @@ from layerzero.flat.parameter_info import get_info, rename
 from layerzero.flat.views import ParameterViews, Slot
 from layerzero.model_functions import UnitView
 from layerzero.step import hooks, module_guards
-from layerzero.step.extension import Extension
 from layerzero.step.root import RootState, UnshardHandle, root_if_alive, root_of
 from layerzero.step.states import Hold
 from layerzero.step.unit import Unit, set_unit, unset_unit
@@ -57,6 +57,10 @@ class _State:
     """See Note [Modules of a list]."""
     requires_sync: bool = True
     requires_all_reduce: bool = True
+    instead: Any = None
+    """Hook in the place of its reduce-scatter; see comm_hooks.py."""
+    after: Any = None
+    """Hook after its reduction."""
 
 
 def fully_shard(
@@ -145,6 +149,8 @@ def fully_shard(
     for other in inside:
         _join(other, top)
     _follow_flags(root)
+    if any(other.instead or other.after for other in inside):
+        _follow_hooks(root)
     return module
 
 
@@ -267,6 +273,10 @@ def _states(module: Any) -> dict[_State, None]:
     return dict.fromkeys(state for state in found if state is not None)
 
 
+def _states_of(root: RootState) -> list[_State]:
+    return [state for state in _states(root.units[0].module) if root_of(state.unit) is root]
+
+
 def _join(state: _State, top: nn.Module) -> None:
     """The unit has joined the model of `top`."""
     if state.is_auto:
@@ -330,16 +340,14 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: backward passes add up gradients on each rank; the first one after True reduces.
-
-        In a forward it must be the same for all units of a model.
-        """
+        Units may differ; the same on every rank."""
         for state in self._chosen(recurse):
             state.requires_sync = state.requires_all_reduce = bool(requires_gradient_sync)
         self._follow_flags()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: with a mesh of two axes, gradients add up after they were reduced over the shard
-        axis. In a forward it must be the same for all units of a model."""
+        axis. Units may differ; the same on every rank."""
         for state in self._chosen(recurse):
             state.requires_all_reduce = bool(requires_all_reduce)
         self._follow_flags()
@@ -377,9 +385,35 @@ class FSDPModule:
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter this unit's gradients by `comm`, an object as torch's `ReduceScatter`. Its
+        input is in this engine's order; see docs/reference/migrating.md."""
+        from layerzero.comm_hooks import by_reduce_scatter
+
+        self._set_hooks(instead=by_reduce_scatter(comm))
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], Any], *, stream: object = None
+    ) -> None:
+        """Call `hook` with this rank's chunk of this unit's reduced gradients, 1-D, which it may
+        write. It runs on the engine's own stream."""
+        self._set_hooks(after=hook)
+
+    def _set_hooks(self, **hooks: Any) -> None:
+        state = _state(self)
+        if any(handle.placement.num_ranks == 1 for handle in state.unit.handles):
+            raise NotImplementedError(
+                "set_custom_reduce_scatter, set_all_reduce_hook: one rank has this unit alone, and "
+                "reduces nothing; register hooks on its parameters, which get the gradients"
+            )
+        for name, hook in hooks.items():
+            setattr(state, name, hook)
+        _follow_hooks(root_of(state.unit))
+
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Order what follows, gathers included, after an event of the optimizer's stream."""
-        event.wait()
+        if event is not None:  # torch's streams of the CPU record none.
+            event.wait()
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of a step that failed, those of earlier micro-batches included."""
@@ -389,6 +423,32 @@ class FSDPModule:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
         root.abort()
         root.give_up_step()
+
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Show full parameters of this module and those inside; as `ZeRO3.summon_full_params`.
+
+        torch has no such method. Around `init_weights()` it gives the values of one process.
+        """
+        from layerzero.state_dict.summon import SummonOptions, summon
+
+        state = _state(self)
+        inside = {other.unit for other in _states(self)}
+        root = root_of(state.unit)
+        chosen = [unit for unit in root.units if unit in inside]
+        options = SummonOptions(
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        return summon(root, chosen, options)
 
     # Nothing depends on these here; arguments as in torch.
 
@@ -421,12 +481,6 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: object) -> NoReturn:
         _refuse("set_custom_all_gather", "units are gathered into their own flat buffers")
 
-    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
-        _refuse("set_custom_reduce_scatter", "use MixedPrecisionPolicy(reduce_dtype=...)")
-
-    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:
-        _refuse("set_all_reduce_hook", "register hooks on parameters, which get reduced gradients")
-
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             _refuse("set_allocate_memory_from_process_group_for_comm", "leave it out")
@@ -443,39 +497,38 @@ class FSDPModule:
 
 
 def _follow_flags(root: RootState) -> None:
-    """Have the model synchronize gradients as the flags of its units say, if these are the same."""
-    states = [state for state in _states(root.units[0].module) if root_of(state.unit) is root]
-    syncs = {state.requires_sync for state in states if state.unit.handles}
-    all_reduces = {state.requires_all_reduce for state in states if state.unit.handles}
-    for extension in root.extensions.of(_MixedFlags):
-        root.extensions.remove(extension)
-    if len(syncs) > 1 or len(all_reduces) > 1:
-        root.extensions.add(_MixedFlags())
-        return
-    placements = (handle.placement for unit in root.units for handle in unit.handles)
-    has_copies = any(placement.outer_group is not None for placement in placements)
-    in_shards = syncs == {True} and all_reduces == {False} and has_copies
-    requires_sync = syncs != {False} and not in_shards
-    reducer = root.reducer
-    if not requires_sync and in_shards is not reducer.sums_sharded:
-        if reducer.adds_up:
+    """Have the model reduce the gradients of those units whose flags say so."""
+    flags: dict[Unit, tuple[bool, bool]] = {}
+    states = _states_of(root)
+    for state in states:
+        unit = state.unit
+        before = in_shards = root.reducer.unit_flags.get(unit, (False, False))[1]
+        has_copies = any(handle.placement.outer_group is not None for handle in unit.handles)
+        waits = not state.requires_sync or (has_copies and not state.requires_all_reduce)
+        if waits:
+            in_shards = state.requires_sync
+        if in_shards is not before and any(h.gradients.host_sum is not None for h in unit.handles):
             raise RuntimeError(
-                "set_requires_all_reduce: micro-batches of this step added up elsewhere before; "
-                "change it between steps"
+                f"{unit.label}: its micro-batches add up on the host, and elsewhere than "
+                "set_requires_all_reduce asks for now: change it between steps"
             )
-        reducer.decide_sums(in_shards)
-    reducer.set_requires_sync(requires_sync)
+        if waits or in_shards:
+            flags[unit] = waits, in_shards
+    root.reducer.set_unit_flags(flags)
+    syncs = any(not flags.get(s.unit, (False,))[0] for s in states if s.unit.handles)
+    root.reducer.set_requires_sync(syncs)
 
 
-class _MixedFlags(Extension):
-    """Refuses a backward while units of one model have different flags."""
+def _follow_hooks(root: RootState) -> None:
+    """Have the model call the communication hooks of its units."""
+    from layerzero.comm_hooks import set_hooks
 
-    def before_backward(self, order: tuple[int, ...]) -> None:
-        raise NotImplementedError(
-            "set_requires_gradient_sync and set_requires_all_reduce: units of one model have "
-            "different flags, but it reduces the gradients of all its units or of none; set them "
-            "on the outermost sharded module"
-        )
+    states = _states_of(root)
+    set_hooks(
+        root,
+        {state.unit: state.instead for state in states if state.instead is not None},
+        {state.unit: state.after for state in states if state.after is not None},
+    )
 
 
 def _refuse(name: str, advice: str) -> NoReturn:

@@ -299,6 +299,25 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         """
         self._root_state.reduce_waiting()
 
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Reduce gradients by `hook`, as FSDP1 does; torch's own hooks work unchanged.
+
+        `hook(state, gradient, chunk)` receives the gradients of a flat parameter, [group size *
+        chunk size] in the reduce dtype, which it may overwrite, and writes this rank's chunk of
+        their mean; see docs/reference/migrating.md for their order. With `zero3_size=1` and
+        `outer="replicate"`: `hook(state, gradient)`, in place. It is called once a micro-batch
+        where sums of micro-batches are sharded (`accumulation`), and never on one rank alone. For
+        the whole model that this module belongs to; the same on every rank; not collective.
+
+        Raises:
+            RuntimeError: the model has a hook already.
+            NotImplementedError: gradients are reduced in two hops, or `deterministic` or `verify`
+                is set.
+        """
+        from layerzero.comm_hooks import register
+
+        register(self._root_state, state, hook)
+
     def timeout(self, **keywords: float) -> AbstractContextManager[None]:
         """A context for a phase in which a rank may be alone for long: a save, an evaluation, data.
 
@@ -490,6 +509,10 @@ def shard_in_place(
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`.
     """
+    if torch.get_default_device().type == "meta":
+        # Inside `with torch.device("meta")`: what the engine itself makes has values.
+        with torch.device("cpu"):
+            return shard_in_place(module, given, unknown)
     plan, arguments = plan_on_every_rank(module, given, unknown, find_features)
     _refuse_inner_budget(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)

@@ -16,7 +16,7 @@ from layerzero.flat.device_streams import has_generic_streams, missing_stream_na
 from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.groups import own_rank
 from layerzero.flat.parameter_hooks import kind_of_hooks
-from layerzero.flat.parameter_info import foreign_class
+from layerzero.flat.parameter_info import foreign_class, get_info, sharded_param_of
 from layerzero.flat.tensor_parallel import is_supported
 
 
@@ -188,6 +188,13 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; expected a dense parameter"
     hooks_from = kind_of_hooks(parameter)
+    if hooks_from is not None and (sharded := sharded_param_of(parameter)) is not None:
+        info = get_info(sharded)
+        return (
+            f"is tied to {info.fqn if info else 'one'!r} of a module that was sharded without this "
+            "one: shard both in one call (fully_shard of a list), or leave both to the module "
+            "around them"
+        )
     if hooks_from is not None:
         return (
             f"has hooks, registered with {hooks_from}: they would never run, because wrapping "

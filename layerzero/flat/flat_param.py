@@ -49,6 +49,7 @@ from layerzero.flat.layout import (
 from layerzero.flat.parameter_info import (
     ParameterInfo,
     copy_attributes,
+    describe_place,
     get_info,
     rename,
     set_info,
@@ -252,6 +253,8 @@ class FlatParam:
             sharded = nn.Parameter(part.data, requires_grad=original.parameter.requires_grad)
         copy_attributes(original.parameter, sharded)
         set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
+        if self.row_multiple is not None:
+            describe_place(sharded)
         set_sharded_param(original.parameter, sharded)
         return sharded
 

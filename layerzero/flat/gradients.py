@@ -188,9 +188,9 @@ class GradientBuffer:
         piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
         return layout.runs_in(piece * flat.numel() if num_pieces > 1 else 0, flat.numel())
 
-    def keep_own_chunk_apart(self) -> None:
+    def keep_own_chunk_apart(self, apart: bool = True) -> None:
         """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
-        self._may_pair = True
+        self._may_pair = apart
         self._plan_pair()
 
     def _plan_pair(self) -> None:

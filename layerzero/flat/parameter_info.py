@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit
 
 _ATTRIBUTE = "layerzero"
 _SHARDED_PARAM = "_layerzero_sharded_param"
+_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,25 @@ class ParameterInfo:
     flattened local tensor. Equal numbers if the rank owns nothing of it."""
     tensor_parallel: TensorParallelSplit | None = None
     """How a DTensor is split over tensor-parallel ranks; None for an ordinary parameter."""
+    gather: Callable[[], torch.Tensor] | None = field(default=None, repr=False, compare=False)
+    """Implements `full_tensor`; None where the parameter was only read from a file."""
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole parameter in its original shape, new, on every rank.
+
+        Collective over the ranks that share the model, between steps.
+
+        Raises:
+            RuntimeError: the parameter belongs to no model of this process.
+            CollectiveError: a rank died, or did not take part within the timeout.
+        """
+        if self.gather is None:
+            raise RuntimeError(f"full_tensor: {self.fqn!r} belongs to no model of this process")
+        return self.gather()
+
+    def __reduce__(self) -> tuple[type[ParameterInfo], tuple[Any, ...]]:
+        # Without `gather`, which leads to the parameter itself.
+        return ParameterInfo, (self.fqn, self.shape, self.range, self.tensor_parallel)
 
     @property
     def ndim(self) -> int:
@@ -48,6 +71,36 @@ def rename(parameter: nn.Parameter, fqn: str) -> None:
     info = get_info(parameter)
     assert info is not None
     set_info(parameter, replace(info, fqn=fqn))
+
+
+def gather_by(parameter: nn.Parameter, gather: Callable[[], torch.Tensor]) -> None:
+    """Have `parameter.layerzero.full_tensor()` return what `gather` does."""
+    info = get_info(parameter)
+    assert info is not None
+    set_info(parameter, replace(info, gather=gather))
+
+
+def describe_place(parameter: nn.Parameter) -> None:
+    """Have a sharded parameter of whole rows satisfy torch 2.14's `CheckpointableTensor`.
+
+    These are attributes of the tensor, by which `torch.distributed.checkpoint` writes it as a part
+    of the whole parameter. Scalars are of shape [1] there: a 1-D part has a 1-D whole.
+    """
+    info = get_info(parameter)
+    assert info is not None
+    split, shape = info.tensor_parallel, (*info.shape,) or (1,)
+    begin = (0,) * len(shape) if split is None else (split.offset or (0,))
+    local_shape = shape if split is None else (*split.local_shape,) or (1,)
+    row = prod(local_shape[1:]) or 1
+    # A parameter without elements still needs a part: one that no rank writes cannot be read.
+    has_part = parameter.numel() or not prod(shape)
+    parts = {
+        "global_offsets": (begin[0] + info.range[0] // row, *begin[1:]),
+        "local_offsets": (0,) * len(shape),
+        "local_sizes": (*parameter.shape,),
+    }
+    place = {name: (value,) if has_part else () for name, value in parts.items()}
+    parameter.__dict__.update(place, global_shape=shape)
 
 
 _num_marked = 0
@@ -82,6 +135,8 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     attributes = dict(source.__dict__)
     attributes.pop(_ATTRIBUTE, None)
     attributes.pop(_SHARDED_PARAM, None)
+    for name in _PLACE:
+        attributes.pop(name, None)
     attributes.pop("_is_param", None)  # torch's mark on parameters that are tensor subclasses.
     target.__dict__.update(attributes)
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.flat.flat_param import OriginalParameter
-from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.parameter_info import ParameterInfo, gather_by, get_info
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive
 from layerzero.step.states import ShardState, TrainingState
@@ -33,6 +34,8 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
         originals: the original parameters of each of the unit's handles.
     """
     remember(unit)
+    for sharded_param in unit.sharded_params:
+        gather_by(sharded_param, partial(_full_tensor, weakref.ref(sharded_param)))
     slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
     for handle, group in zip(unit.handles, originals, strict=True):
         for original, sharded_param in zip(group, handle.sharded_params, strict=True):
@@ -43,6 +46,12 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
         hooks.append(module.register_state_dict_post_hook(_show_shards(unit, sharded_params)))
         hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit, sharded_params)))
     unit.state_dict_hooks = hooks
+
+
+def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
+    sharded_param = reference()
+    assert sharded_param is not None, "its attribute calls this"
+    return shard_of(sharded_param, sharded_param.detach()).full_tensor()
 
 
 _ShardedParams = Sequence[tuple[str, nn.Parameter]]

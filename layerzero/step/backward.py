@@ -242,9 +242,7 @@ class Backward:
                 # A nested pass (reentrant checkpointing); the outermost one delivers.
                 self._passes.remove(ended)
                 return
-            # Otherwise the gradients stay on this rank, and there is no collective to take part in.
-            if self._reducer.requires_sync or self._reducer.sums_sharded:
-                self._reduce_untouched(ended)
+            self._reduce_untouched(ended)
             with self._context.profile("deliver", "model"):
                 for before_delivery in self._extensions.before_delivery:
                     before_delivery(ended.forwards)
@@ -283,11 +281,12 @@ class Backward:
         for forward_pass in ended.forwards:
             starts = forward_pass.first_start
             for unit in sorted(starts, key=lambda unit: -starts[unit]):
-                if unit.is_trainable and unit not in ended.touched:
+                # Where no hop runs, gradients stay on their rank.
+                is_left = unit.is_trainable and unit not in ended.touched
+                if is_left and any(self._reducer.hops_of(unit)):
                     ended.touched.add(unit)
                     self._reducer.reduce(unit)
-        if not self._reducer.requires_sync:
-            return
         for unit in self._units:
-            if unit not in ended.touched and any(h.gradients.is_waiting for h in unit.handles):
+            is_left = unit not in ended.touched and self._reducer.hops_of(unit)[0]
+            if is_left and any(handle.gradients.is_waiting for handle in unit.handles):
                 self._reducer.reduce(unit)

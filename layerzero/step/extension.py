@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _Events = tuple[Callable[..., Any], ...]
 
 
@@ -68,6 +70,16 @@ class Extension:
     def begin_backward(self, unit: Any) -> None:
         """The backward of a call of `unit` begins; the unit is unsharded."""
 
+    def reduce(self, unit: Any, handle: Any, group: Any, scale: float) -> torch.Tensor | None:
+        """Gradients of a `FlatParamHandle` are in the buffer of its `gradients`, to be summed over
+        `group`, the first of a reduction. Returns this rank's chunk of the sum, times `scale`; None
+        leaves it to the engine. Runs on the reduce stream. An extension that returns chunks has its
+        handles pack whole buffers (`GradientBuffer.keep_own_chunk_apart`)."""
+
+    def reduced(self, unit: Any, chunk: torch.Tensor) -> None:
+        """The gradients of a unit are reduced, and not delivered yet. May write the chunk, on the
+        reduce stream. With this method, the host waits for reductions on CPU."""
+
     def begin_action(self, action: str, unit: str) -> None:
         """The engine begins to do something for the unit with this label: the ranges of
         docs/howto/profile.md. An extension has both this method and `end_action`, or neither."""
@@ -94,6 +106,8 @@ class Extensions:
     after_forward: _Events
     trainable_changed: _Events
     begin_backward: _Events
+    reduce: _Events
+    reduced: _Events
     begin_action: _Events
     end_action: _Events
 

@@ -10,7 +10,7 @@ changes no gradient the user can see.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,10 @@ class GradientReducer:
     num_waiting: int
     """Micro-batches whose gradients wait for their reduction."""
 
+    unit_flags: Mapping[Unit, tuple[bool, bool]]
+    """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
+    and `sums_sharded`. The same on every rank."""
+
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
     ) -> None:
@@ -61,6 +65,9 @@ class GradientReducer:
         self.sums_sharded = accumulation == "sharded"
         self._is_auto = self._may_decide = accumulation == "auto"
         self.num_waiting = 0
+        self.unit_flags = {}
+        self._waiting: Sequence[Unit] = ()
+        """Units that the last pass left waiting, on any rank."""
         self._num_micro_batches = 2
         self._reason = ""
         self._step: Callable[[Unit | None], None] | None = None
@@ -82,6 +89,15 @@ class GradientReducer:
     def set_requires_sync(self, requires_sync: bool) -> None:
         """False: gradients accumulate from now on."""
         self.requires_sync = requires_sync
+
+    def set_unit_flags(self, flags: Mapping[Unit, tuple[bool, bool]]) -> None:
+        self.unit_flags = flags
+
+    def hops_of(self, unit: Unit) -> tuple[bool, bool]:
+        """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
+        micro-batches wait after the first hop."""
+        waits, sums_sharded = self.unit_flags.get(unit, (False, self.sums_sharded))
+        return self.requires_sync and not waits, sums_sharded
 
     @property
     def may_decide_sums(self) -> bool:
@@ -146,9 +162,10 @@ class GradientReducer:
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
                 self._complete_oldest()
-            self._in_flight += reduce_unit(
-                self._context, unit, self.requires_sync, self.sums_sharded
-            )
+            hops = self.requires_sync, self.sums_sharded
+            if self.unit_flags:
+                hops = self.hops_of(unit)
+            self._in_flight += reduce_unit(self._context, unit, *hops)
 
     def _fits(self, unit: Unit) -> bool:
         if not self._max_in_flight_nbytes:
@@ -235,7 +252,8 @@ class GradientReducer:
         """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
         if self._placeholders.are_placed:
             return
-        handles = [handle for unit in self._units for handle in unit.handles]
+        units = self._units if self.is_skipping else self._waiting
+        handles = [handle for unit in units for handle in unit.handles]
         if self.is_skipping:
             sharded = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
             self._placeholders.put_zeros(sharded)
@@ -339,10 +357,13 @@ class GradientReducer:
         """
         self._delivery.commit()
         self.is_skipping = self._skips_next
-        if self.num_waiting or not self.requires_sync:
+        self._waiting = ()
+        if self.unit_flags or not self.requires_sync:
+            self._waiting = [unit for unit in self._units if not self.hops_of(unit)[0]]
+        if self.num_waiting or self._waiting:
             self._keep_sums()
         self.num_waiting += num_micro_batches
-        if self.requires_sync:
+        if not self._waiting:
             self._end_accumulation()
         self.show()
         if self.agreed is not None:
@@ -378,6 +399,7 @@ class GradientReducer:
             for handle in unit.handles:
                 handle.gradients.forget()
         self.num_waiting = 0
+        self._waiting = ()
 
     def exchange_presence(
         self, reductions: list[Reduction]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from layerzero.comm.streams import CommStream, Event, Waitable
+from layerzero.comm.streams import CommStream, Event, InlineStream, Waitable
+from layerzero.flat.groups import ShardGroup
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
@@ -160,15 +161,24 @@ class Reduction:
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
         scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        given = None
+        if context.extensions.reduce:
+            given = self._reduced_by_extension(groups[0], scales)
         # Sums that wait in shards: this chunk is added to them, or is the first of them.
         adds_up = self.is_partial or gradients.is_waiting_after_first_hop
         # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
+        if given is not None and len(groups) == 1:
+            copies = copies and given.numel() < gradients.layout.chunk_numel
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
+        is_only_hop = is_only_hop and given is None and not context.extensions.reduced
         transport = context.transport
         chunks = None if gradients.pair is None else gradients.pair.take()
-        if chunks is not None:
+        started: Waitable
+        if given is not None:
+            chunk, started = given, stream.drain_handle()
+        elif chunks is not None:
             chunk, started = transport.reduce_with_peer(
                 *chunks, groups[0], operations[0], scales[0]
             )
@@ -213,11 +223,27 @@ class Reduction:
             if copies:
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
                 transport.all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
+            for reduced in context.extensions.reduced:
+                reduced(unit, chunk)
             self.chunk = chunk if result is None else result.copy_(chunk)
             if handle.params_on is not None:
                 self._download(chunk, stream)
 
+        if context.extensions.reduced and isinstance(stream, InlineStream):
+            return InlineStream.run(stream, hops, gradients.free_buffer)  # Not on a thread.
         return stream.run(hops, gradients.free_buffer)
+
+    def _reduced_by_extension(self, group: ShardGroup, scales: list[float]) -> torch.Tensor | None:
+        """The chunk that the first hop leaves, if an extension runs that; adapts the scales."""
+        for reduce in self._context.extensions.reduce:
+            own = scales
+            if len(scales) > 1 and scales[0] == 1.0:  # A mean in each hop, as in torch.
+                own = [1.0 / group.size, scales[1] * group.size]
+            chunk: torch.Tensor | None = reduce(self.unit, self.handle, group, own[0])
+            if chunk is not None:
+                scales[:] = own
+                return chunk
+        return None
 
     # Between device and host ----------------------------------------------------------------
 

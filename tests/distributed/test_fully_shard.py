@@ -129,15 +129,14 @@ POLICIES = {
 
 def _like_torch() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name, policy in POLICIES.items():
-        for reshard in (None, True, False):
+    for (name, policy), reshard in zip(POLICIES.items(), (None, True, False), strict=True):
 
-            def shard(engine: Engine, model: nn.Module) -> nn.Module:
-                mp_policy = engine.MixedPrecisionPolicy(**policy)  # noqa: B023
-                options = {"mesh": mesh, "mp_policy": mp_policy}
-                return by_blocks(engine, model, reshard_after_forward=reshard, **options)  # noqa: B023
+        def shard(engine: Engine, model: nn.Module) -> nn.Module:
+            mp_policy = engine.MixedPrecisionPolicy(**policy)  # noqa: B023
+            options = {"mesh": mesh, "mp_policy": mp_policy}
+            return by_blocks(engine, model, reshard_after_forward=reshard, **options)  # noqa: B023
 
-            assert_alike(Transformer, shard, train, f"{name}, reshard_after_forward={reshard}")
+        assert_alike(Transformer, shard, train, f"{name}, reshard_after_forward={reshard}")
 
 
 def test_training_is_bitwise_torchs() -> None:
@@ -388,22 +387,56 @@ def test_methods_do_what_torchs_do() -> None:
     run_ranks(2, _methods, timeout=120)
 
 
+def _with_flags(model: Any, plans: Sequence[Callable[[Any], None]]) -> list[Tensor]:
+    """A micro-batch after each change of flags; a step after the last one."""
+    optimizer, losses = OPTIMIZERS["adamw"](model.parameters()), []
+    for _ in range(2):
+        for plan, batch in zip(plans, batches(len(plans)), strict=True):
+            plan(model)
+            losses.append(model(batch[dist.get_rank()]))
+            losses[-1].backward()
+            has_grad = {name: p.grad is not None for name, p in model.named_parameters()}
+            assert all(has_grad.values()) or plan is not plans[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def _first_waits(model: Any) -> None:
+    model.layers[0].set_requires_gradient_sync(False)
+
+
+def _others_wait(model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    model.layers[0].set_requires_gradient_sync(True)
+
+
+def _root_waits(model: Any) -> None:
+    model.set_requires_gradient_sync(True)
+    model.set_requires_gradient_sync(False, recurse=False)
+
+
+def _all_sync(model: Any) -> None:
+    model.set_requires_gradient_sync(True)
+
+
 def _flags_of_some() -> None:
+    plans = (_first_waits, _others_wait, _root_waits, _first_waits, _all_sync)
+    assert_alike(Transformer, by_blocks, lambda m: _with_flags(m, plans), "flags of some units")
+    # `zero_grad` drops what waits of one unit, too.
     model: Any = by_blocks(layerzero, seeded(Transformer))
     batch = batches(1)[0][dist.get_rank()]
-    model.layers[0].set_requires_gradient_sync(False)
-    with pytest.raises(NotImplementedError, match="different flags"):
-        model(batch).backward()
-    for layer in model.layers:
-        layer.set_requires_gradient_sync(False)
-    model.set_requires_gradient_sync(False, recurse=False)  # Now it is that of all.
+    _first_waits(model)
     model(batch).backward()
-    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    _all_sync(model)
     model(batch).backward()
-    assert all(g is not None for g in gradients(model).values())
+    fresh = by_blocks(layerzero, seeded(Transformer))
+    fresh(batch).backward()
+    assert_same_parameters(gradients(model), gradients(fresh), what="gradient of")
 
 
-def test_units_may_not_differ_in_synchronization() -> None:
+def test_units_may_differ_in_synchronization() -> None:
     run_ranks(2, _flags_of_some)
 
 
@@ -416,7 +449,7 @@ def _meta_first() -> None:
     for engine in (layerzero, torchs):
         with torch.device("meta"):
             model: Any = Transformer()
-        by_blocks(engine, model)
+            by_blocks(engine, model)
         if engine is layerzero:
             with pytest.raises(RuntimeError, match="has no value yet"):
                 model(batches(1)[0][dist.get_rank()])
@@ -432,8 +465,50 @@ def _meta_first() -> None:
     assert_losses(*losses, "from meta")
 
 
+def _initialise(module: nn.Module) -> None:
+    for parameter in reversed([*module.parameters(recurse=False)]):
+        (nn.init.xavier_uniform_ if parameter.ndim > 1 else nn.init.normal_)(parameter)
+    for child in module.children():
+        _initialise(child)
+
+
+def _one_seed() -> None:
+    plain = untied()
+    torch.manual_seed(0)
+    _initialise(plain)
+    for by_unit in (False, True):
+        with torch.device("meta"):
+            model: Any = untied()
+        in_one_list(layerzero, model)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        parts = [model.embed, *model.layers, model.norm, model.head]
+        for part in parts if by_unit else [model]:
+            shown = part if isinstance(part, FSDPModule) else model
+            with shown.summon_full_params():
+                _initialise(part)
+        assert_same_parameters(weights(model), dict(plain.state_dict()), what=f"{by_unit}")
+
+
 def test_a_meta_model_is_sharded_then_allocated_then_initialised() -> None:
     run_ranks(2, _meta_first)
+    run_ranks(2, _one_seed)
+
+
+def _full_tensors() -> None:
+    model: Any = by_blocks(layerzero, seeded(Transformer))
+    plain = dict(seeded(Transformer).named_parameters())
+    for name, parameter in model.named_parameters():
+        info = parameter.layerzero
+        assert_bitwise(info.full_tensor(), plain[name].detach(), name)
+        again = copy.copy(info)
+        assert again == info
+        with pytest.raises(RuntimeError, match="no model of this process"):
+            again.full_tensor()
+
+
+def test_a_parameter_gathers_itself() -> None:
+    run_ranks(2, _full_tensors)
 
 
 def _ignored_and_frozen() -> None:
@@ -476,6 +551,16 @@ def _four_ranks() -> None:
 
     assert_alike(Transformer, shard, train, "replicated")
     assert_alike(Transformer, shard, partly, "replicated, reduced over shards first")
+
+    def first_in_shards(model: Any) -> None:
+        model.layers[0].set_requires_all_reduce(False)
+
+    def rest_in_shards(model: Any) -> None:
+        model.set_requires_all_reduce(False)
+        model.layers[0].set_requires_gradient_sync(False)
+
+    plans = (first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync)
+    assert_alike(Transformer, shard, lambda m: _with_flags(m, plans), "some in shards")
 
     def train_with(root: Any, layers: Any) -> list[Tensor]:
         model: Any = seeded(Transformer)
@@ -530,10 +615,12 @@ def _refused() -> None:
     around = fully_shard(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="inside before those around"):
         fully_shard(around[0])
+    tied = Transformer()
+    fully_shard(tied.embed)
+    with pytest.raises(ValueError, match="tied to 'weight' of a module that was sharded without"):
+        fully_shard([tied.norm, tied.head])
     for name, arguments in (
         ("set_custom_all_gather", (None,)),
-        ("set_custom_reduce_scatter", (None,)),
-        ("set_all_reduce_hook", (None,)),
         ("set_allocate_memory_from_process_group_for_comm", (True,)),
         ("set_symm_mem_for_comm", ()),
     ):

@@ -312,6 +312,58 @@ def test_checkpoints_load_across_layouts_and_world_sizes(tmp_path: Path) -> None
         run_ranks(world_size, _load, str(tmp_path), timeout=240)
 
 
+def _parameters_and_state(case: Case) -> tuple[ZeRO3, Values]:
+    model, optimizer = _made(case, "rows", flat=False)
+    _train(model, case, optimizer, 1)
+    return model, {"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}
+
+
+def _state_of(model: ZeRO3, state: Values) -> dict[str, Tensor]:
+    """Whole tensors of the parameters, and of the optimizer's state."""
+    full = full_parameters(model)
+    for number, values in state["optimizer"]["state"].items():
+        for key, value in values.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            full[f"{number} {key}"] = whole
+    return full
+
+
+def _save_parameters(folder: str) -> None:
+    for case in MODELS:
+        model, state = _parameters_and_state(case)
+        dcp.save(state, checkpoint_id=f"{folder}/{case.name}")
+        full = _state_of(model, state)
+        if dist.get_rank() == 0:
+            torch.save(full, f"{folder}/{case.name}.pt")
+
+
+def _load_parameters(folder: str) -> None:
+    for case in MODELS:
+        expected = torch.load(f"{folder}/{case.name}.pt")
+        model, state = _parameters_and_state(case)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        dcp.load(state, checkpoint_id=f"{folder}/{case.name}")
+        assert_same_parameters(_state_of(model, state), expected, what=case.name)
+        # A program without shards reads the same files.
+        whole = {
+            name: torch.empty(p.layerzero.shape or (1,), dtype=p.dtype)
+            for name, p in model.named_parameters()
+        }
+        dcp.load({"model": whole}, checkpoint_id=f"{folder}/{case.name}")
+        for name, value in whole.items():
+            assert_bitwise(value.view(expected[name].shape), expected[name], name)
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="torch 2.14 has CheckpointableTensor"
+)
+def test_dcp_saves_parameters_themselves(tmp_path: Path) -> None:
+    run_ranks(2, _save_parameters, str(tmp_path))
+    run_ranks(3, _load_parameters, str(tmp_path))
+
+
 def _deltas() -> None:
     case, found = CASES["transformer"], []
     for own in LAYOUTS:

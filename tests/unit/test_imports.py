@@ -23,6 +23,7 @@ LAYERS = [
     "state_dict",
     "errors",
     "model_functions",
+    "comm_hooks",
     "log",
     "memory_budget",
     "wrapper",

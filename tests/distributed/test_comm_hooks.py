@@ -1,0 +1,186 @@
+"""Communication hooks: FSDP1's and `fully_shard`'s, which give torch's bits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import layerzero
+from layerzero import ZeRO3
+from tests.harness.checks import assert_bitwise
+from tests.harness.models import CASES, Block, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
+
+CASE = CASES["mlp"]
+
+
+def _losses(model: nn.Module) -> Tensor:
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    batches = batches_of(CASE, dist.get_world_size(), steps=3)
+    return torch.stack(train_rank(model, optimizer, batches, dist.get_rank()))
+
+
+def _hooks() -> list[tuple[Any, Any]]:
+    group = dist.group.WORLD
+    low = default_hooks.LowPrecisionState(group)
+    return [
+        (low, default_hooks.fp16_compress_hook),
+        (low, default_hooks.bf16_compress_hook),
+    ]
+
+
+def _like_fsdp1() -> None:
+    # On CPU torch's compressing hooks raise, with FSDP1 as well: there is no stream to record.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        _with_default_hooks()
+
+
+def _with_default_hooks() -> None:
+    default = default_hooks.DefaultState(dist.group.WORLD)
+    sharded = [*_hooks(), (default, default_hooks.reduce_scatter_hook)]
+    whole = [*_hooks(), (default, default_hooks.allreduce_hook)]
+    cases = [(ShardingStrategy.FULL_SHARD, each) for each in sharded]
+    cases += [(ShardingStrategy.NO_SHARD, each) for each in whole]
+    seen = []
+    for strategy, (state, hook) in cases:
+        theirs = FullyShardedDataParallel(
+            seeded(Mlp),
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        whole_arguments: Any = {"zero3_size": 1, "outer": "replicate"}
+        arguments = {} if strategy is ShardingStrategy.FULL_SHARD else whole_arguments
+        own = ZeRO3(seeded(Mlp), auto_wrap_policy={Block}, **arguments)
+        theirs.register_comm_hook(state, hook)
+        own.register_comm_hook(state, hook)
+        seen.append(_losses(own))
+        assert_bitwise(seen[-1], _losses(theirs), f"{strategy}, {hook.__name__}")
+        with pytest.raises(RuntimeError, match="a communication hook already"):
+            own.register_comm_hook(state, hook)
+    # Compression shows.
+    assert not torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[2])
+
+
+def test_default_hooks_have_fsdp1s_bits() -> None:
+    run_ranks(2, _like_fsdp1)
+
+
+class Counting:
+    """torch's `ReduceScatter`, in plain calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor.clone(), op=op, group=group, async_op=async_op
+        )
+
+
+def _like_fully_shard() -> None:
+    meshes: list[Any] = [None]
+    if dist.get_world_size() == 4:
+        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
+    for mesh, when in itertools.product(meshes, ("early", "late")):
+        found = []
+        for engine in (layerzero, torchs):
+            model: Any = seeded(Mlp)
+            comm, sums = Counting(), []
+
+            def clip(chunk: Tensor) -> None:
+                sums.append(chunk.numel())  # noqa: B023
+                chunk.mul_(0.5).clamp_(-1e-3, 1e-3)
+
+            def put_hooks(module: Any) -> None:
+                module.set_custom_reduce_scatter(comm)  # noqa: B023
+                module.set_all_reduce_hook(clip)
+
+            blocks = [module for module in model.modules() if isinstance(module, Block)]
+            for block in blocks:
+                engine.fully_shard(block, mesh=mesh)
+                if when == "early":
+                    put_hooks(block)
+            engine.fully_shard(model, mesh=mesh)
+            if when == "late":
+                for block in blocks:
+                    put_hooks(block)
+            found.append(_losses(model))
+            assert comm.calls == len(sums) == 3 * len(blocks), (comm.calls, sums)
+        assert_bitwise(found[0], found[1], f"{when}, {mesh}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_hooks_of_fully_shard_have_torchs_bits(world_size: int) -> None:
+    run_ranks(world_size, _like_fully_shard)
+
+
+def _refused() -> None:
+    state, hook = _hooks()[0]
+    layers = ZeRO3(seeded(Mlp), zero3_size=2)
+    with pytest.raises(NotImplementedError, match="two hops"):
+        layers.register_comm_hook(state, hook)
+    for arguments, text in (
+        ({"deterministic": True}, "deterministic"),
+        ({"verify": "always"}, "verify"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            ZeRO3(seeded(Mlp), **arguments).register_comm_hook(state, hook)
+    with pytest.raises(ValueError, match="a callable"):
+        ZeRO3(seeded(Mlp)).register_comm_hook(state, None)
+    alone: Any = layerzero.fully_shard(
+        seeded(Mlp), mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "b"))["b"]
+    )
+    with pytest.raises(NotImplementedError, match="one rank has this unit alone"):
+        alone.set_all_reduce_hook(print)
+
+
+def _fails_and_goes_on() -> None:
+    model = ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
+    expected = _losses(model)
+    model = ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
+    fails = [True]
+
+    def hook(state: object, gradient: Tensor, chunk: Tensor) -> None:
+        if fails:
+            raise ArithmeticError("no")
+        default_hooks.reduce_scatter_hook(state, gradient, chunk)
+
+    model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), hook)
+    batch = batches_of(CASE, dist.get_world_size(), steps=1)[0][dist.get_rank()]
+    with pytest.raises(ArithmeticError):
+        model(batch).sum().backward()
+    fails.clear()
+    assert_bitwise(_losses(model), expected, "after a failure")
+
+
+def test_what_a_hook_cannot_do_is_refused() -> None:
+    run_ranks(4, _refused)
+
+
+def test_a_hook_that_fails_leaves_the_step_usable() -> None:
+    run_ranks(2, _fails_and_goes_on)
