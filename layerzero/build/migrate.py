@@ -34,6 +34,8 @@ _OURS = {
     "device_mesh": "use process_group, which accepts a mesh",
     "mesh": "use process_group, which accepts a mesh",
     "dp_mesh_dims": 'take the axes from the mesh: process_group=mesh["dp"]',
+    "distributed_config": "use zero3_size and outer for its fsdp_size and dp_replicate_size, and "
+    "ParallelManager for its tp_size",
     "mp_policy": "use mixed_precision",
     "ignored_states": "use ignored_modules and ignored_parameters",
     "ignored_params": "use ignored_parameters",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
@@ -162,7 +163,8 @@ def plan_units(
     so that the compiled code or the checkpoint runs inside calls of the unit.
 
     Raises:
-        ValueError: a parameter is shared between an already wrapped module and another one.
+        ValueError: a parameter is shared between an already wrapped module and another one, or a
+            module is a DistributedDataParallel.
     """
     ignored_modules, ignored_parameters = tuple(ignored_modules), tuple(ignored_parameters)
     choose = make_chooser(policy, root, ignored_modules, ignored_parameters)
@@ -221,6 +223,12 @@ class _Walk:
         if id(module) in self._seen:
             self._visit_again(module, parent)
             return
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{fqn or 'the root module'} is a DistributedDataParallel, which waits for "
+                "gradients of parameters that sharding replaces: ZeRO3 reduces gradients itself; "
+                "put its .module in its place"
+            )
         existing = get_unit(module)
         plan = parent
         # The root is always a unit, with the arguments of `ZeRO3`; an existing unit keeps its own.

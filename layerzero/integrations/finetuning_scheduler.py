@@ -25,15 +25,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from layerzero import ActivationCheckpointing, ShardingPlan
+from layerzero import ShardingPlan
 from layerzero.checkpoint.adapters import some
-from layerzero.integrations.engine import (
-    MODULE_OPTIONS,
-    clean_name,
-    near_matches,
-    split_act_ckpt,
-    warn_once,
-)
+from layerzero.integrations.engine import MODULE_OPTIONS, clean_name, near_matches
 from layerzero.integrations.lightning import ZeRO3Strategy
 
 _WILDCARD = re.compile(r"\{(\*|\d+-\d+)\}")
@@ -169,12 +163,10 @@ def _pattern(key: str, modules: set[str]) -> str:
 
 
 def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `cpu_offload_policy`, and an unknown `act_ckpt` mode, to options of a plan."""
+    """Convert `cpu_offload_policy` to an option of a plan."""
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
     own = dict(options)
-    if own.get("act_ckpt"):
-        own["act_ckpt"] = _known_mode(where, own["act_ckpt"])
     if "cpu_offload_policy" not in own:
         return own
     policy = own.pop("cpu_offload_policy")
@@ -184,21 +176,3 @@ def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
         policy = {"pin_memory": policy.pin_memory}
     own["cpu_offload"] = policy
     return own
-
-
-def _known_mode(where: str, choice: Any) -> Any:
-    """`act_ckpt`, with "composable" and a warning for an unknown mode, as in the scheduler."""
-    if isinstance(choice, ActivationCheckpointing):
-        return choice
-    try:
-        mode, arguments = split_act_ckpt(choice)
-        ActivationCheckpointing(mode=mode)
-    except TypeError as error:
-        raise TypeError(f"{where}: {error}") from None
-    except ValueError:
-        pass
-    else:
-        return choice
-    text = f"{where}: act_ckpt: unknown mode {mode!r}; 'composable' is used instead"
-    warn_once(text, text)
-    return "composable", arguments

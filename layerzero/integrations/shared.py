@@ -8,16 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 
-def on_first_rank(
-    action: Callable[[], Any], what: str, kind: type[Exception] = RuntimeError
-) -> Any:
+def on_first_rank(action: Callable[[], Any], what: str) -> Any:
     """Run `action` on rank 0; all ranks return its result. Collective over all ranks.
 
     Args:
         what: begins the message of an error.
 
     Raises:
-        kind: on all ranks: `action` raised an error, of any class.
+        RuntimeError: on all ranks: `action` raised an error, of any class.
     """
     outcome: list[Any] = [None, None]
     error = None
@@ -26,11 +24,11 @@ def on_first_rank(
             outcome[0] = action()
         except Exception as caught:
             error = caught
-            name = "" if isinstance(caught, kind) else f"{type(caught).__name__}: "
+            name = "" if isinstance(caught, RuntimeError) else f"{type(caught).__name__}: "
             outcome[1] = f"{what}: {name}{caught}"
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise kind(outcome[1]) from error
+        raise RuntimeError(outcome[1]) from error
     return outcome[0]
 
 

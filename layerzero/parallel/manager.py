@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.arguments import check, check_module
+from layerzero.build.arguments import check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.notices import warn_once
@@ -22,7 +22,7 @@ from layerzero.parallel.mesh import make_meshes
 from layerzero.parallel.sizes import MeshSizes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
-from layerzero.plan.options import ZERO3_OPTIONS, near_matches
+from layerzero.plan.options import ZERO3_OPTIONS, near_matches, read_options
 from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
@@ -53,10 +53,12 @@ class ParallelManager:
         sequence_parallel: tensor-parallel ranks split the sequence between their matrices.
         mixed_precision, offload: for every model, as in `ZeRO3`.
         backend: backend of the groups that are made; None: that of the default group.
+        **of_torch: `mp_policy` and `offload_policy`, names of `fully_shard` for these two.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError, TypeError: sizes do not fit the world, or differ between ranks.
+        ValueError, TypeError: sizes do not fit the world, or differ between ranks; or an argument
+            of another library's manager, with what to use instead.
     """
 
     sizes: MeshSizes
@@ -79,13 +81,17 @@ class ParallelManager:
         mixed_precision: MixedPrecision | None = None,
         offload: OffloadPolicy | None = None,
         backend: str | None = None,
+        **of_torch: Any,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "ParallelManager needs torch.distributed: call "
                 "torch.distributed.init_process_group first (or start the script with torchrun)"
             )
-        check(mixed_precision=mixed_precision, offload=offload)
+        _refuse_unknown(of_torch)
+        policies = {"mixed_precision": mixed_precision, "offload": offload, **of_torch}
+        policies = {name: value for name, value in policies.items() if value is not None}
+        policies = read_options("ParallelManager", policies, ("mixed_precision", "offload"))
         self.sizes = MeshSizes.infer(
             dist.get_world_size(),
             dp_size=dp_size,
@@ -101,8 +107,8 @@ class ParallelManager:
             warn_once(text, text)
         self.zero3_size = zero3_size
         self.sequence_parallel = sequence_parallel
-        self.mixed_precision = mixed_precision
-        self.offload = offload
+        self.mixed_precision: MixedPrecision | None = policies.get("mixed_precision")
+        self.offload: OffloadPolicy | None = policies.get("offload")
         meshes = make_meshes(self.sizes, backend)
         self.mesh, self.data_mesh, self.expert_mesh = meshes.all, meshes.data, meshes.experts
 
@@ -186,7 +192,8 @@ class ParallelManager:
                 holds different ones.
             tp_plan: "llama", "model" (transformers), or a mapping from module names, in which `*`
                 is one part of a name, to torch ParallelStyles or names of styles; an empty mapping
-                if you parallelized it on `mesh["tp"]` yourself. None and "auto": the model's own
+                if you parallelized it on `mesh["tp"]` yourself. Or the import path of a mapping, or
+                of a function without arguments that returns one. None and "auto": the model's own
                 plan, else Llama's. Without effect if tp_size is 1.
             options: arguments of `ZeRO3`; only without a plan.
 
@@ -287,6 +294,32 @@ class ParallelManager:
             NotImplementedError: torch has no context-parallel attention for this device.
         """
         return context_parallel(self.mesh["cp"], buffers, seq_dims)
+
+
+_OF_NEMO = {
+    "dp_replicate_size": "pass zero3_size, the number of ranks that shard, here, and "
+    'outer="replicate" to parallelize',
+    "use_hf_tp_plan": 'pass tp_plan="model" to parallelize',
+    "custom_tp_plan": "pass it to parallelize as tp_plan",
+    "activation_checkpointing": "pass parallelize a plan with act_ckpt",
+    "megatron_fsdp_unit_modules": "pass auto_wrap_policy={LayerClass} to parallelize",
+    "zero_dp_strategy": "leave it out, it is always 3",
+    "world_size": "leave it out, it is that of the process group",
+    "config": "pass its fields one by one",
+}
+_OF_NEMO |= dict.fromkeys(
+    ("device_mesh", "moe_mesh"),
+    "the manager makes its meshes: pass sizes. For a model on a mesh of your own, use "
+    'parallelize_module on its tensor-parallel axis, then ZeRO3(model, mesh["dp"])',
+)
+"""Arguments of NeMo's managers that this one lacks, and what to use instead."""
+
+
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in ("mp_policy", "offload_policy"):
+            advice = _OF_NEMO.get(name, "expected sizes, mixed_precision, offload or backend")
+            raise TypeError(f"ParallelManager has no argument {name} (got {value!r}): {advice}")
 
 
 def _check_agreement(own: str) -> None:

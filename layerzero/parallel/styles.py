@@ -122,93 +122,52 @@ class InOrder(ParallelStyle):
         return module
 
 
-def whole_to_whole() -> ParallelStyle:
-    """Around several column-wise modules: sums the gradient of their shared input once."""
-    return PlaceHidden(Replicate(), Replicate(), as_dtensor=True)
-
-
-def whole_to_part() -> ParallelStyle:
-    """For the module where sequences are split."""
-    return PlaceHidden(Replicate(), Shard(SEQUENCE_DIM), as_dtensor=False)
-
-
-def part_to_whole() -> ParallelStyle:
-    """Around several column-wise modules: all-gathers the sequence once for all of them."""
-    return PlaceHidden(Shard(SEQUENCE_DIM), Replicate(), as_dtensor=True)
-
-
-def norm_of_parts() -> ParallelStyle:
-    """For a module that computes on this rank's part of the sequence, row by row, such as a norm.
-
-    Its parameters are replicated.
-    """
-    return SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
-
-
-def norm_of_parts_to_whole() -> ParallelStyle:
-    """The same, and all-gathers the sequence of its output."""
-    output = PrepareModuleOutput(
-        output_layouts=Shard(SEQUENCE_DIM), desired_output_layouts=Replicate()
-    )
-    return InOrder(SequenceParallel(sequence_dim=SEQUENCE_DIM), output)
-
-
-def norm_of_own_heads() -> ParallelStyle:
-    """For a module with replicated parameters that runs row by row on each rank's own heads.
-
-    The input is declared as sharded along the batch dimension, so that DTensor sums the gradients
-    of the parameters over ranks.
-    """
-    return SequenceParallel(sequence_dim=0, use_local_output=True)
-
-
-def rows_of_whole() -> ParallelStyle:
-    """Row-wise, with a replicated input.
-
-    Each rank has some of an embedding's symbols, or of a linear module's inputs.
-    """
-    return InOrder(RowwiseParallel(input_layouts=Replicate()), Arrived())
-
-
-def embedding_to_parts() -> ParallelStyle:
-    """Each rank has some of the symbols, and gets the summed output for its part of the sequence.
-
-    The output is a DTensor with the shape of the whole sequence, because models derive positions
-    and masks from that shape.
-    """
-    return RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM), use_local_output=False
-    )
-
-
-def rows_to_parts() -> ParallelStyle:
-    """Each rank has some of the inputs, and gets the summed output for its part of the sequence."""
-    return RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM))
-
-
-def columns_to_whole() -> ParallelStyle:
-    """Each rank computes some of the outputs, and all-gathers the others."""
-    return InOrder(ColwiseParallel(output_layouts=Replicate()), Arrived())
-
-
+_WHOLE, _PART = Replicate(), Shard(SEQUENCE_DIM)
 _STYLES: dict[str, Callable[[], ParallelStyle | None]] = {
     "colwise": ColwiseParallel,
-    "colwise_gather_output": columns_to_whole,
-    "colwise_rep": columns_to_whole,
+    "colwise_gather_output": lambda: InOrder(ColwiseParallel(output_layouts=_WHOLE), Arrived()),
     "rowwise": RowwiseParallel,
-    "rowwise_split_input": rows_of_whole,
-    "rowwise_rep": rows_of_whole,
-    "embedding_rowwise": rows_of_whole,
-    "embedding_colwise": columns_to_whole,
-    "sequence_parallel": norm_of_parts,
-    "replicated_with_grad_allreduce": norm_of_own_heads,
+    # Of a whole input: each rank has some symbols of an embedding, or some of a linear's inputs.
+    "rowwise_split_input": lambda: InOrder(RowwiseParallel(input_layouts=_WHOLE), Arrived()),
+    # Row by row on this rank's part of the sequence, such as a norm. Its parameters are whole.
+    "sequence_parallel": lambda: SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True),
+    # Row by row on each rank's own heads. The input is declared as sharded along the batch, so
+    # that DTensor sums the gradients of the whole parameters over ranks.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=0, use_local_output=True
+    ),
     "replicate": lambda: None,
 }
-"""Style names of transformers, current and old, that torch's styles can express."""
+"""Style names of transformers that torch's styles can express."""
+_STYLES |= {
+    "colwise_rep": _STYLES["colwise_gather_output"],
+    "embedding_colwise": _STYLES["colwise_gather_output"],
+    "rowwise_rep": _STYLES["rowwise_split_input"],
+    "embedding_rowwise": _STYLES["rowwise_split_input"],
+}
+OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
+    # Around several column-wise modules: sums the gradient of their shared input once.
+    "shared_input": lambda: PlaceHidden(_WHOLE, _WHOLE, as_dtensor=True),
+    # The same, and all-gathers the sequence once for all of them.
+    "shared_input_of_parts": lambda: PlaceHidden(_PART, _WHOLE, as_dtensor=True),
+    # For the module where sequences are split.
+    "split_sequence": lambda: PlaceHidden(_WHOLE, _PART, as_dtensor=False),
+    "rowwise_to_parts": lambda: RowwiseParallel(output_layouts=_PART),
+    # The output is a DTensor with the shape of the whole sequence, because models derive positions
+    # and masks from that shape.
+    "embedding_to_parts": lambda: RowwiseParallel(
+        input_layouts=_WHOLE, output_layouts=_PART, use_local_output=False
+    ),
+    "norm_that_gathers": lambda: InOrder(
+        SequenceParallel(sequence_dim=SEQUENCE_DIM),
+        PrepareModuleOutput(output_layouts=_PART, desired_output_layouts=_WHOLE),
+    ),
+}
+"""Names that Llama's plan uses as well."""
 
 
 def style_named(name: str, where: str) -> ParallelStyle | None:
-    """The style of that name; None for one that does nothing.
+    """The style of that name of transformers; None for one that does nothing.
 
     Args:
         where: prefix of the error message.

@@ -5,42 +5,28 @@ Every plan is converted to `Styles`, a mapping from exact module names to styles
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from layerzero.notices import is_first_rank
-from layerzero.parallel.styles import (
-    columns_to_whole,
-    embedding_to_parts,
-    norm_of_own_heads,
-    norm_of_parts,
-    norm_of_parts_to_whole,
-    part_to_whole,
-    rows_of_whole,
-    rows_to_parts,
-    style_named,
-    whole_to_part,
-    whole_to_whole,
-)
+from layerzero.parallel.styles import OF_LLAMA, style_named
 
 logger = logging.getLogger(__name__)
 
 Styles = dict[str, ParallelStyle]
-TensorParallelPlan = Literal["auto", "llama", "model"] | Mapping[str, ParallelStyle | str]
+TensorParallelPlan = str | Mapping[str, ParallelStyle | str]
 
-_PROJECTIONS: dict[str, Callable[[], ParallelStyle]] = {
-    "self_attn.q_proj": ColwiseParallel,
-    "self_attn.k_proj": ColwiseParallel,
-    "self_attn.v_proj": ColwiseParallel,
-    "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
+_PROJECTIONS = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+    "self_attn.o_proj": "rowwise",
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+    "mlp.down_proj": "rowwise",
 }
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -68,12 +54,14 @@ def _choose(
     model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool
 ) -> tuple[Styles, str]:
     """The styles, and a description of the plan for the log."""
+    if isinstance(plan, str) and "." in plan:
+        plan = _imported(plan)
     if isinstance(plan, Mapping):
         return _from_mapping(model, plan, sequence_parallel), "the mapping tp_plan"
     if plan not in ("auto", "llama", "model"):
         raise ValueError(
-            "tp_plan: expected 'auto', 'llama', 'model' or a mapping from module names to "
-            f"styles, got {plan!r}"
+            "tp_plan: expected 'auto', 'llama', 'model', a mapping from module names to styles or "
+            f"the import path of one, got {plan!r}"
         )
     if plan == "llama":
         return _llama(model, sequence_parallel), "Llama's plan"
@@ -100,6 +88,20 @@ def _choose(
 
 
 # A mapping --------------------------------------------------------------------------------------
+
+
+def _imported(path: str) -> Any:
+    """The object at an import path, such as "recipes.plans.LLAMA"; what it returns if a function.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"tp_plan={path!r} cannot be imported: {error}") from error
+    return found() if callable(found) else found
 
 
 def _from_mapping(
@@ -187,7 +189,7 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
             is_shared = name.rsplit(".", 1)[-1] in ("self_attn", "mlp") and name not in styles
             holders = [inner.rpartition(".")[0] for inner, _ in module.named_parameters(name)]
             if is_shared and all(holder in styles for holder in holders):
-                added[name] = whole_to_whole()
+                added[name] = _of_llama("shared_input")
     return added
 
 
@@ -200,10 +202,11 @@ def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
     With sequence parallelism, norms and residual sums between them are computed on parts of the
     sequence, from the input of the first layer to the last norm.
     """
-    styles: Styles = {}
+    names: dict[str, str] = {}
     for prefix, decoder in _decoders(model):
-        styles |= _decoder_styles(prefix, decoder, sequence_parallel)
-    if not styles:
+        own = _decoder_styles(prefix, decoder, sequence_parallel)
+        names |= {_join(prefix, name): style for name, style in own.items()}
+    if not names:
         raise ValueError(
             f"tp_plan: {type(model).__name__} has no plan of its own, and no module with `layers` "
             f"that have {list(_PROJECTIONS)}, as Llama has; pass a mapping from module names to "
@@ -211,8 +214,14 @@ def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
         )
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
-            styles[name] = columns_to_whole()
-    return styles
+            names[name] = "colwise_gather_output"
+    return {name: _of_llama(style) for name, style in names.items()}
+
+
+def _of_llama(name: str) -> ParallelStyle:
+    style = OF_LLAMA[name]() if name in OF_LLAMA else style_named(name, "Llama's plan")
+    assert style is not None, "each of these does something"
+    return style
 
 
 def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -227,28 +236,25 @@ def _is_layer(layer: nn.Module) -> bool:
     return names.issuperset(_PROJECTIONS)
 
 
-def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) -> Styles:
-    styles: Styles = {}
+def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) -> dict[str, str]:
+    """Names of styles, keyed by names relative to the decoder."""
+    styles: dict[str, str] = {}
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList), "checked in _decoders"
     if isinstance(getattr(decoder, "embed_tokens", None), nn.Embedding):
         in_parts = sequence_parallel and _enters_layers_at_once(decoder)
-        style = embedding_to_parts() if in_parts else rows_of_whole()
-        styles[_join(prefix, "embed_tokens")] = style
+        styles["embed_tokens"] = "embedding_to_parts" if in_parts else "rowwise_split_input"
     for index, layer in enumerate(layers):
-        name = _join(prefix, f"layers.{index}")
-        if sequence_parallel and index == 0:
-            styles[name] = whole_to_part()
         inside = _layer_styles(layer, sequence_parallel)
-        _check_known(name, layer, inside, sequence_parallel)
-        styles |= {_join(name, inner): style for inner, style in inside.items()}
+        _check_known(_join(prefix, f"layers.{index}"), layer, inside, sequence_parallel)
+        styles |= {f"layers.{index}.{inner}": style for inner, style in inside.items()}
     if sequence_parallel:
         if not isinstance(getattr(decoder, "norm", None), nn.Module):
             raise ValueError(
                 f"sequence_parallel=True: {prefix or type(decoder).__name__} has no module `norm` "
                 "after its layers, where Llama's plan gathers sequences; pass a mapping as tp_plan"
             )
-        styles[_join(prefix, "norm")] = norm_of_parts_to_whole()
+        styles |= {"layers.0": "split_sequence", "norm": "norm_that_gathers"}
     return styles
 
 
@@ -267,23 +273,22 @@ def _enters_layers_at_once(decoder: nn.Module) -> bool:
     )
 
 
-def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> Styles:
-    """Styles of one layer, keyed by names relative to it."""
-    enter = part_to_whole if sequence_parallel else whole_to_whole
-    styles: Styles = {"self_attn": enter(), "mlp": enter()}
-    for name, make in _PROJECTIONS.items():
-        styles[name] = make()
-        if sequence_parallel and isinstance(styles[name], RowwiseParallel):
-            styles[name] = rows_to_parts()
+def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
+    """Names of styles of one layer, keyed by names relative to it."""
     inside = {name for name, _ in layer.named_modules()}
-    if sequence_parallel:
-        styles |= {name: norm_of_parts() for name in _NORMS if name in inside}
-    styles |= {name: norm_of_own_heads() for name in _HEAD_NORMS if name in inside}
-    return styles
+    own_heads = dict.fromkeys(_HEAD_NORMS, "replicated_with_grad_allreduce")
+    if not sequence_parallel:
+        styles = {"self_attn": "shared_input", "mlp": "shared_input", **_PROJECTIONS}
+    else:
+        styles = {"self_attn": "shared_input_of_parts", "mlp": "shared_input_of_parts"}
+        parts = {"colwise": "colwise", "rowwise": "rowwise_to_parts"}
+        styles |= {name: parts[style] for name, style in _PROJECTIONS.items()}
+        styles |= dict.fromkeys(_NORMS, "sequence_parallel")
+    return {name: style for name, style in (styles | own_heads).items() if name in inside}
 
 
 def _check_known(
-    where: str, layer: nn.Module, styles: Mapping[str, ParallelStyle], sequence_parallel: bool
+    where: str, layer: nn.Module, styles: Mapping[str, str], sequence_parallel: bool
 ) -> None:
     """Raise ValueError for a parameter that no style covers.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ from tests.harness.checks import (
     warns_on_first_rank,
 )
 from tests.harness.internals import inner_units
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -246,36 +247,35 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2": (2, {}),
     "ep 4, experts not sharded": (4, {}),
     "ep 1": (1, {}),
-    "layered": (2, {"zero3_size": 2}),
-    "replicated outside": (2, {"zero3_size": 2, "outer": "replicate"}),
+    "layered": (2, {"zero3_size": 2, "deterministic": True}),
+    "replicated outside, kept": (
+        2,
+        {"zero3_size": 2, "outer": "replicate", "reshard_after_forward": False},
+    ),
     "all replicated outside": (
         2,
         {"zero3_size": 2, "outer": "replicate", "replicates_experts": True},
     ),
-    "deterministic": (2, {"zero3_size": 2, "deterministic": True}),
-    "kept": (2, {"reshard_after_forward": False}),
 }
 
 
-def _trains(kind: type[nn.Module], names: Sequence[str]) -> None:
-    for name in names:
+@on_ranks(4, in_float64=True)
+def test_experts_train_as_the_whole_model() -> None:
+    stacked = ["ep 2", "ep 4, experts not sharded"]
+    for kind, name in [
+        *((NamedExperts, name) for name in SETTINGS),
+        *((StackedExperts, name) for name in stacked),
+    ]:
         ep, options = SETTINGS[name]
         try:
-            train(wrapped(ep, kind, **options), seeded(lambda: Model(kind)), 2, clip=0.01)
+            train(wrapped(ep, kind, **options), seeded(lambda kind=kind: Model(kind)), 2, clip=0.01)
         except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+            raise AssertionError(f"{kind.__name__}, {name}: {error}") from error
 
 
-def test_experts_train_as_the_whole_model() -> None:
-    run_ranks(4, _trains, NamedExperts, list(SETTINGS), in_float64=True)
-
-
-def test_experts_in_one_dtensor_train_as_the_whole_model() -> None:
-    run_ranks(4, _trains, StackedExperts, ["ep 2", "ep 4, experts not sharded"], in_float64=True)
-
-
-def _adds_up(accumulation: str) -> None:
-    for ep in (2, 4):
+@on_ranks(4, in_float64=True)
+def test_micro_batches_of_experts_add_up() -> None:
+    for ep, accumulation in itertools.product((2, 4), ("sharded", "unsharded")):
         model, reference = wrapped(ep, accumulation=accumulation), seeded(Model)
         rank = dist.get_rank()
         # A single token a rank: some experts see none on any rank, others none on some.
@@ -292,12 +292,8 @@ def _adds_up(accumulation: str) -> None:
         assert_same(model, reference, f"ep {ep}, {accumulation}")
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-def test_micro_batches_of_experts_add_up(accumulation: str) -> None:
-    run_ranks(4, _adds_up, accumulation, in_float64=True)
-
-
-def _counts() -> None:
+@on_ranks(4)
+def test_experts_cost_as_many_collectives_as_other_units() -> None:
     model = wrapped(2)
     for _ in range(2):
         with recorded_operations(model) as operations:
@@ -312,11 +308,8 @@ def _counts() -> None:
     assert {size for name, size in sizes.items() if name not in experts} == {4}
 
 
-def test_experts_cost_as_many_collectives_as_other_units() -> None:
-    run_ranks(4, _counts)
-
-
-def _trains_beside_tensor_parallelism() -> None:
+@on_ranks(4, in_float64=True)
+def test_experts_train_beside_tensor_parallelism() -> None:
     """dp 2, tp 2; each rank of dp has two experts, and copies of them are over tp."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ep", "edp", "tp"))
     model, rank = seeded(Model), mesh["ep"].get_local_rank()
@@ -345,11 +338,8 @@ def _trains_beside_tensor_parallelism() -> None:
             optimizer.zero_grad()
 
 
-def test_experts_train_beside_tensor_parallelism() -> None:
-    run_ranks(4, _trains_beside_tensor_parallelism, in_float64=True)
-
-
-def _scales() -> None:
+@on_ranks(4)
+def test_an_overflow_in_one_expert_makes_all_ranks_skip_the_step() -> None:
     model, rank = wrapped(4), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=4.0)
@@ -363,12 +353,7 @@ def _scales() -> None:
     assert_same_parameters(full_parameters(model), before)
 
 
-def test_an_overflow_in_one_expert_makes_all_ranks_skip_the_step() -> None:
-    run_ranks(4, _scales)
-
-
-def _starts_from_the_first(on_meta: bool) -> None:
-    """Dense parameters are those of rank 0, experts those of the first rank that has them."""
+def _start_from_the_first(on_meta: bool) -> None:
     mesh, rank = expert_mesh(2), dist.get_rank()
     with torch.device("meta" if on_meta else "cpu"):
         model = Model()
@@ -393,12 +378,15 @@ def _starts_from_the_first(on_meta: bool) -> None:
         assert value.eq(first).all(), (name, value)
 
 
-@pytest.mark.parametrize("on_meta", [False, True], ids=["", "meta"])
-def test_experts_start_from_the_first_rank_that_has_them(on_meta: bool) -> None:
-    run_ranks(4, _starts_from_the_first, on_meta)
+@on_ranks(4)
+def test_experts_start_from_the_first_rank_that_has_them() -> None:
+    """Dense parameters are those of rank 0, experts those of the first rank that has them."""
+    for on_meta in (False, True):
+        _start_from_the_first(on_meta)
 
 
-def _trains_by_a_plan() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_plan_says_which_units_are_experts() -> None:
     mesh = expert_mesh(2)
     plan = ShardingPlan(
         apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
@@ -421,22 +409,16 @@ def _trains_by_a_plan() -> None:
         shard_with_plan(part_of(seeded(Model), 1), ShardingPlan(), expert_mesh=mesh)
 
 
-def test_a_plan_says_which_units_are_experts() -> None:
-    run_ranks(4, _trains_by_a_plan, in_float64=True)
-
-
-def _trains_compiled() -> None:
+@pytest.mark.slow
+@on_ranks(2, in_float64=True)
+def test_layers_with_experts_train_compiled() -> None:
     model = wrapped(2)
     model.layers[0].compile(backend="aot_eager")  # The other is what it is beside.
-    train(model, seeded(Model), 2)
+    train(model, seeded(Model), 1)
 
 
-@pytest.mark.slow
-def test_layers_with_experts_train_compiled() -> None:
-    run_ranks(4, _trains_compiled, in_float64=True)
-
-
-def _trains_by_the_manager() -> None:
+@on_ranks(4, in_float64=True)
+def test_the_manager_makes_the_mesh_of_experts() -> None:
     plan = ShardingPlan(
         apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
     )
@@ -448,14 +430,11 @@ def _trains_by_the_manager() -> None:
         train(model, seeded(Model), 1)
 
 
-def test_the_manager_makes_the_mesh_of_experts() -> None:
-    run_ranks(4, _trains_by_the_manager, in_float64=True)
-
-
 # Errors ---------------------------------------------------------------------------------------
 
 
-def _refuses() -> None:
+@on_ranks(4)
+def test_experts_that_do_not_fit_are_refused_on_every_rank() -> None:
     mesh, rank = expert_mesh(2), dist.get_rank()
 
     def part(kind: type[nn.Module] = NamedExperts) -> Model:
@@ -511,7 +490,3 @@ def _refuses() -> None:
     both = part(StackedExperts)
     both.stem.bias = nn.Parameter(value)
     refused(both, mesh["edp"], NotImplementedError, "both DTensors")
-
-
-def test_experts_that_do_not_fit_are_refused_on_every_rank() -> None:
-    run_ranks(4, _refuses)

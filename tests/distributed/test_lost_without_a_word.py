@@ -318,6 +318,8 @@ def _refused_around() -> None:
     around = DistributedDataParallel(inside)
     around(torch.ones(3, 8)).sum().backward()
     assert inside[0].weight.grad is not None and inside[1].weight.grad is not None
+    with pytest.raises(ValueError, match=r"1 is a DistributedDataParallel.*put its \.module in"):
+        ZeRO3(nn.Sequential(nn.Linear(8, 8), DistributedDataParallel(nn.Linear(8, 1))))
     with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
         torch.func.vmap(model)(batch())
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -43,7 +44,7 @@ from tests.harness.checks import (
     warns_on_first_rank,
 )
 from tests.harness.internals import inner_units
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
 TIMEOUT = timedelta(seconds=25)
@@ -59,7 +60,8 @@ def _members(group: dist.ProcessGroup) -> list[int]:
     return seen.nonzero().flatten().tolist()
 
 
-def _groups() -> None:
+@on_ranks(8)
+def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
     rank = dist.get_rank()
     for sizes in (
         {"tp_size": 2, "cp_size": 2, "ep_size": 2},  # dp 2
@@ -87,11 +89,8 @@ def _groups() -> None:
         assert manager.is_last_stage == (manager.rank_of("pp") == manager.pp_size - 1)
 
 
-def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
-    run_ranks(8, _groups)
-
-
-def _refused_sizes() -> None:
+@on_ranks(2)
+def test_wrong_sizes_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match=r"differ between ranks.*rank 0: .*tp=1.*rank 1: .*tp=2"):
         ParallelManager(tp_size=1 + rank)
@@ -101,14 +100,20 @@ def _refused_sizes() -> None:
         ParallelManager(tp_size=3)
     with pytest.raises(TypeError, match="expected a MixedPrecision"):
         ParallelManager(mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mp_policy and mixed_precision are both given"):
+        ParallelManager(mixed_precision=MixedPrecision(), mp_policy=MixedPrecisionPolicy())
+    for of_nemo, message in (
+        ("dp_replicate_size", 'zero3_size.*outer="replicate"'),
+        ("use_hf_tp_plan", 'tp_plan="model"'),
+        ("device_mesh", r'pass sizes.*ZeRO3\(model, mesh\["dp"\]\)'),
+        ("tp_sise", "expected sizes, mixed_precision, offload or backend"),
+    ):
+        with pytest.raises(TypeError, match=rf"no argument {of_nemo} \(got 2\): .*{message}"):
+            ParallelManager(**{of_nemo: 2})
     with warns_on_first_rank("no effect: tp_size is 1"):
         ParallelManager(sequence_parallel=True)
     manager = ParallelManager(tp_size=2)
     assert repr(manager) == f"ParallelManager(2 ranks on cpu: tp 2; rank {rank} is tp {rank})"
-
-
-def test_wrong_sizes_are_refused_on_every_rank() -> None:
-    run_ranks(2, _refused_sizes)
 
 
 def test_a_missing_process_group_is_named() -> None:
@@ -206,31 +211,15 @@ def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: A
     assert_close_in_float64(whole_values(model), values_of(plain), f"{what}: parameter")
 
 
-def _parts_of_sequences(all_sizes: list[dict[str, int]]) -> None:
-    for sizes in all_sizes:
+@on_ranks(4, timeout=120, in_float64=True)
+def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> None:
+    for sizes in ({"cp_size": 2, "zero3_size": 2}, {"cp_size": 2, "tp_size": 2}):
         manager = ParallelManager(**sizes)
         module = seeded(Model)
-        if sizes == {"cp_size": 2, "tp_size": 2}:
+        if manager.tp_size > 1:
             for block in module.blocks:
                 block.compile(backend="eager")
         _follow(manager, str(sizes), module)
-
-
-@pytest.mark.parametrize(
-    "all_sizes",
-    [
-        pytest.param([{"cp_size": 2}, {"cp_size": 2, "tp_size": 2}], id=""),
-        pytest.param(
-            [{"cp_size": 2, "zero3_size": 2}, {"tp_size": 2, "zero3_size": 1}],
-            id="layered",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_context_parallel_ranks_train_as_one_process_on_whole_sequences(
-    all_sizes: list[dict[str, int]],
-) -> None:
-    run_ranks(4, _parts_of_sequences, all_sizes, timeout=120, in_float64=True)
 
 
 def _torch_attention() -> None:
@@ -286,11 +275,13 @@ class _Odd(nn.Module):
         self.head.weight = self.table.weight
 
 
-def _refused_plans() -> None:
+@on_ranks(2)
+def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     manager = ParallelManager(tp_size=2)
     tied = {"table": "embedding_colwise", "head": "colwise_gather_output"}
     for message, plan in [
-        (r"expected 'auto', 'llama', 'model' or a mapping.*got 'lama'", "lama"),
+        (r"expected 'auto', 'llama', 'model', a mapping.*got 'lama'", "lama"),
+        (r"'no.such.PLAN' cannot be imported: No module named 'no'", "no.such.PLAN"),
         (r"_Odd has no plan of its own.*self_attn.q_proj", "auto"),
         (r"_Odd has no tensor-parallel plan", "model"),
         (r"'up': layerzero has no tensor-parallel style 'colwize'.*'rowwise'", {"up": "colwize"}),
@@ -322,10 +313,6 @@ def _refused_plans() -> None:
     in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no SequenceParallel\(\)"):
         in_sequence.parallelize(GatedMlp(), tp_plan={"up": "colwise"})
-
-
-def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
-    run_ranks(2, _refused_plans)
 
 
 class _LlamaLayer(nn.Module):
@@ -391,26 +378,6 @@ class _OnTheWire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _embeddings() -> None:
-    manager = ParallelManager(tp_size=2, sequence_parallel=True)
-    symbols = torch.arange(8).view(2, 4) % 7
-    logger, handler = logging.getLogger("layerzero.parallel.tp_plans"), _Lines()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    for between, expected in ((nn.Identity, 32), (nn.Embedding, 64)):
-        make = functools.partial(_Decoder, between)
-        model, plain = manager.parallelize(seeded(make), timeout=TIMEOUT), seeded(make)
-        assert_close_in_float64(
-            loss_backward(model, symbols), loss_backward(plain, symbols), "loss"
-        )
-        assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
-        with _OnTheWire() as sent, torch.no_grad():
-            model.embed_tokens(symbols)
-        assert sent.numel == expected, (sent.numel, "of the 64 elements of the hidden states")
-    line = "tensor parallelism: Llama's plan (the model has none) splits _Decoder, including"
-    assert [each.startswith(line) for each in handler.lines] == [True] * 2 * (dist.get_rank() == 0)
-
-
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -420,8 +387,33 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@on_ranks(2, in_float64=True)
 def test_an_embedding_scatters_sequences_that_nothing_needs_whole_and_the_plan_is_logged() -> None:
-    run_ranks(2, _embeddings, in_float64=True)
+    symbols = torch.arange(8).view(2, 4) % 7
+    logger, handler = logging.getLogger("layerzero.parallel.tp_plans"), _Lines()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for in_sequence, between, expected in (
+        (False, nn.Identity, 64),
+        (True, nn.Identity, 32),
+        (True, nn.Embedding, 64),
+    ):
+        manager = ParallelManager(tp_size=2, sequence_parallel=in_sequence)
+        make = functools.partial(_Decoder, between)
+        module, plain = seeded(make), seeded(make)
+        if between is nn.Identity:
+            # An embedding's output that is still under way must not reach a compiled layer.
+            module.layers[0].compile(backend="aot_eager")
+        model = manager.parallelize(module, timeout=TIMEOUT)
+        assert_close_in_float64(
+            loss_backward(model, symbols), loss_backward(plain, symbols), "loss"
+        )
+        assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
+        with _OnTheWire() as sent, torch.no_grad():
+            model.embed_tokens(symbols)
+        assert sent.numel == expected, (sent.numel, "of the 64 elements of the hidden states")
+    line = "tensor parallelism: Llama's plan (the model has none) splits _Decoder"
+    assert [each.startswith(line) for each in handler.lines] == [True] * 3 * (dist.get_rank() == 0)
 
 
 class _Small(nn.Module):
@@ -447,9 +439,11 @@ SMALL = {
     "mlp.down": "rowwise",
     "head": "colwise_gather_output",
 }
+HERE = f"{__name__}.SMALL"  # as recipes of NeMo name a plan
 
 
-def _kept() -> None:
+@on_ranks(2, in_float64=True)
+def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
     torch.manual_seed(dist.get_rank())  # values of the first rank count, also of what is not split
     manager = ParallelManager(tp_size=2)
     module = _Small()
@@ -471,18 +465,21 @@ def _kept() -> None:
     assert manager.parallelize(mlp, tp_plan={}).up.weight.layerzero.tensor_parallel is not None
 
 
-def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
-    run_ranks(2, _kept, in_float64=True)
-
-
-def _options_of_models() -> None:
+@on_ranks(2)
+def test_the_managers_options_go_to_every_model_and_are_said_once() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Types and names as for `fully_shard` and for NeMo's managers.
+    policies = {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "offload_policy": None,
+    }
     for sizes in ({"tp_size": 2}, {"tp_size": 1, "zero3_size": 1}):
-        manager = ParallelManager(mixed_precision=low, **sizes)
+        manager = ParallelManager(**policies, **sizes)
+        assert manager.mixed_precision == low
         plan = ShardingPlan(apply_modules=["mlp"], defaults={"timeout": TIMEOUT})
         for model in (
             manager.parallelize(_Small(), plan, tp_plan=SMALL),
-            manager.parallelize(_Small(), tp_plan=SMALL, auto_wrap_policy={GatedMlp}),
+            manager.parallelize(_Small(), tp_plan=HERE, auto_wrap_policy={GatedMlp}),
         ):
             assert [unit.fqn for unit in units(model)] == ["", "mlp"]
             # The optimizer's weights are float32 even where dp x cp is one rank.
@@ -514,7 +511,3 @@ def _options_of_models() -> None:
         with pytest.raises(ValueError, match="mpl"):
             manager.parallelize(module, ShardingPlan(apply_modules=["mpl"]), tp_plan=SMALL)
         assert not any(isinstance(each, DTensor) for each in module.parameters())
-
-
-def test_the_managers_options_go_to_every_model_and_are_said_once() -> None:
-    run_ranks(2, _options_of_models)

@@ -10,22 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerzero import ParallelManager, ShardingPlan, ZeRO3, units
+from layerzero import ParallelManager, ShardingPlan, units
 from layerzero.parallel.tp_plans import resolve_styles
-from tests.distributed.test_tensor_parallel import (
-    gradients_of,
-    values_of,
-    whole_gradients,
-    whole_values,
-)
-from tests.harness.checks import assert_close_in_float64
+from tests.distributed.test_tensor_parallel import VOCAB, assert_follows
 from tests.harness.hugging_face import in_default_dtype
-from tests.harness.ranks import run_ranks
-from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
+from tests.harness.ranks import on_ranks
+from tests.harness.reference import seeded
 
 pytest.importorskip("transformers")
 
-VOCAB, LENGTH = 37, 6  # tensor-parallel ranks have parts of the table of unequal lengths
 TIMEOUT = timedelta(seconds=25)
 
 
@@ -51,42 +44,11 @@ def build(family: str = "Llama", layers: int = 2, **options: Any) -> nn.Module:
     return in_default_dtype(model)
 
 
-def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, LENGTH)
-    return [
-        [torch.randint(VOCAB, shape, generator=generator) for _ in range(num_data)]
-        for _ in range(steps)
-    ]
-
-
 def forward_backward(model: nn.Module, ids: Tensor) -> Tensor:
+    ids = ids[:, :-1]  # sequences that two ranks can share
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return loss.detach()
-
-
-def assert_follows(
-    manager: ParallelManager,
-    model: ZeRO3,
-    plain: nn.Module,
-    what: str,
-    steps: int = 2,
-) -> None:
-    own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
-    for index, step in enumerate(batches(manager.dp_size, steps)):
-        own.zero_grad()
-        expected.zero_grad()
-        place = manager.rank_of("dp")
-        loss = forward_backward(model, step[place])
-        losses = backward_of_all_ranks(plain, step, forward_backward)
-        assert_close_in_float64(loss, losses[place], f"{what}, {index}: loss")
-        assert_close_in_float64(
-            whole_gradients(model), gradients_of(plain), f"{what}, {index}: gradient of"
-        )
-        own.step()
-        expected.step()
-    assert_close_in_float64(whole_values(model), values_of(plain), f"{what}: parameter")
 
 
 def _train_one(manager: ParallelManager, family: str, tp_plan: str) -> None:
@@ -99,7 +61,7 @@ def _train_one(manager: ParallelManager, family: str, tp_plan: str) -> None:
     assert ("model.norm.weight" in split) == manager.sequence_parallel
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= split
     what = f"{family}, {tp_plan}, in sequence: {manager.sequence_parallel}"
-    assert_follows(manager, model, seeded(make), what)
+    assert_follows(model, seeded(make), manager.mesh, what, steps=2, run=forward_backward)
 
 
 def _train_tied_by_plan(manager: ParallelManager) -> None:
@@ -116,10 +78,13 @@ def _train_tied_by_plan(manager: ParallelManager) -> None:
     model = manager.parallelize(seeded(make), plan)
     assert "model.layers.1.mlp" in [unit.fqn for unit in units(model)]
     assert "lm_head.weight" not in dict(model.named_parameters())
-    assert_follows(manager, model, seeded(make), f"tied, {manager.sequence_parallel}")
+    what = f"tied, {manager.sequence_parallel}"
+    assert_follows(model, seeded(make), manager.mesh, what, steps=2, run=forward_backward)
 
 
-def _train(in_full: bool) -> None:
+@on_ranks(4, timeout=120, in_float64=True)
+def test_models_split_by_their_plans_train_as_one_process(in_full: bool) -> None:
+    """Either plan, either family, sequences whole and in parts; `make soak`: each with each."""
     manager = ParallelManager(tp_size=2)
     for family in ("Llama", "Qwen3"):  # the latter has norms of each head
         names = [resolve_styles(build(family), plan, False).keys() for plan in ("auto", "llama")]
@@ -134,31 +99,8 @@ def _train(in_full: bool) -> None:
     _train_tied_by_plan(manager)
 
 
-def test_models_split_by_their_plans_train_as_one_process(in_full: bool) -> None:
-    """Either plan, either family, sequences whole and in parts; `make soak`: each with each."""
-    run_ranks(4, _train, in_full, timeout=120, in_float64=True)
-
-
-def _compiled() -> None:
-    """An embedding's output that is still under way must not reach a compiled layer.
-
-    `aot_eager` computes a layer with other operators.
-    """
-    for sequence_parallel in (False, True):
-        manager = ParallelManager(tp_size=2, sequence_parallel=sequence_parallel)
-        module = seeded(build)
-        module.model.layers[0].compile(backend="aot_eager")
-        model = manager.parallelize(module, timeout=TIMEOUT)
-        what = f"compiled, in sequence: {sequence_parallel}"
-        assert_follows(manager, model, seeded(build), what, steps=1)
-
-
-@pytest.mark.slow
-def test_compiled_layers_train_as_one_process() -> None:
-    run_ranks(2, _compiled, timeout=120, in_float64=True)
-
-
-def _refused() -> None:
+@on_ranks(2, timeout=120)
+def test_heads_and_styles_that_do_not_fit_are_named() -> None:
     import transformers
 
     manager = ParallelManager(tp_size=2)
@@ -187,7 +129,3 @@ def _refused() -> None:
     odd_norm.model.layers[1].mlp.norm = nn.LayerNorm(24)
     with pytest.raises(ValueError, match=r"layers.1: .*does not cover the parameter 'mlp.norm.wei"):
         manager.parallelize(odd_norm, tp_plan="llama")
-
-
-def test_heads_and_styles_that_do_not_fit_are_named() -> None:
-    run_ranks(2, _refused, timeout=120)

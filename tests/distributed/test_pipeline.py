@@ -29,7 +29,7 @@ from tests.harness.checks import (
 )
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import OPTIMIZERS, full_gradients, full_parameters, seeded
 
@@ -168,9 +168,10 @@ def _mesh(num_places: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (num_places, 2), mesh_dim_names=("pp", "dp"))
 
 
-def _trains(kinds: tuple[str, ...]) -> None:
+@on_ranks(4, in_float64=True)
+def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
     mesh = _mesh()
-    for kind in kinds:
+    for kind in ("gpipe", "1f1b", "interleaved", "interleaved as scheduled"):
         pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
         for step, record in enumerate(pipeline.train(steps=2)):
             for index, (gathers, reductions) in record.items():
@@ -182,27 +183,18 @@ def _trains(kinds: tuple[str, ...]) -> None:
             assert not any(full_nbytes(model).values()), f"{kind}: freed after the step"
 
 
-@pytest.mark.parametrize(
-    "kinds", [("gpipe", "1f1b"), ("interleaved", "interleaved as scheduled")], ids=lambda k: k[0]
-)
-def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step(kinds: tuple[str, ...]) -> None:
-    run_ranks(4, _trains, kinds, in_float64=True)
-
-
-def _trains_compiled() -> None:
+@on_ranks(4, in_float64=True)
+def test_the_blocks_of_a_stage_may_be_compiled() -> None:
     pipeline = Pipeline(_mesh(), "1f1b", ZeRO3PipelineStage)
     for model in pipeline.models:
         for module in model.modules():
             if isinstance(module, Block):
-                module.compile(backend="aot_eager")
-    pipeline.train(steps=2)
+                module.compile(backend="eager")
+    pipeline.train(steps=1)
 
 
-def test_the_blocks_of_a_stage_may_be_compiled() -> None:
-    run_ranks(4, _trains_compiled, in_float64=True)
-
-
-def _plain_stage_trains() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_stage_of_torchs_own_gives_the_same_numbers_for_more_bytes() -> None:
     mesh = _mesh()
     # A unit fewer wherever one stays from a forward to the backward that follows at once.
     counts = {"gpipe": {23}, "1f1b": {20, 21}, "interleaved": {20, 22, 23}}
@@ -213,26 +205,19 @@ def _plain_stage_trains() -> None:
             assert len(gathers) in expected, (kind, gathers)
 
 
-def test_a_stage_of_torchs_own_gives_the_same_numbers_for_more_bytes() -> None:
-    run_ranks(4, _plain_stage_trains, in_float64=True)
-
-
-def _frees_between() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_stage_may_free_its_units_between_micro_batches() -> None:
     pipeline = Pipeline(_mesh(), "gpipe", ZeRO3PipelineStage, reshard_between_micro_batches=True)
     for gathers, reductions in pipeline.train(steps=2)[-1].values():
         assert len(gathers) == 20, gathers
         assert len(reductions) == UNITS
 
 
-def test_a_stage_may_free_its_units_between_micro_batches() -> None:
-    run_ranks(4, _frees_between, in_float64=True)
-
-
-def _evaluates() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_schedule_evaluates_between_steps() -> None:
     mesh = _mesh()
     for kind in ("1f1b", "interleaved as scheduled"):
         pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
-        pipeline.train(steps=1)
         x, target = pipeline.batch(seed=7)[mesh["dp"].get_local_rank()]
         for grad_enabled in (False, True):
             with ExitStack() as stack:
@@ -249,14 +234,11 @@ def _evaluates() -> None:
                 assert_close_in_float64(output.detach(), expected, f"{kind}: output")
                 mean = torch.stack(losses).mean().detach()
                 assert_close_in_float64(mean, F.mse_loss(expected, target), f"{kind}: loss")
-        pipeline.train(steps=2)
+            pipeline.train(steps=1)
 
 
-def test_a_schedule_evaluates_between_steps() -> None:
-    run_ranks(4, _evaluates, in_float64=True)
-
-
-def _as_scheduled() -> None:
+@on_ranks(4, in_float64=True)
+def test_gathers_are_issued_when_the_schedule_says() -> None:
     mesh = _mesh()
     for kind in ("interleaved", "interleaved as scheduled"):
         pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
@@ -277,11 +259,8 @@ def _as_scheduled() -> None:
             )
 
 
-def test_gathers_are_issued_when_the_schedule_says() -> None:
-    run_ranks(4, _as_scheduled, in_float64=True)
-
-
-def _several_steps_without_sync() -> None:
+@on_ranks(4, in_float64=True)
+def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
     pipeline = Pipeline(_mesh(), "1f1b", ZeRO3PipelineStage)
     (model,) = pipeline.models
     own = pipeline.mesh["dp"].get_local_rank()
@@ -296,11 +275,8 @@ def _several_steps_without_sync() -> None:
     pipeline.assert_same(full_gradients, "gradient")
 
 
-def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
-    run_ranks(4, _several_steps_without_sync, in_float64=True)
-
-
-def _clips() -> None:
+@on_ranks(4, in_float64=True)
+def test_clipping_takes_the_norm_of_all_stages() -> None:
     pipeline = Pipeline(_mesh(), "interleaved", ZeRO3PipelineStage)
     own = pipeline.mesh["dp"].get_local_rank()
     for norm_type in (2.0, float("inf")):
@@ -320,11 +296,8 @@ def _clips() -> None:
         clip_grad_norm_([], 1.0)
 
 
-def test_clipping_takes_the_norm_of_all_stages() -> None:
-    run_ranks(4, _clips, in_float64=True)
-
-
-def _error_in_a_step() -> None:
+@on_ranks(2, in_float64=True)
+def test_the_step_after_one_that_failed_starts_clean() -> None:
     pipeline = Pipeline(_mesh(1), "1f1b", ZeRO3PipelineStage)
     batch = pipeline.batch(5)[dist.get_rank()]
     pipeline.train(steps=1)
@@ -346,11 +319,8 @@ def _error_in_a_step() -> None:
     pipeline.train(steps=2)
 
 
-def test_the_step_after_one_that_failed_starts_clean() -> None:
-    run_ranks(2, _error_in_a_step, in_float64=True)
-
-
-def _refuses() -> None:
+@on_ranks(1)
+def test_what_cannot_work_in_a_pipeline_is_refused() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(group, "cpu")
     options: dict[str, Any] = {"group": mesh.get_group()}
@@ -378,7 +348,3 @@ def _refuses() -> None:
     model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="pass scale_grads=False"):
         schedule.step(x, target=target)
-
-
-def test_what_cannot_work_in_a_pipeline_is_refused() -> None:
-    run_ranks(1, _refuses)

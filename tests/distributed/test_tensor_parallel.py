@@ -36,7 +36,7 @@ from tests.harness.checks import (
 )
 from tests.harness.internals import inner_units
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import OPTIMIZERS, RunFn, backward_of_all_ranks, seeded
 
@@ -226,20 +226,13 @@ def assert_follows(
     assert_same_parameters(whole_values(model), values_of(plain), what=f"{what}: parameter after")
 
 
-def _train(num_data: int) -> None:
-    mesh = grid(num_data)
+@on_ranks(4, in_float64=True)
+def test_training_follows_one_process() -> None:
+    mesh = grid(2)
     for in_sequence in (True, False):
         what = "in sequence" if in_sequence else "plain norms"
         deep = functools.partial(Llama, layers=2)
         assert_follows(wrapped(mesh, in_sequence, deep), seeded(deep), mesh, what)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_data"),
-    [pytest.param(4, 2, id="2x2"), pytest.param(2, 1, id="1x2", marks=pytest.mark.slow)],
-)
-def test_training_follows_one_process(world_size: int, num_data: int) -> None:
-    run_ranks(world_size, _train, num_data, in_float64=True)
 
 
 def _micro_batches(model: nn.Module, batch: Tensor) -> Tensor:
@@ -259,27 +252,30 @@ def _recomputing() -> Llama:
     return model
 
 
-def _options() -> None:
-    mesh = grid(2)
-    for what, options in {
-        "zero1": {"zero3_size": 1},
-        "replicate": {"zero3_size": 1, "outer": "replicate"},
-        "resident": {"reshard_after_forward": False, "deterministic": True},
-        "one unit": {"auto_wrap_policy": None},
-    }.items():
-        assert_follows(wrapped(mesh, **options), seeded(Llama), mesh, what, steps=2)
-    for where in ("sharded", "unsharded"):
-        model = wrapped(mesh, accumulation=where)
-        assert_follows(model, seeded(Llama), mesh, where, steps=2, run=_micro_batches)
-    model = wrapped(mesh, build=_recomputing)
-    assert_follows(model, seeded(Llama), mesh, "recomputation", steps=2)
-
-
+@on_ranks(4, in_float64=True)
 def test_layers_micro_batches_and_recomputation_follow_one_process() -> None:
-    run_ranks(4, _options, in_float64=True)
+    mesh = grid(2)
+    for what, run, build, options in (
+        ("zero1", _micro_batches, Llama, {"zero3_size": 1, "accumulation": "sharded"}),
+        (
+            "replicate",
+            _micro_batches,
+            Llama,
+            {"zero3_size": 1, "outer": "replicate", "accumulation": "unsharded"},
+        ),
+        (
+            "one unit, resident, recomputed",
+            loss_backward,
+            _recomputing,
+            {"auto_wrap_policy": None, "reshard_after_forward": False, "deterministic": True},
+        ),
+    ):
+        model = wrapped(mesh, build=build, **options)
+        assert_follows(model, seeded(Llama), mesh, what, steps=2, run=run)
 
 
-def _tied_and_frozen() -> None:
+@on_ranks(4, in_float64=True)
+def test_tied_and_frozen_parameters_follow_one_process() -> None:
     """Ties are made after `parallelize_module`, which gives every module parameters of its own."""
     mesh = grid(2)
     model, plain = parallelize(seeded(Llama), mesh["tp"], True), seeded(Llama)
@@ -295,10 +291,6 @@ def _tied_and_frozen() -> None:
         each.blocks[0].attention.query.weight.requires_grad_(False)
         each.zero_grad()
     assert_follows(sharded, plain, mesh, "thawed", steps=2)
-
-
-def test_tied_and_frozen_parameters_follow_one_process() -> None:
-    run_ranks(4, _tied_and_frozen, in_float64=True)
 
 
 def _in_float64(plain: nn.Module, step: list[Tensor], run: RunFn) -> list[Tensor]:
@@ -325,12 +317,13 @@ def _to_a_rounding(
     assert_same_parameters(actual, expected, bounds, what)
 
 
-def _mixed_precision() -> None:
+@on_ranks(4)
+def test_compute_dtypes_are_those_of_the_leaves() -> None:
     mesh = grid(2)
     # Float64 below float32 weights: then the reference is exact up to the cast of the result.
     wide = MixedPrecision(param_dtype=torch.float64)
     model = wrapped(mesh, mixed_precision=wide)
-    options = {"steps": 2, "reference": _in_float64, "check": _to_a_rounding}
+    options = {"steps": 1, "reference": _in_float64, "check": _to_a_rounding}
     assert_follows(model, seeded(Llama), mesh, "float64", **options)
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = wrapped(mesh, mixed_precision=low)
@@ -347,11 +340,8 @@ def _mixed_precision() -> None:
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_compute_dtypes_are_those_of_the_leaves() -> None:
-    run_ranks(4, _mixed_precision)
-
-
-def _clip() -> None:
+@on_ranks(4, in_float64=True)
+def test_the_norm_counts_every_element_once_and_is_that_of_all_ranks() -> None:
     mesh = grid(2)
     place = mesh["dp"].get_local_rank()
     step = batches(1, 2)[0]
@@ -380,11 +370,8 @@ def _clip() -> None:
             assert math.isnan(model.clip_grad_norm_(1.0, norm_type).item())
 
 
-def test_the_norm_counts_every_element_once_and_is_that_of_all_ranks() -> None:
-    run_ranks(4, _clip, in_float64=True)
-
-
-def _summon() -> None:
+@on_ranks(4, in_float64=True)
+def test_full_parameters_are_dtensors_and_are_written_back() -> None:
     mesh = grid(2)
     place = mesh["dp"].get_local_rank()
     model, plain = wrapped(mesh), seeded(Llama)
@@ -431,11 +418,8 @@ def _summon() -> None:
         assert_bitwise(whole_gradients(model)["head.weight"], plain.head.weight.grad, "partial")
 
 
-def test_full_parameters_are_dtensors_and_are_written_back() -> None:
-    run_ranks(4, _summon, in_float64=True)
-
-
-def _scaler() -> None:
+@on_ranks(4)
+def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
     """One rank overflows; a group that leaves out its tensor-parallel peers is enough."""
     mesh = grid(2)
     for group in (None, mesh["dp"]):
@@ -454,10 +438,6 @@ def _scaler() -> None:
             assert scaler.get_scale() == 2.0
             for name, value in whole_values(model).items():
                 assert torch.equal(value, before[name]) == overflows, name
-
-
-def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
-    run_ranks(4, _scaler)
 
 
 def _rebuild(model: ZeRO3) -> dict[str, Tensor]:
@@ -487,7 +467,8 @@ def _rebuild(model: ZeRO3) -> dict[str, Tensor]:
     return whole_of
 
 
-def _marks() -> None:
+@on_ranks(4)
+def test_marks_say_where_every_shard_lies() -> None:
     mesh = grid(2)
     for in_sequence in (True, False):
         model = wrapped(mesh, in_sequence)
@@ -497,11 +478,8 @@ def _marks() -> None:
         assert rows == (7, 6)[mesh["tp"].get_local_rank()]
 
 
-def test_marks_say_where_every_shard_lies() -> None:
-    run_ranks(4, _marks)
-
-
-def _once() -> None:
+@on_ranks(4)
+def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
     """Sharded, replicated and plain parameters share a gather; leaves stay what they are."""
     mesh = grid(2)
     model = wrapped(mesh)
@@ -533,10 +511,6 @@ def _once() -> None:
     assert len(operations) == 1, "one gather over data-parallel ranks"
 
 
-def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
-    run_ranks(4, _once)
-
-
 class _OnGrid(nn.Module):
     """Parameters on a mesh of two axes, in unequal parts: 2, 1 or no axis cuts them."""
 
@@ -566,7 +540,8 @@ class _OnGrid(nn.Module):
         return (out * self.scale).square().mean()
 
 
-def _two_axes() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_mesh_of_two_axes_works() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
     plain = _OnGrid()
     model = ZeRO3(_OnGrid(mesh["a", "b"]), process_group=mesh["dp"])
@@ -587,11 +562,8 @@ def _two_axes() -> None:
     assert_same_parameters(whole_values(model), values_of(plain), what="on a grid")
 
 
-def test_a_mesh_of_two_axes_works() -> None:
-    run_ranks(4, _two_axes, in_float64=True)
-
-
-def _by_hand() -> None:
+@on_ranks(4)
+def test_leaves_shown_by_hand_are_dtensors_with_gradients() -> None:
     """Gradients from outside the unit's forward; and a model that computes on local tensors."""
     mesh = grid(2)
     model, plain = wrapped(mesh), seeded(Llama)
@@ -604,11 +576,8 @@ def _by_hand() -> None:
     assert_same_parameters(whole_gradients(model), expected, what="gradient of")
 
 
-def test_leaves_shown_by_hand_are_dtensors_with_gradients() -> None:
-    run_ranks(4, _by_hand)
-
-
-def _without_names() -> None:
+@on_ranks(4, in_float64=True)
+def test_a_backend_without_names_trains_alike() -> None:
     """As on NCCL: collectives have no name, and a watchdog looks on along both axes."""
     data = make_plain_group(timedelta(seconds=25), [[0, 2], [1, 3]])
     tensor = make_plain_group(timedelta(seconds=25), [[0, 1], [2, 3]])
@@ -625,11 +594,8 @@ def _without_names() -> None:
     assert_close_in_float64(whole_gradients(own), gradients_of(plain), "gradient of")
 
 
-def test_a_backend_without_names_trains_alike() -> None:
-    run_ranks(4, _without_names, in_float64=True)
-
-
-def _from_meta() -> None:
+@on_ranks(4, in_float64=True)
+def test_parameters_are_made_from_the_meta_device() -> None:
     mesh = grid(2)
     with torch.device("meta"):
         model = Llama()
@@ -649,7 +615,8 @@ def _from_meta() -> None:
     assert_follows(own, plain, mesh, "from meta", steps=2)
 
 
-def _drawn_and_broadcast() -> None:
+@on_ranks(4)
+def test_replicas_start_equal_over_both_axes() -> None:
     mesh = grid(2)
     for in_sequence in (True, False):
         with torch.device("meta"):
@@ -672,26 +639,15 @@ def _drawn_and_broadcast() -> None:
     assert_same_parameters(whole_values(own), values_of(seeded(Llama, 0)), what="broadcast")
 
 
-def test_parameters_are_made_from_the_meta_device() -> None:
-    run_ranks(4, _from_meta, in_float64=True)
-
-
-def test_replicas_start_equal_over_both_axes() -> None:
-    run_ranks(4, _drawn_and_broadcast)
-
-
-def _compiled() -> None:
+@on_ranks(2, in_float64=True)
+def test_a_compiled_block_follows_one_process() -> None:
     """By dynamo alone: beyond it torch 2.13 fails on this model without ZeRO3, too."""
     mesh = grid(1)
     model = parallelize(seeded(Llama), mesh["tp"], True)
     for block in model.blocks:
         block.compile(backend="eager")
     own = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block})
-    assert_follows(own, seeded(Llama), mesh, "compiled", steps=2)
-
-
-def test_a_compiled_block_follows_one_process() -> None:
-    run_ranks(2, _compiled, in_float64=True)
+    assert_follows(own, seeded(Llama), mesh, "compiled", steps=1)
 
 
 class _Two(nn.Module):
@@ -703,7 +659,8 @@ class _Two(nn.Module):
         self.second = nn.Parameter(second)
 
 
-def _refused() -> None:
+@on_ranks(4)
+def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
     mesh = grid(2)
     dp, tp = mesh["dp"], mesh["tp"]
     plain = torch.zeros(4)
@@ -732,20 +689,8 @@ def _refused() -> None:
     inner = ZeRO3(_Two(on(tp, Shard(0)), plain), process_group=dp)
     with pytest.raises(ValueError, match="one mesh"):
         ZeRO3(nn.Sequential(inner, _Two(on(dp, Shard(0)), plain)), process_group=dp)
-
-
-def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
-    run_ranks(4, _refused)
-
-
-def _ignored() -> None:
-    mesh = grid(1)
-    model = parallelize(seeded(Llama), mesh["tp"], True)
-    own = ZeRO3(model, process_group=mesh["dp"], ignored_modules=[model.head])
+    model = parallelize(seeded(Llama), tp, True)
+    own = ZeRO3(model, process_group=dp, ignored_modules=[model.head])
     loss_backward(own, batches(1, 1)[0][0])
     with pytest.raises(NotImplementedError, match="ignored parameter is a DTensor"):
         own.clip_grad_norm_(1.0)
-
-
-def test_clipping_refuses_an_ignored_dtensor() -> None:
-    run_ranks(2, _ignored)

@@ -45,7 +45,7 @@ from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_same_parameters
 from tests.harness.internals import inner_units, root_state
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.integrations.test_lightning_parallel import loader, styles, whole
 from tests.integrations.trainers import (
     NUM_BATCHES,
@@ -197,7 +197,7 @@ def _phases_on_ranks(tmp_path: Path) -> tuple[list[float], dict[str, Tensor], li
     _assert_phases(watch)
     frozen = seeded().stem.bias
     assert torch.equal(full(model)["stem.bias"], frozen), "no phase names it"
-    for kind, stop in (("full", 2), ("full", 3), ("sharded", 4)):
+    for kind, stop in (("full", 3), ("sharded", 4)):
         _restored(tmp_path, kind, model, watch, stop)
     return model.losses, full(model), watch.epochs
 
@@ -230,18 +230,11 @@ def _implicit(
     return watch.val_losses, full(model), watch.epochs
 
 
-def _implicit_on_ranks(tmp_path: Path) -> Any:
-    results = [_implicit(tmp_path / kind, kind) for kind in ("full", "sharded")]
-    assert results[0][0] == results[1][0]
-    assert results[0][2] == results[1][2]
-    return results[0]
-
-
 @float64_by_default()  # sums of one process and of two ranks have other orders
 @pytest.mark.slow
 def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_path: Path) -> None:
     (losses, parameters, epochs), _ = run_ranks(
-        RANKS, _implicit_on_ranks, tmp_path, in_float64=True
+        RANKS, _implicit, tmp_path / "ranks", "sharded", in_float64=True
     )
     alone_losses, alone_parameters, alone_epochs = _implicit(tmp_path / "alone")
     depths = [depth for depth, *_ in epochs]
@@ -263,7 +256,8 @@ class _Own(Regression):
             ZeRO3(self.blocks[1])
 
 
-def _planned(tmp_path: Path) -> None:
+@on_ranks(RANKS)
+def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
     def fit(strategy: ZeRO3Strategy, model: Regression | None = None, **cfg: Any) -> Regression:
         scheduler = _scheduler(
             ft_schedule=_schedule(),
@@ -305,10 +299,6 @@ def _planned(tmp_path: Path) -> None:
         fit(ZeRO3Strategy(deterministic=True), zero3_defaults={"deterministic": False})
     with pytest.raises(ValueError, match="unknown option 'reshard'"):
         fit(ZeRO3Strategy(), zero3_plan={"head": {"reshard": True}})
-
-
-def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
-    run_ranks(RANKS, _planned, tmp_path)
 
 
 # What configure_model changes ------------------------------------------------------------------
@@ -373,22 +363,16 @@ def test_wrapped_split_and_remade_layers_are_thawed_by_their_phases(tmp_path: Pa
     assert len(alone.epochs) == 3
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
+def test_cpu_offload_policy_is_the_plans_cpu_offload() -> None:
+    for policy, expected in (
         ({"pin_memory": False}, OffloadPolicy(params=True, pin_memory=False)),
         ({}, OffloadPolicy(params=True)),
         (CPUOffloadPolicy(pin_memory=False), OffloadPolicy(params=True, pin_memory=False)),
         (None, OffloadPolicy(params=False)),
-    ],
-    ids=str,
-)
-def test_cpu_offload_policy_is_the_plans_cpu_offload(policy: Any, expected: OffloadPolicy) -> None:
-    for where in ("zero3_plan", "zero3_defaults"):
+    ):
         options = {"cpu_offload_policy": policy}
-        plan = _plan_of(**{where: {"head": options} if where == "zero3_plan" else options})
-        own = plan.defaults if where == "zero3_defaults" else plan.apply_modules["head"]
-        assert own == {"cpu_offload": expected}
+        plans = _plan_of(zero3_plan={"head": options}), _plan_of(zero3_defaults=options)
+        assert plans[0].apply_modules["head"] == plans[1].defaults == {"cpu_offload": expected}
 
 
 def _plan_of(model: Regression | None = None, **cfg: Any) -> Any:
@@ -415,10 +399,8 @@ def test_wrappers_of_init_are_in_no_name_a_schedule_sees() -> None:
 def test_what_the_adapter_cannot_use_is_refused() -> None:
     with pytest.raises(TypeError, match="unknown argument 'fsdp_plan': use zero3_plan"):
         ZeRO3StrategyAdapter(fsdp_plan={})
-    with pytest.warns(UserWarning, match="unknown mode 'selective'; 'composable' is used"):
-        plan = _plan_of(zero3_plan={"head": {"act_ckpt": ("selective", {"debug": True})}})
-    assert plan.apply_modules["head"]["act_ckpt"].mode == "composable"
-    assert plan.apply_modules["head"]["act_ckpt"].arguments == {"debug": True}
+    with pytest.raises(ValueError, match="'selective'"):
+        _plan_of(zero3_plan={"head": {"act_ckpt": ("selective", {"debug": True})}})
     with pytest.raises(TypeError, match="zero3_plan: expected a mapping, got"):
         ZeRO3StrategyAdapter(zero3_plan=["head"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cpu_offload_policy and cpu_offload are both given"):

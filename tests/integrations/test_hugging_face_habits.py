@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -50,7 +51,31 @@ def watched(name: str) -> Iterator[list[str]]:
     logger.setLevel(level)
 
 
-def _counts(folder: str) -> None:
+def _counts_of_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    from layerzero.integrations.transformers import shard
+
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(build("llama"), config)
+    model = shard(peft.get_peft_model(build("llama"), config))
+    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+
+
+def _no_device_named(folder: str) -> None:
+    from layerzero.integrations.transformers import ZeRO3Trainer
+
+    as_if_launched(True)
+    # As transformers sees it without use_cpu on a machine that has no accelerator.
+    args = arguments(folder)
+    state = args.distributed_state
+    state.distributed_type, state.num_processes = type(state.distributed_type)("NO"), 1
+    with pytest.raises(ValueError, match="Pass use_cpu=True"):
+        ZeRO3Trainer(build("llama"), args)
+
+
+@on_ranks(2, timeout=120)
+def test_counts_are_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from transformers import TrainerCallback
 
     plain = build("qwen2")
@@ -75,18 +100,10 @@ def _counts(folder: str) -> None:
     _counts_of_adapters()
 
 
-def _counts_of_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    from layerzero.integrations.transformers import shard
-
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    plain = peft.get_peft_model(build("llama"), config)
-    model = shard(peft.get_peft_model(build("llama"), config))
-    assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
-
-
-def _trainers_in_turn(folder: str) -> None:
+@on_ranks(2, timeout=120, in_float64=True)
+def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     """Train, evaluate with another trainer, train on with a third: as plain ones do."""
+    folder = str(tmp_path)
     evaluated, losses, weights = [], [], []
     for make, accumulation in ((sharded_trainer, 1), (plain_trainer, 2)):
         model = in_default_dtype(build("llama"))
@@ -120,8 +137,10 @@ def _trainers_in_turn(folder: str) -> None:
         ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
 
 
-def _moved(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
     """Moves and casts that change nothing, of a model that a trainer or `shard` made ready."""
+    folder = str(tmp_path)
     from layerzero.integrations.transformers import shard
 
     class Outer(torch.nn.Module):
@@ -153,8 +172,10 @@ def _moved(folder: str) -> None:
     assert_bitwise(weights_of(rooted.sharded_model)["scale"], torch.ones(3), "scale")
 
 
-def _low_precision(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
     """A model that is bfloat16, as transformers loads one: float32 main weights with bf16."""
+    folder = str(tmp_path)
     from accelerate import Accelerator
 
     from layerzero.integrations.accelerate import prepare
@@ -184,20 +205,10 @@ def _low_precision(folder: str) -> None:
     assert {p.dtype for p in pure.sharded_model.parameters()} == {torch.bfloat16}
 
 
-def _no_device_named(folder: str) -> None:
-    from layerzero.integrations.transformers import ZeRO3Trainer
-
-    as_if_launched(True)
-    # As transformers sees it without use_cpu on a machine that has no accelerator.
-    args = arguments(folder)
-    state = args.distributed_state
-    state.distributed_type, state.num_processes = type(state.distributed_type)("NO"), 1
-    with pytest.raises(ValueError, match="Pass use_cpu=True"):
-        ZeRO3Trainer(build("llama"), args)
-
-
-def _habits(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
     """Options of TrainingArguments that touch the model or the loss, beside a plain trainer."""
+    folder = str(tmp_path)
     for name, changes in {
         "uneven": {"eval_dataset": torch.utils.data.Subset(Sentences(), range(7))},
         "recomputed": {"gradient_checkpointing": True},
@@ -221,26 +232,6 @@ def _habits(folder: str) -> None:
     assert not noisy.model.get_input_embeddings()._forward_hooks, "the noise is for training alone"
 
 
-def test_counts_are_whole(tmp_path: Path) -> None:
-    run_ranks(2, _counts, str(tmp_path), timeout=120)
-
-
-def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
-    run_ranks(2, _trainers_in_turn, str(tmp_path), timeout=120, in_float64=True)
-
-
-def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
-    run_ranks(2, _moved, str(tmp_path), timeout=120)
-
-
-def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
-    run_ranks(2, _low_precision, str(tmp_path), timeout=120)
-
-
-def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
-    run_ranks(2, _habits, str(tmp_path), timeout=120)
-
-
 def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("has an accelerator")
@@ -250,7 +241,9 @@ def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: 
 # Saving ----------------------------------------------------------------------------------------
 
 
-def _refuses_to_save_shards(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from layerzero.integrations.transformers import shard
 
     as_if_launched(True)
@@ -298,11 +291,48 @@ def _refuses_to_save_shards(folder: str) -> None:
     assert not (root / "refused").exists()
 
 
-def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
-    run_ranks(2, _refuses_to_save_shards, str(tmp_path), timeout=120)
+class _Stateful:
+    """What accelerate makes of a loader with `use_stateful_dataloader` (torchdata)."""
+
+    use_stateful_dataloader = True
+    batch_sampler = None
+
+    def __init__(self) -> None:
+        self.state = {"_num_yielded": 0, "_snapshot": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
-def _automatic(folder: str) -> None:
+def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
+    """A loader's place is saved; weights are not averaged as if they were whole."""
+    from accelerate.local_sgd import LocalSGD
+
+    loader = _Stateful()
+    accelerator._dataloaders.append(loader)
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    loader.state = {"_num_yielded": 3, "_snapshot": {"rank": dist.get_rank()}}
+    accelerator.save_state(folder / "stateful")
+    expected, loader.state = loader.state, {}
+    accelerator.load_state(folder / "stateful")
+    assert loader.state == expected
+    accelerator._dataloaders.clear()
+    with pytest.raises(ValueError, match="1 stateful data loaders were saved, but here are 0"):
+        accelerator.load_state(folder / "stateful")
+    with (
+        pytest.raises(NotImplementedError, match="LocalSGD needs whole weights"),
+        LocalSGD(accelerator, model, local_sgd_steps=1) as local,
+    ):
+        local.step()
+    assert accelerator.reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@on_ranks(2, timeout=120)
+def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -360,49 +390,6 @@ def _automatic(folder: str) -> None:
         accelerator.save_state()
 
 
-class _Stateful:
-    """What accelerate makes of a loader with `use_stateful_dataloader` (torchdata)."""
-
-    use_stateful_dataloader = True
-    batch_sampler = None
-
-    def __init__(self) -> None:
-        self.state = {"_num_yielded": 0, "_snapshot": None}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
-    """A loader's place is saved; weights are not averaged as if they were whole."""
-    from accelerate.local_sgd import LocalSGD
-
-    loader = _Stateful()
-    accelerator._dataloaders.append(loader)
-    accelerator.project_configuration.automatic_checkpoint_naming = False
-    loader.state = {"_num_yielded": 3, "_snapshot": {"rank": dist.get_rank()}}
-    accelerator.save_state(folder / "stateful")
-    expected, loader.state = loader.state, {}
-    accelerator.load_state(folder / "stateful")
-    assert loader.state == expected
-    accelerator._dataloaders.clear()
-    with pytest.raises(ValueError, match="1 stateful data loaders were saved, but here are 0"):
-        accelerator.load_state(folder / "stateful")
-    with (
-        pytest.raises(NotImplementedError, match="LocalSGD needs whole weights"),
-        LocalSGD(accelerator, model, local_sgd_steps=1) as local,
-    ):
-        local.step()
-    assert accelerator.reduce(torch.ones(2)).tolist() == [2.0, 2.0]
-
-
-def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
-    run_ranks(2, _automatic, str(tmp_path), timeout=120)
-
-
 # peft ------------------------------------------------------------------------------------------
 
 PROMPT = torch.arange(3, 13).view(1, -1)
@@ -423,6 +410,15 @@ def _adapted(config: Any, **changes: Any) -> Any:
 @torch.no_grad()
 def _logits(model: Any) -> Any:
     return model(input_ids=PROMPT).logits
+
+
+class _Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.attention(x, x, x)[0]
 
 
 def _merges(folder: str) -> None:
@@ -468,6 +464,13 @@ def _merges(folder: str) -> None:
         dist.barrier()
         again = in_default_dtype(type(plain).from_pretrained(Path(folder, what))).eval()
         assert_close_in_float64(_logits(again), expected, f"{what}, saved")
+    # It merges in every forward, by putting other parameters in place of the weights.
+    config = peft.LoraConfig(target_modules=["attention"])
+    model = ZeRO3(peft.get_peft_model(_Attends(), config))
+    with pytest.raises(
+        RuntimeError, match=r"forward: the model .*replaced \[.*layer.in_proj_weight"
+    ):
+        model(torch.ones(3, 1, 8))
 
 
 def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from layerzero.integrations.lightning import ZeRO3Strategy
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.models import Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, reduced
 from tests.integrations.trainers import (
     NUM_BATCHES,
@@ -75,29 +75,12 @@ class _Operations(Callback):
         self.recording.__exit__(None, None, None)
 
 
-def _train() -> None:
-    model = _fit()
-    _assert_same_run(model, _fit(ddp()))
-    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
-    plan = ShardingPlan(apply_modules=["blocks.{*}"], defaults={"outer": "replicate"})
-    for each in ("layerzero", zero3_strategy(plan=plan)):
-        _assert_same_run(_fit(each), model)
-    _accumulation_reduces_once()
-    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
-    clipped = _fit(**clip)
-    _assert_same_run(clipped, _fit(ddp(), **clip))
-    assert clipped.losses != model.losses
-    _many_uses_of_one_model()
-
-
 def _train_in_float64() -> tuple[list[float], dict[str, Tensor]]:
-    """Clipped by a norm that is summed in another order than DDP's, and not clipped."""
-    model = _fit()
+    """Clipped by a norm that is summed in another order than DDP's."""
     clip = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}
     ours, theirs = _fit(**clip), _fit(ddp(), **clip)
-    assert ours.losses != model.losses
     assert_close_in_float64(full(ours), full(theirs), "clipped")
-    return model.losses, full(model)
+    return ours.losses, full(ours)
 
 
 def _accumulation_reduces_once() -> None:
@@ -129,8 +112,20 @@ def _many_uses_of_one_model() -> None:
     assert ours_losses == losses and losses
 
 
+@on_ranks(RANKS)
 def test_training_equals_ddp() -> None:
-    run_ranks(RANKS, _train)
+    model = _fit()
+    _assert_same_run(model, _fit(ddp()))
+    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
+    plan = ShardingPlan(apply_modules=["blocks.{*}"], defaults={"outer": "replicate"})
+    for each in ("layerzero", zero3_strategy(plan=plan)):
+        _assert_same_run(_fit(each), model)
+    _accumulation_reduces_once()
+    clip = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    clipped = _fit(**clip)
+    _assert_same_run(clipped, _fit(ddp(), **clip))
+    assert clipped.losses != model.losses
+    _many_uses_of_one_model()
 
 
 @float64_by_default()
@@ -138,7 +133,7 @@ def test_training_equals_one_process() -> None:
     """Batches of two ranks add up in another order than one batch of both."""
     results = run_ranks(RANKS, _train_in_float64, in_float64=True)
     (losses, parameters), (other_losses, _) = results
-    model = _fit()
+    model = _fit(gradient_clip_val=0.1, gradient_clip_algorithm="norm")
     mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
     assert_close_in_float64(mean, torch.tensor(model.losses), "losses")
     assert_close_in_float64(parameters, full(model), "parameter")
@@ -230,34 +225,6 @@ def test_a_file_goes_on_here_under_ddp_and_in_one_process(tmp_path: Path) -> Non
     assert len(model.losses) == NUM_BATCHES
 
 
-def _folders(tmp_path: Path) -> None:
-    whole = _fit()
-    path = tmp_path / "sharded.ckpt"
-    _saved(path, zero3_strategy(state_dict_type="sharded"))
-    endings = {each.suffix for each in path.rglob("*") if each.is_file()}
-    assert endings == {".json", ".safetensors", ""}, endings
-    for kind in ("sharded", "full"):
-        model = _resumed(path, zero3_strategy(state_dict_type=kind))
-        assert model.losses == whole.losses[NUM_BATCHES:]
-        assert_same_parameters(full(model), full(whole))
-        assert model.num_calls == 2 * NUM_BATCHES
-    # Other units, so shards lie elsewhere.
-    model = _resumed(path, ZeRO3Strategy())
-    assert model.losses == whole.losses[NUM_BATCHES:]
-    _a_callback_keeps_the_best(tmp_path)
-    # What one kind left is replaced by the other, and by itself.
-    for kind in ("sharded", "full", "sharded"):
-        _saved(path, zero3_strategy(state_dict_type=kind))
-        dist.barrier()
-        assert path.is_dir() == (kind == "sharded")
-    steps = [each.name for each in path.iterdir() if each.is_dir()]
-    assert steps == [f"step-{NUM_BATCHES:08d}"]
-    _weights_alone(tmp_path)
-    _before_it_is_sharded(tmp_path)
-    _one_rank_fails(tmp_path)
-    _a_hook_changes_what_is_saved(tmp_path)
-
-
 def _a_callback_keeps_the_best(tmp_path: Path) -> None:
     for kind in ("full", "sharded"):
         best = pl.callbacks.ModelCheckpoint(
@@ -327,8 +294,33 @@ def _a_hook_changes_what_is_saved(tmp_path: Path) -> None:
         own.save_checkpoint(tmp_path / "changed.ckpt")
 
 
+@on_ranks(RANKS)
 def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
-    run_ranks(RANKS, _folders, tmp_path)
+    whole = _fit()
+    path = tmp_path / "sharded.ckpt"
+    _saved(path, zero3_strategy(state_dict_type="sharded"))
+    endings = {each.suffix for each in path.rglob("*") if each.is_file()}
+    assert endings == {".json", ".safetensors", ""}, endings
+    for kind in ("sharded", "full"):
+        model = _resumed(path, zero3_strategy(state_dict_type=kind))
+        assert model.losses == whole.losses[NUM_BATCHES:]
+        assert_same_parameters(full(model), full(whole))
+        assert model.num_calls == 2 * NUM_BATCHES
+    # Other units, so shards lie elsewhere.
+    model = _resumed(path, ZeRO3Strategy())
+    assert model.losses == whole.losses[NUM_BATCHES:]
+    _a_callback_keeps_the_best(tmp_path)
+    # What one kind left is replaced by the other, and by itself.
+    for kind in ("sharded", "full", "sharded"):
+        _saved(path, zero3_strategy(state_dict_type=kind))
+        dist.barrier()
+        assert path.is_dir() == (kind == "sharded")
+    steps = [each.name for each in path.iterdir() if each.is_dir()]
+    assert steps == [f"step-{NUM_BATCHES:08d}"]
+    _weights_alone(tmp_path)
+    _before_it_is_sharded(tmp_path)
+    _one_rank_fails(tmp_path)
+    _a_hook_changes_what_is_saved(tmp_path)
 
 
 # Precision and manual optimization ------------------------------------------------------------
@@ -417,22 +409,6 @@ class _TwoOptimizers(Regression):
         return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in parts]
 
 
-def _manual(tmp_path: Path) -> None:
-    _precisions()
-    model = seeded(_TwoOptimizers)
-    own = trainer(max_epochs=1)
-    own.fit(model, rows())
-    own.save_checkpoint(tmp_path / "two.ckpt")
-    whole, again = seeded(_TwoOptimizers), seeded(_TwoOptimizers, seed=7)
-    trainer().fit(whole, rows())
-    trainer().fit(again, rows(), ckpt_path=tmp_path / "two.ckpt")
-    assert model.losses + again.losses == whole.losses
-    _goes_on(_WholeAndRest, ["sharded"], tmp_path)
-    one = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
-    with pytest.raises(CheckpointError, match="contains the state of optimizers named '0', '1'"):
-        one.fit(seeded(), rows(), ckpt_path=tmp_path / "sharded")
-
-
 def _losses_of_two() -> list[float]:
     model = seeded(_TwoOptimizers)
     trainer().fit(model, rows())
@@ -455,39 +431,34 @@ class _WholeAndRest(_TwoOptimizers):
         return [muon, torch.optim.AdamW(rest, 0.05)]
 
 
-def _goes_on(cls: type[Regression], state_dict_types: list[str], folder: Path) -> None:
+def _goes_on(cls: type[Regression], kind: str, folder: Path) -> None:
     """A run that is cut in two equals one that is not, bit for bit."""
     clipped = {} if issubclass(cls, _TwoOptimizers) else {"gradient_clip_val": 0.5}
 
-    def fitted(model: Regression, epochs: int, kind: str, resumed: Path | None) -> pl.Trainer:
+    def fitted(model: Regression, epochs: int, resumed: Path | None = None) -> pl.Trainer:
         own = trainer(zero3_strategy(state_dict_type=kind), max_epochs=epochs, **clipped)
         own.fit(model, rows(), ckpt_path=resumed)
         return own
 
-    fitted(whole := seeded(cls), 2, "full", None)
+    whole, first, again = seeded(cls), seeded(cls), seeded(cls, seed=7)
+    fitted(whole, 2)
+    fitted(first, 1).save_checkpoint(folder / kind)
+    fitted(again, 2, folder / kind)
+    assert first.losses + again.losses == whole.losses, cls
     expected = full(whole)
-    for kind in state_dict_types:
-        first, again = seeded(cls), seeded(cls, seed=7)
-        fitted(first, 1, kind, None).save_checkpoint(folder / kind)
-        fitted(again, 2, kind, folder / kind)
-        assert first.losses + again.losses == whole.losses, cls
-        for name, value in full(again).items():
-            assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
+    for name, value in full(again).items():
+        assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
 
 
-def _whole_tensors(tmp_path: Path) -> None:
-    _goes_on(_Whole, ["full", "sharded"], tmp_path)
-    _goes_on(_WholeAndRest, ["full"], tmp_path)
-    _goes_on(_TwoOptimizers, ["sharded"], tmp_path)
-
-
-@pytest.mark.slow
-def test_whole_tensors_and_several_optimizers_go_on(tmp_path: Path) -> None:
-    run_ranks(RANKS, _whole_tensors, tmp_path)
-
-
+@on_ranks(RANKS)
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
-    run_ranks(RANKS, _manual, tmp_path)
+    _precisions()
+    _goes_on(_TwoOptimizers, "full", tmp_path)
+    _goes_on(_Whole, "full", tmp_path)
+    _goes_on(_WholeAndRest, "sharded", tmp_path)
+    one = trainer(zero3_strategy(state_dict_type="sharded"), max_epochs=1)
+    with pytest.raises(CheckpointError, match="contains the state of optimizers named '0', '1'"):
+        one.fit(seeded(), rows(), ckpt_path=tmp_path / "sharded")
 
 
 @float64_by_default()
@@ -519,9 +490,8 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 # Bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
+def test_a_bad_argument_is_named_with_what_to_use() -> None:
+    for arguments, error, text in (
         ({"state_dict_type": "local"}, ValueError, r"expected one of \['full', 'sharded'\]"),
         ({"reshard_after_foward": True}, TypeError, "near matches: 'reshard_after_forward'"),
         ({"process_group": [0, 1]}, TypeError, "expected a ProcessGroup, a DeviceMesh or None"),
@@ -541,33 +511,13 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
             r"devices of one type, got \['cpu', 'cuda'\].*use accelerator='cpu' or 'cuda' for all",
         ),
         ({"parallel_devices": [torch.device("mps")]}, ValueError, "use accelerator='cpu'"),
-    ],
-    ids=[
-        "state_dict_type",
-        "misspelt",
-        "process_group",
-        "no ranks",
-        "no size",
-        "of FSDPStrategy",
-        "of ModelParallelStrategy",
-        "device_mesh",
-        "device",
-        "plan and policy",
-        "plan and outer",
-        "plan",
-        "precision_plugin",
-        "devices of two types",
-        "mps",
-    ],
-)
-def test_a_bad_argument_is_named_with_what_to_use(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        ZeRO3Strategy(**arguments)
+    ):
+        with pytest.raises(error, match=text):
+            ZeRO3Strategy(**arguments)
 
 
-def _refused() -> None:
+@on_ranks(RANKS)
+def test_what_does_not_go_together_is_refused_before_training() -> None:
     def fit(own: pl.Trainer, model: pl.LightningModule | None = None) -> None:
         own.fit(seeded() if model is None else model, rows())
 
@@ -590,7 +540,3 @@ def _refused() -> None:
         wrapped = seeded()
         ZeRO3(wrapped)
         fit(trainer(), wrapped)
-
-
-def test_what_does_not_go_together_is_refused_before_training() -> None:
-    run_ranks(RANKS, _refused)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_clips, assert_same_gradients, assert_same_values, follow
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import backward_of_all_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -124,12 +124,8 @@ def _train(make: Any, recomputes: bool) -> None:
         assert_same_values(model, twin, f"after {step}: parameter")
 
 
-def _train_all() -> None:
-    for make in (_llava, _qwen2_vl):
-        for recomputes in (False, True):
-            _train(make, recomputes)
-
-
 @pytest.mark.slow
+@on_ranks(2, timeout=240)
 def test_batches_without_images_train_like_one_process() -> None:
-    run_ranks(2, _train_all, timeout=240)
+    _train(_llava, recomputes=False)
+    _train(_qwen2_vl, recomputes=True)

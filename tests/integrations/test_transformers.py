@@ -30,7 +30,7 @@ from tests.harness.checks import (
 )
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.internals import inner_units
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, reduced
 
 pytest.importorskip("transformers", minversion="5")
@@ -133,29 +133,6 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
 # Training --------------------------------------------------------------------------------------
 
 
-def _trains(folder: str) -> None:
-    for kind in ("llama", "qwen2", "gpt2"):
-        plain = plain_trainer(build(kind), lambda: arguments(folder, gradient_accumulation_steps=2))
-        plain.train()
-        ours = sharded_trainer(build(kind), lambda: arguments(folder))
-        ours.train()
-        assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
-        assert logged(ours, "loss") == logged(plain, "loss"), kind
-        assert logged(ours, "total_flos") == logged(plain, "total_flos")
-        assert_same_parameters(weights_of(ours.sharded_model), plain.model.state_dict())
-        assert ours.label_names == plain.label_names == ["labels"]
-        names = {id(p): n for n, p in ours.sharded_model.named_parameters()}
-        plain_names = {id(p): n for n, p in plain.model.named_parameters()}
-        for own, group in zip(
-            ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True
-        ):
-            assert own["weight_decay"] == group["weight_decay"]
-            listed = [plain_names[id(p)] for p in group["params"]]
-            assert [names[id(p)] for p in own["params"]] == listed
-        if kind == "llama":
-            _computes_otherwise(folder, logged(ours, "loss"))
-
-
 def _computes_otherwise(folder: str, losses: list[float]) -> None:
     """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -181,11 +158,35 @@ def _computes_otherwise(folder: str, losses: list[float]) -> None:
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=120)
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
-    run_ranks(2, _trains, str(tmp_path), timeout=120)
+    folder = str(tmp_path)
+    for kind in ("llama", "gpt2"):
+        plain = plain_trainer(build(kind), lambda: arguments(folder, gradient_accumulation_steps=2))
+        plain.train()
+        ours = sharded_trainer(build(kind), lambda: arguments(folder))
+        ours.train()
+        assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
+        assert logged(ours, "loss") == logged(plain, "loss"), kind
+        assert logged(ours, "total_flos") == logged(plain, "total_flos")
+        assert_same_parameters(weights_of(ours.sharded_model), plain.model.state_dict())
+        assert ours.label_names == plain.label_names == ["labels"]
+        names = {id(p): n for n, p in ours.sharded_model.named_parameters()}
+        plain_names = {id(p): n for n, p in plain.model.named_parameters()}
+        for own, group in zip(
+            ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True
+        ):
+            assert own["weight_decay"] == group["weight_decay"]
+            listed = [plain_names[id(p)] for p in group["params"]]
+            assert [names[id(p)] for p in own["params"]] == listed
+        if kind == "llama":
+            _computes_otherwise(folder, logged(ours, "loss"))
 
 
-def _clips_and_accumulates(folder: str) -> None:
+@on_ranks(2, timeout=120, in_float64=True)
+def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def make() -> Any:
         return in_default_dtype(build("llama"))
 
@@ -225,22 +226,16 @@ def _clips_and_accumulates(folder: str) -> None:
     assert predicted.predictions.shape == (32, 9, VOCAB)
 
 
-def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
-    run_ranks(2, _clips_and_accumulates, str(tmp_path), timeout=120, in_float64=True)
-
-
-def _example(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     import train_hf
 
     as_if_launched(True)
-    answer = train_hf.train(Path(folder), 40, use_cpu=True)
-    assert len(answer) == 5 and (Path(folder) / "checkpoint-40" / "training_args.json").exists()
-
-
-@pytest.mark.slow
-def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
-    run_ranks(2, _example, str(tmp_path), timeout=120)
+    answer = train_hf.train(Path(folder), 10, use_cpu=True)
+    assert len(answer) == 5 and (Path(folder) / "checkpoint-10" / "training_args.json").exists()
 
 
 # Checkpoints -----------------------------------------------------------------------------------
@@ -296,7 +291,9 @@ def test_a_run_resumes_exactly_and_at_another_world_size(tmp_path: Path) -> None
     assert sorted(stored) == sorted(weights)
 
 
-def _best(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     changes = {
         "max_steps": 4,
         "save_steps": 2,
@@ -328,10 +325,6 @@ def _best(folder: str) -> None:
         ours.train(resume_from_checkpoint=str(best))
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    run_ranks(2, _best, str(tmp_path), timeout=120)
-
-
 def safetensors_of(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -341,7 +334,27 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
 # Folders ---------------------------------------------------------------------------------------
 
 
-def _folders(folder: str) -> None:
+def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
+    """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
+    from layerzero.integrations.transformers import pretrained_saving
+
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    write, pretrained_saving._FolderWriter._write = pretrained_saving._FolderWriter._write, full
+    with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
+        pretrained_saving.save_pretrained(model, folder / "full")
+    dist.barrier()
+    assert not list((folder / "full").iterdir())
+    pretrained_saving._FolderWriter._write = write
+
+
+@on_ranks(2, timeout=120)
+def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     import transformers as hf
 
     from layerzero.integrations.transformers import load_pretrained, save_pretrained, shard
@@ -401,28 +414,6 @@ def _folders(folder: str) -> None:
     assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
 
 
-def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
-    """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
-    from layerzero.integrations.transformers import pretrained_saving
-
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
-
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    write, pretrained_saving._FolderWriter._write = pretrained_saving._FolderWriter._write, full
-    with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
-        pretrained_saving.save_pretrained(model, folder / "full")
-    dist.barrier()
-    assert not list((folder / "full").iterdir())
-    pretrained_saving._FolderWriter._write = write
-
-
-def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
-    run_ranks(2, _folders, str(tmp_path), timeout=120)
-
-
 # accelerate ------------------------------------------------------------------------------------
 
 
@@ -451,7 +442,6 @@ def _accelerate(folder: str) -> None:
 
     as_if_launched(False)
     plain = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    torch.set_default_dtype(torch.float64)
     reference = in_default_dtype(build("llama"))
     model, optimizer, loader = plain.prepare(reference, *parts(reference))
     all_losses = _loop(plain, model, optimizer, loader, 8)
@@ -555,30 +545,6 @@ def _several_optimizers(folder: str) -> None:
     assert len(set(rates)) == 1 and rates[0] < 0.02
 
 
-def _trainer_of_whole_tensors(folder: str) -> None:
-    """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
-
-    def trained(max_steps: int, resumes: bool) -> Any:
-        changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
-        options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
-        trainer = sharded_trainer(
-            build("llama"),
-            lambda: arguments(Path(folder, "whole"), lr_scheduler_type="constant", **changes),
-            optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
-        )
-        trainer.train(resume_from_checkpoint=resumes or None)
-        return trainer
-
-    trained(2, resumes=False)
-    resumed = trained(3, resumes=True)
-    straight = trained(3, resumes=False)
-    assert logged(resumed, "loss") == logged(straight, "loss")
-    expected = weights_of(straight.sharded_model)
-    assert_same_parameters(weights_of(resumed.sharded_model), expected)
-    state = straight.optimizer.optimizer.state
-    assert all("row_var" in state[p] for p in state if p.layerzero.ndim == 2)
-
-
 def _refuses(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
 
@@ -618,22 +584,51 @@ def _refuses(folder: str) -> None:
     quantized.is_quantized = True
     with pytest.raises(ValueError, match="is quantized"):
         shard(quantized)
+    llama, plain = type(quantized), Path(folder, "plain")
     with pytest.raises(ValueError, match="snapshot_download"):
-        load_pretrained(type(quantized), "meta-llama/Llama-3.1-8B")
-
-
-def _accelerate_and_refuses(folder: str) -> None:
-    _accelerate(folder)
-    _refuses(folder)
+        load_pretrained(llama, "meta-llama/Llama-3.1-8B")
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(plain)
+    dist.barrier()
+    own = {"distributed_config": {"fsdp_size": 2}}
+    with pytest.raises(ValueError, match=r"split it already, by distributed_config.*load_pretrain"):
+        shard(llama.from_pretrained(plain, **own))
+    with pytest.raises(TypeError, match=r"no argument distributed_config .*: use zero3_size"):
+        load_pretrained(llama, plain, **own)
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=120)
 def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
-    run_ranks(2, _trainer_of_whole_tensors, str(tmp_path), timeout=120)
+    """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
+    folder = str(tmp_path)
+
+    def trained(max_steps: int, resumes: bool) -> Any:
+        changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
+        options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
+        trainer = sharded_trainer(
+            build("llama"),
+            lambda: arguments(Path(folder, "whole"), lr_scheduler_type="constant", **changes),
+            optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
+        )
+        trainer.train(resume_from_checkpoint=resumes or None)
+        return trainer
+
+    trained(2, resumes=False)
+    resumed = trained(3, resumes=True)
+    straight = trained(3, resumes=False)
+    assert logged(resumed, "loss") == logged(straight, "loss")
+    expected = weights_of(straight.sharded_model)
+    assert_same_parameters(weights_of(resumed.sharded_model), expected)
+    state = straight.optimizer.optimizer.state
+    assert all("row_var" in state[p] for p in state if p.layerzero.ndim == 2)
 
 
+@on_ranks(2, timeout=120, in_float64=True)
 def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
-    run_ranks(2, _accelerate_and_refuses, str(tmp_path), timeout=120)
+    folder = str(tmp_path)
+    _accelerate(folder)
+    _refuses(folder)
 
 
 # peft ------------------------------------------------------------------------------------------

@@ -1,23 +1,98 @@
-"""Which kind of device a mesh is made for, told by the backend and the machine's accelerator."""
+"""How a world is cut into axes, and for which kind of device a mesh is made: no ranks."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from layerzero.parallel.mesh import device_type_of
+from layerzero.parallel.sizes import MeshSizes
 
-BOTH = "cpu:gloo,cuda:gloo"
+
+def infer(world_size: int, **given: Any) -> MeshSizes:
+    sizes = {
+        "dp_size": None,
+        "tp_size": 1,
+        "cp_size": 1,
+        "ep_size": 1,
+        "pp_size": 1,
+        "zero3_size": None,
+    }
+    return MeshSizes.infer(world_size, **{**sizes, **given})
 
 
-@pytest.mark.parametrize(
-    ("backend", "accelerator", "expected"),
-    [
+def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
+    sizes = infer(48, tp_size=2, cp_size=3, pp_size=2, ep_size=6)
+    assert sizes.shape == (2, 4, 3, 2) and sizes.world == 48
+    assert (sizes.data, sizes.edp, sizes.ep) == (12, 2, 6)
+    assert infer(5).shape == (1, 5, 1, 1)
+    assert infer(8, dp_size=4, tp_size=2) == infer(8, tp_size=2)
+
+
+@pytest.mark.parametrize("unsaid", [None, 0])
+def test_an_axis_that_a_recipe_leaves_open_is_inferred_or_one(unsaid: int | None) -> None:
+    others = dict.fromkeys(("cp_size", "ep_size", "pp_size"), unsaid)
+    expected = infer(8, tp_size=2)
+    for dp_size in (unsaid, -1):
+        assert infer(8, dp_size=dp_size, tp_size=2, **others) == expected
+    assert infer(8, tp_size=unsaid, **others) == infer(8)
+
+
+def test_places_are_those_of_the_mesh_and_of_the_expert_mesh() -> None:
+    sizes = infer(48, tp_size=2, cp_size=3, pp_size=2, ep_size=6)
+    seen = set()
+    for rank in range(48):
+        pp, dp, cp, tp = (sizes.rank_of(axis, rank) for axis in ("pp", "dp", "cp", "tp"))
+        assert rank == ((pp * 4 + dp) * 3 + cp) * 2 + tp
+        data = sizes.rank_of("dp_cp", rank)
+        assert data == dp * 3 + cp == sizes.rank_of("edp", rank) * 6 + sizes.rank_of("ep", rank)
+        peers = sizes.data_ranks(rank)
+        assert peers[data] == rank and peers == sorted(peers) and len(peers) == 12
+        for peer in peers:
+            assert sizes.data_ranks(peer) == peers
+            assert (sizes.rank_of("pp", peer), sizes.rank_of("tp", peer)) == (pp, tp)
+        seen.add(tuple(peers))
+    assert len(seen) == 4, "one group for each stage and tensor-parallel place"
+    lengths = {axis: sizes.size_of(axis) for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "dp_cp")}
+    assert lengths == {"pp": 2, "dp": 4, "cp": 3, "tp": 2, "edp": 2, "ep": 6, "dp_cp": 12}
+
+
+def test_sizes_that_do_not_fit_are_named_with_the_numbers() -> None:
+    for world_size, given, error, message in (
+        (4, {"tp_size": 3}, ValueError, r"tp_size=3 = 3 ranks do not divide the world of 4"),
+        (6, {"pp_size": 2, "cp_size": 2}, ValueError, r"pp_size=2 x cp_size=2 .*= 4.*world of 6"),
+        (4, {"dp_size": 3}, ValueError, r"dp_size=3 x .*makes 3 ranks, but the world has 4"),
+        (4, {"dp_size": 4, "tp_size": 2}, ValueError, r"makes 8 ranks.*start 8 ranks"),
+        (6, {"ep_size": 4}, ValueError, r"ep_size=4 does not divide the 6 data-parallel ranks"),
+        (8, {"tp_size": 2, "zero3_size": 8}, ValueError, r"zero3_size=8 .*the 4 data-parallel"),
+        (4, {"tp_size": -1}, ValueError, r"tp_size: expected at least 0, got -1"),
+        (4, {"ep_size": -3}, ValueError, r"ep_size: expected at least 0, got -3"),
+        (4, {"zero3_size": 0}, ValueError, r"zero3_size: expected at least 1, got 0"),
+        (4, {"dp_size": "auto"}, TypeError, r"dp_size: expected a number of ranks, got 'auto'"),
+        (4, {"cp_size": True}, TypeError, r"cp_size: expected a number of ranks, got True"),
+        (4, {"zero3_size": 2.0}, TypeError, r"zero3_size: expected a number of ranks, got 2.0"),
+    ):
+        with pytest.raises(error, match=message):
+            infer(world_size, **given)
+
+
+def test_an_unknown_axis_is_refused() -> None:
+    for ask in (lambda: infer(2).size_of("data"), lambda: infer(2).rank_of("data", 0)):
+        with pytest.raises(ValueError, match=r"axis: expected one of .*'dp_cp'.*got 'data'"):
+            ask()
+
+
+def test_a_mesh_is_for_the_accelerator_that_the_backend_serves_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = "cpu:gloo,cuda:gloo"
+    for backend, accelerator, expected in (
         ("gloo", None, "cpu"),
         ("gloo", "cuda", "cpu"),  # it serves both, and who wants the other says another backend
-        (BOTH, "cuda", "cpu"),
+        (both, "cuda", "cpu"),
         ("nccl", "cuda", "cuda"),
         ("nccl", None, "cuda"),
         ("xccl", "xpu", "xpu"),
@@ -28,11 +103,7 @@ BOTH = "cpu:gloo,cuda:gloo"
         ("npu:hccl", "npu", "npu"),
         ("cpu:gloo,npu:hccl", "npu", "npu"),
         ("npu:hccl", None, "npu"),
-    ],
-)
-def test_a_mesh_is_for_the_accelerator_that_the_backend_serves_alone(
-    backend: str, accelerator: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = None if accelerator is None else SimpleNamespace(type=accelerator)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
-    assert device_type_of(backend) == expected
+    ):
+        found = None if accelerator is None else SimpleNamespace(type=accelerator)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda found=found: found)
+        assert device_type_of(backend) == expected

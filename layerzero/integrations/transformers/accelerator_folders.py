@@ -18,6 +18,9 @@ from layerzero.integrations.shared import on_first_rank
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint_(\d+)")
+_EXPECTED = (
+    "expected a folder, or a ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)"
+)
 
 
 def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> Path:
@@ -26,24 +29,17 @@ def folder_to_save(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
     Raises:
         ValueError: no folder and no automatic naming, or the next name exists.
     """
-    if folder is not None and not is_automatic(accelerator):
+    if not is_automatic(accelerator):
+        if folder is None:
+            raise ValueError(f"save_state: {_EXPECTED}, which names folders")
         return Path(folder)
-
-    def find() -> Path:
-        if not is_automatic(accelerator):
-            raise ValueError(
-                "expected a folder, or a ProjectConfiguration(project_dir, "
-                "automatic_checkpoint_naming=True), which names folders"
-            )
-        path = _root(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-        if path.exists():
-            raise ValueError(
-                f"{path}: exists already; set accelerator.project_configuration.iteration to the "
-                "number of the next checkpoint"
-            )
-        return path
-
-    return Path(on_first_rank(find, "save_state", ValueError))
+    path = _root(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+    if on_first_rank(path.exists, "save_state"):
+        raise ValueError(
+            f"save_state: {path}: exists already; set accelerator.project_configuration.iteration "
+            "to the number of the next checkpoint"
+        )
+    return path
 
 
 def folder_to_load(accelerator: Any, folder: str | os.PathLike[str] | None) -> Path:
@@ -52,36 +48,29 @@ def folder_to_load(accelerator: Any, folder: str | os.PathLike[str] | None) -> P
     Raises:
         ValueError: on all ranks: there is no such folder.
     """
-
-    def find() -> Path:
-        if folder is not None:
-            path = Path(folder).expanduser()
-            if not path.is_dir():
-                raise ValueError(f"{path}: expected a folder of save_state, found none")
-            return path
-        if not is_automatic(accelerator):
-            raise ValueError(
-                "expected a folder, or automatic_checkpoint_naming, whose newest "
-                "checkpoint is loaded"
-            )
-        found = [path for path in _in_order(accelerator) if committed_steps(path)]
-        if not found:
-            raise ValueError(f"{_root(accelerator)}: expected a complete checkpoint_N, found none")
-        return found[-1]
-
-    return Path(on_first_rank(find, "load_state", ValueError))
+    if folder is not None:
+        path = Path(folder).expanduser()
+        if not on_first_rank(path.is_dir, "load_state"):
+            raise ValueError(f"load_state: {path}: expected a folder of save_state, found none")
+        return path
+    if not is_automatic(accelerator):
+        raise ValueError(f"load_state: {_EXPECTED}, whose newest checkpoint is loaded")
+    root = _root(accelerator)
+    complete = on_first_rank(lambda: [*filter(committed_steps, _in_order(root))], "load_state")
+    if not complete:
+        raise ValueError(f"load_state: {root}: expected a complete checkpoint_N, found none")
+    return Path(complete[-1])
 
 
 def after_save(accelerator: Any) -> None:
     """Count a complete checkpoint, and remove the oldest beyond `total_limit`. Collective."""
+    configuration = accelerator.project_configuration
     if not is_automatic(accelerator):
         return
-    configuration = accelerator.project_configuration
     configuration.iteration += 1
-    if configuration.total_limit is not None:
-        on_first_rank(
-            lambda: _prune(accelerator, configuration.total_limit), "save_state", ValueError
-        )
+    limit, root = configuration.total_limit, _root(accelerator)
+    if limit is not None:
+        on_first_rank(lambda: _prune(root, limit), "save_state")
 
 
 def is_automatic(accelerator: Any) -> bool:
@@ -94,17 +83,17 @@ def _root(accelerator: Any) -> Path:
     return Path(accelerator.project_dir, "checkpoints")
 
 
-def _in_order(accelerator: Any) -> list[Path]:
+def _in_order(root: Path) -> list[Path]:
     """The folders of checkpoints, complete or not, oldest first."""
     found = {
         int(match[1]): path
-        for path in _root(accelerator).glob("checkpoint_*")
+        for path in root.glob("checkpoint_*")
         if (match := _NAME.fullmatch(path.name))
     }
     return [found[number] for number in sorted(found)]
 
 
-def _prune(accelerator: Any, limit: int) -> None:
-    for path in _in_order(accelerator)[: -max(limit, 1)]:
+def _prune(root: Path, limit: int) -> None:
+    for path in _in_order(root)[: -max(limit, 1)]:
         _logger.info("removing %s: total_limit=%d", path, limit)
         shutil.rmtree(path)

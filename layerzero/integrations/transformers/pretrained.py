@@ -155,9 +155,9 @@ def check_model(module: nn.Module) -> None:
             )
         if getattr(part, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                f"{name}: from_pretrained has sharded it already; load it without "
-                "distributed_config, or directly into shards with "
-                "layerzero.integrations.transformers.load_pretrained"
+                f"{name}: from_pretrained has split it already, by distributed_config or tp_plan; "
+                "load it without these, or directly into shards with load_pretrained; "
+                "layerzero.ParallelManager(tp_size=...) splits matrices, too"
             )
         devices = set((getattr(part, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
@@ -200,41 +200,19 @@ class Initialiser:
         """Initialise parameters and buffers of `module`, which have storage but no values.
 
         Raises:
-            ValueError: a non-persistent buffer gets no value, or there is no initialiser.
+            ValueError: there is no initialiser.
         """
         owner = self._owners.get(id(module))
-        if owner is None:
-            reset = getattr(module, "reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"{type(module).__name__} has tensors on the meta device and no "
-                    "reset_parameters(), and is not inside a transformers model: pass param_init_fn"
-                )
-            reset()
+        if owner is not None:
+            owner._init_weights(module)
             return
-        first = self._initialised(owner, module, 0)
-        if first:
-            # A buffer that differs between runs over different fills was not written.
-            second = self._initialised(owner, module, 1)
-            for name, value in first.items():
-                if not torch.equal(value, second[name]):
-                    raise ValueError(
-                        f"{type(owner).__name__}._init_weights leaves buffer {name!r} of "
-                        f"{type(module).__name__} without a value, and no file contains it: build "
-                        "the model with from_pretrained, or pass param_init_fn"
-                    )
-
-    def _initialised(self, owner: PreTrainedModel, module: nn.Module, fill: int) -> Tensors:
-        """Values of non-persistent buffers after they are filled with `fill`, then initialised."""
-        buffers = {
-            name: buffer
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name in module._non_persistent_buffers_set
-        }
-        for buffer in buffers.values():
-            buffer.fill_(fill)
-        owner._init_weights(module)
-        return {name: buffer.clone() for name, buffer in buffers.items()}
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"{type(module).__name__} has tensors on the meta device and no "
+                "reset_parameters(), and is not inside a transformers model: pass param_init_fn"
+            )
+        reset()
 
 
 # Loading ---------------------------------------------------------------------------------------
