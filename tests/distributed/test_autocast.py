@@ -7,10 +7,10 @@ graphs of all passes that use them: in plain torch, and here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory import live_bytes
 from layerzero import BackwardPrefetch, GradScaler, MixedPrecision, ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import (
@@ -39,8 +39,9 @@ from tests.harness.models import (
     UnusedParts,
     loss_of,
 )
-from tests.harness.ranks import run_ranks
-from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
+from tests.harness.ranks import on_ranks
+from tests.harness.recording import logged
+from tests.harness.reference import OPTIMIZERS, forward_backward, full_parameters, seeded
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -53,55 +54,66 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, ZeRO3) else contextlib.nullcontext()
 
 
+def backward_after(loss_function: Run) -> Run:
+    """Forwards in one autocast, and one backward after it."""
+
+    @functools.wraps(loss_function)
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with autocast():
+            loss = loss_function(model, x)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def backward_inside(run: Run) -> Run:
+    """Forwards and backwards in one autocast."""
+
+    @functools.wraps(run)
+    def inside_autocast(model: nn.Module, x: Tensor) -> Tensor:
+        with autocast():
+            return run(model, x).detach()
+
+    return inside_autocast
+
+
+@backward_after
 def outside(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        loss = loss_of(model(x))
-    loss.backward()
-    return loss.detach()
+    return loss_of(model(x))
 
 
+@backward_inside
 def inside(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        loss = loss_of(model(x))
-        loss.backward()
-    return loss.detach()
+    return forward_backward(model, x)
 
 
+@backward_after
 def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        with torch.no_grad():
-            target = model(x.flip(0))
-        loss = loss_of(model(x) - target)
-    loss.backward()
-    return loss.detach()
+    with torch.no_grad():
+        target = model(x.flip(0))
+    return loss_of(model(x) - target)
 
 
+@backward_after
 def inference_pass_between(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        first = loss_of(model(x))
-        with torch.no_grad():
-            scale = loss_of(model(x.flip(0)).requires_grad_())
-        loss = first + scale * loss_of(model(x * 2))
-    loss.backward()
-    return loss.detach()
+    first = loss_of(model(x))
+    with torch.no_grad():
+        scale = loss_of(model(x.flip(0)).requires_grad_())
+    return first + scale * loss_of(model(x * 2))
 
 
+@backward_inside
 def evaluation_first(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        model.eval()
-        with torch.no_grad():
-            model(x)
-        model.train()
-        loss = loss_of(model(x))
-        loss.backward()
-    return loss.detach()
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    return forward_backward(model.train(), x)
 
 
+@backward_after
 def two_forwards_one_backward(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        loss = loss_of(model(x)) + loss_of(model(x.flip(0))) + loss_of(model(x * 0.5))
-    loss.backward()
-    return loss.detach()
+    return loss_of(model(x)) + loss_of(model(x.flip(0))) + loss_of(model(x * 0.5))
 
 
 def two_forwards_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
@@ -112,55 +124,44 @@ def two_forwards_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(losses).sum().detach()
 
 
+@backward_inside
 def two_forwards_backwards_in_reverse(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
-        for loss in reversed(losses):
-            loss.backward()
-    return torch.stack(losses).sum().detach()
+    losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
+    for loss in reversed(losses):
+        loss.backward()
+    return torch.stack(losses).sum()
 
 
+@backward_inside
 def pairs(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        losses = []
-        for part in (x, x * 0.5, x.flip(0)):
-            losses.append(loss_of(model(part)))
-            losses[-1].backward()
-    return torch.stack(losses).sum().detach()
+    losses = [forward_backward(model, part) for part in (x, x * 0.5, x.flip(0))]
+    return torch.stack(losses).sum()
 
 
+@backward_inside
 def pairs_interleaved(model: nn.Module, x: Tensor) -> Tensor:
     """One forward ahead of the backwards, as a pipeline does."""
-    with autocast():
-        losses = [loss_of(model(x))]
-        for part in (x * 0.5, x.flip(0)):
-            losses.append(loss_of(model(part)))
-            losses[-2].backward()
-        losses[-1].backward()
-    return torch.stack(losses).sum().detach()
+    losses = [loss_of(model(x))]
+    for part in (x * 0.5, x.flip(0)):
+        losses.append(loss_of(model(part)))
+        losses[-2].backward()
+    losses[-1].backward()
+    return torch.stack(losses).sum()
 
 
+@backward_inside
 def micro_batches_without_sync(model: nn.Module, x: Tensor) -> Tensor:
-    total = torch.zeros(())
-    with autocast():
-        with no_sync(model):
-            for part in (x, x * 0.5):
-                loss = loss_of(model(part))
-                loss.backward()
-                total += loss.detach()
-        loss = loss_of(model(x.flip(0)))
-        loss.backward()
-    return total + loss.detach()
+    with no_sync(model):
+        losses = [forward_backward(model, part) for part in (x, x * 0.5)]
+    return torch.stack([*losses, forward_backward(model, x.flip(0))]).sum()
 
 
+@backward_after
 def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
-        first = model(x)
-        with autocast(enabled=False):
-            second = model(x)
-        loss = loss_of(first) + loss_of(second)
-    loss.backward()
-    return loss.detach()
+    first = model(x)
+    with autocast(enabled=False):
+        second = model(x)
+    return loss_of(first) + loss_of(second)
 
 
 def without_its_cache(model: nn.Module, x: Tensor) -> Tensor:
@@ -174,10 +175,7 @@ def with_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
     with autocast(dtype=torch.float16):
         loss = loss_of(model(x)) * 16
         loss.backward()
-    with autocast():
-        other = loss_of(model(x))
-        other.backward()
-    return loss.detach() + other.detach()
+    return loss.detach() + inside(model, x)
 
 
 def with_gradients_in_the_forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -215,24 +213,11 @@ def _batches(steps: int = 2) -> list[list[Tensor]]:
     return [[torch.randn(4, WIDTH, generator=generator) for _ in range(size)] for _ in range(steps)]
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {what}")
-        raise
-
-
-def _compare_runs(build: Callable[[], nn.Module], unit: type[nn.Module], **options: Any) -> None:
-    for run in RUNS:
-        with _named(run.__name__):
-            model = zero3(build, unit, **options)
-            assert_trains_alike(model, seeded(build), _batches(), run=run)
-
-
+@on_ranks(2)
 def test_every_order_of_passes_in_one_autocast_is_bitwise_plain_torch() -> None:
-    run_ranks(2, _compare_runs, Mlp, Block)
+    for run in RUNS:
+        with named(run.__name__):
+            assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=run)
 
 
 class Inside(nn.Module):
@@ -286,9 +271,10 @@ def reentrant(run: Run) -> Run:
     return with_grad
 
 
-def _compare_models() -> None:
+@on_ranks(2, timeout=120)
+def test_casts_of_weights_that_several_calls_use_are_those_of_plain_torch() -> None:
     few: list[Run] = [no_grad_pass_first, two_forwards_one_backward, pairs_interleaved]
-    for build, wrapped in (
+    models: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...]]] = [
         (RepeatedModule, (Block,)),
         (SharedModule, (Block,)),
         (TiedInUnit, (TiedBlock,)),
@@ -296,49 +282,39 @@ def _compare_models() -> None:
         (FrozenParts, (Block, nn.Linear)),
         (UnusedParts, (Block, nn.Linear)),
         (Mlp, ()),
-    ):
-        for run in few:
-            with _named(f"{build.__name__}, {run.__name__}"):
+    ]
+    for number, (build, wrapped) in enumerate(models):
+        for run in (few[number % 3], few[(number + 1) % 3]):
+            with named(f"{build}, {run.__name__}"):
                 assert_trains_alike(zero3(build, *wrapped), seeded(build), _batches(), run=run)
     for run in (outside, two_forwards_one_backward, pairs, enabled_inside_disabled):
-        with _named(f"Inside, {run.__name__}"):
+        with named(f"Inside, {run.__name__}"):
             # Float32 sums over micro-batches, here after those over ranks.
             regrouped = run in (pairs, enabled_inside_disabled)
             model, reference = zero3(Inside, Block), seeded(Inside)
             assert_trains_alike(model, reference, _batches(), run=run, regrouped=regrouped)
 
 
-def test_casts_of_weights_that_several_calls_use_are_those_of_plain_torch() -> None:
-    run_ranks(2, _compare_models, timeout=120)
-
-
-def _compare_recomputation() -> None:
-    for use_reentrant in (False, True):
-
-        def build(use_reentrant: bool = use_reentrant) -> nn.Module:
-            return Recomputed(use_reentrant)
-
-        for run in (outside, inside, no_grad_pass_first, pairs, micro_batches_without_sync):
-            with _named(f"{use_reentrant=}, {run.__name__}"):
-                assert_trains_alike(
-                    zero3(build, Block, TiedBlock), seeded(build), _batches(), run=reentrant(run)
-                )
-
-        def whole(model: nn.Module, x: Tensor, use_reentrant: bool = use_reentrant) -> Tensor:
-            with autocast():
-                loss = loss_of(checkpoint(model, x, use_reentrant=use_reentrant))
-            loss.backward()
-            return loss.detach()
-
-        for model in (Mlp, Inside):
-            with _named(f"{use_reentrant=}, all of {model.__name__}"):
-                assert_trains_alike(
-                    zero3(model, Block), seeded(model), _batches(), run=reentrant(whole)
-                )
-
-
+@on_ranks(2)
 def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
-    run_ranks(2, _compare_recomputation)
+    def whole(model: nn.Module, x: Tensor, use_reentrant: bool) -> Tensor:
+        with autocast():
+            loss = loss_of(checkpoint(model, x, use_reentrant=use_reentrant))
+        loss.backward()
+        return loss.detach()
+
+    for number, run in enumerate([outside, inside, no_grad_pass_first, pairs, outside]):
+        build = functools.partial(Recomputed, use_reentrant=bool(number % 2 or number == 4))
+        with named(f"{build.keywords}, {run.__name__}"):
+            model = zero3(build, Block, TiedBlock)
+            assert_trains_alike(model, seeded(build), _batches(), run=reentrant(run))
+    build = functools.partial(Recomputed, use_reentrant=False)
+    waits = reentrant(micro_batches_without_sync)
+    assert_trains_alike(zero3(build, Block, TiedBlock), seeded(build), _batches(), run=waits)
+    for use_reentrant, each in ((False, Mlp), (True, Inside)):
+        with named(f"{use_reentrant=}, all of {each.__name__}"):
+            run = reentrant(functools.partial(whole, use_reentrant=use_reentrant))
+            assert_trains_alike(zero3(each, Block), seeded(each), _batches(), run=run)
 
 
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -351,17 +327,14 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _compare_options() -> None:
-    for options in _OPTIONS:
-        for run in (no_grad_pass_first, two_forwards_one_backward, micro_batches_without_sync):
-            with _named(f"{options}, {run.__name__}"):
-                model = zero3(Mlp, Block, **options)
-                assert_trains_alike(model, seeded(Mlp), _batches(), run=run)
-
-
-@pytest.mark.slow
+@on_ranks(2)
 def test_casts_follow_units_that_are_kept_prefetched_or_layered() -> None:
-    run_ranks(2, _compare_options)
+    runs = (no_grad_pass_first, two_forwards_one_backward, micro_batches_without_sync)
+    for number, options in enumerate(_OPTIONS):
+        run = runs[number % 3]
+        with named(f"{options}, {run.__name__}"):
+            model = zero3(Mlp, Block, **options)
+            assert_trains_alike(model, seeded(Mlp), _batches(), run=run)
 
 
 def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
@@ -387,11 +360,12 @@ def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = Non
     return losses
 
 
-def _compare_with_ddp() -> None:
+@on_ranks(2)
+def test_autocast_is_bitwise_that_of_ddp_with_and_without_a_scaler() -> None:
     scalers = [GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)]
     runs = (outside, no_grad_pass_first, two_forwards_one_backward, pairs, None)
     for run in runs:
-        with _named("a scaled run" if run is None else run.__name__):
+        with named("a scaled run" if run is None else run.__name__):
             models = [zero3(Mlp, Block), DistributedDataParallel(seeded(Mlp))]
             losses = [
                 _train(model, run or outside, None if run else scaler)
@@ -404,11 +378,20 @@ def _compare_with_ddp() -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale() == 128.0
 
 
-def test_autocast_is_bitwise_that_of_ddp_with_and_without_a_scaler() -> None:
-    run_ranks(2, _compare_with_ddp)
+class _Stop(Exception):
+    pass
 
 
-def _summon_between_passes() -> None:
+def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with model.module.blocks[1].register_forward_pre_hook(stop):
+        model(x)
+
+
+@on_ranks(2)
+def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
     model, reference = zero3(Mlp, Block), seeded(Mlp)
     (x,) = [step[dist.get_rank()] for step in _batches(1)]
     for each in (model, reference):
@@ -429,22 +412,6 @@ def _summon_between_passes() -> None:
         _stop_in_the_middle(model, x)
     model.zero_grad()
     assert_trains_alike(model, reference, _batches(), run=pairs)
-
-
-class _Stop(Exception):
-    pass
-
-
-def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
-    def stop(*_: object) -> None:
-        raise _Stop
-
-    with model.module.blocks[1].register_forward_pre_hook(stop):
-        model(x)
-
-
-def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
-    run_ranks(2, _summon_between_passes)
 
 
 WIDE = 256
@@ -487,7 +454,8 @@ def _held(model: nn.Module, under: Callable[[], Any], inside: bool, grad: bool =
     return held
 
 
-def _measure() -> None:
+@on_ranks(2)
+def test_casts_take_no_more_memory_than_mixed_precision() -> None:
     mixed = zero3(Wide, Block, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     wanted = _held(mixed, contextlib.nullcontext, inside=True)
     model = zero3(Wide, Block)
@@ -501,11 +469,8 @@ def _measure() -> None:
     assert _held(model, autocast, inside=True, grad=False) < LAYER_NBYTES, "in evaluation"
 
 
-def test_casts_take_no_more_memory_than_mixed_precision() -> None:
-    run_ranks(2, _measure)
-
-
-def _hooks_around() -> None:
+@on_ranks(2)
+def test_hooks_of_the_users_own_see_what_autograd_saves_once() -> None:
     """Hooks of others on what autograd saves see it all, once."""
     x = _batches(1)[0][dist.get_rank()]
     model, plain = zero3(Mlp, Block), seeded(Mlp)
@@ -548,7 +513,8 @@ class _GivesItsCast(nn.Module):
         return F.linear(x, weight), weight
 
 
-def _odd_modules() -> None:
+@on_ranks(2)
+def test_casts_of_the_users_own_are_left_as_they_are() -> None:
     x = _batches(1)[0][dist.get_rank()].requires_grad_()
     model = zero3(lambda: nn.Sequential(_ChangesWhatWasSaved()), _ChangesWhatWasSaved)
     with autocast():
@@ -565,11 +531,6 @@ def _odd_modules() -> None:
     for unit in inner_units(giver):
         unit.reshard()
     assert_bitwise(cast.detach(), weight, "a cast that left its unit")
-
-
-def test_hooks_and_casts_of_the_users_own_are_left_as_they_are() -> None:
-    run_ranks(2, _hooks_around)
-    run_ranks(2, _odd_modules)
 
 
 class _KeepsARef(nn.Module):
@@ -589,7 +550,8 @@ class _KeepsARef(nn.Module):
         return result * 2
 
 
-def _passes_without_a_backward() -> None:
+@on_ranks(2)
+def test_a_pass_without_a_backward_leaves_nothing() -> None:
     """Nothing of them stays; neither does the model."""
     x = _batches(1)[0][dist.get_rank()]
     model = zero3(lambda: nn.Sequential(_KeepsARef()), _KeepsARef)
@@ -609,25 +571,12 @@ def _passes_without_a_backward() -> None:
     assert ref() is None
 
 
-def test_a_pass_without_a_backward_leaves_nothing() -> None:
-    run_ranks(2, _passes_without_a_backward)
-
-
-def _log() -> str:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.step.autocast")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    model = zero3(FrozenParts, Block)
-    for x in (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)):
-        outside(model, x)
-    return "\n".join(lines)
-
-
+@on_ranks(2)
 def test_the_first_rank_logs_once_what_mixed_precision_would_save() -> None:
-    first, second = run_ranks(2, _log)
-    assert first.count("MixedPrecision") == 1
-    assert "casts of 224 frozen parameters stay until backward" in first
-    assert not second
+    model = zero3(FrozenParts, Block)
+    with logged("layerzero.step.autocast") as lines:
+        for x in (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)):
+            outside(model, x)
+    text = "\n".join(lines)
+    assert text.count("MixedPrecision") == int(dist.get_rank() == 0)
+    assert bool(text) == ("casts of 224 frozen parameters stay until backward" in text)
