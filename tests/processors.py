@@ -39,8 +39,8 @@ HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _flags()
 """Told to use AVX-512 on a processor without it, MKL obeys, and dies of an illegal instruction."""
 FILES = """
 distributed: accumulation bitwise clip compile experts flat_optimizer global_norm grads layered
-    mixed_precision optional_uses pipeline recompute several_forwards swapped_weights
-    tensor_parallel torch_optimizers uneven whole_tensor
+    mixed_precision odd_uses optional_uses pipeline several_forwards tensor_parallel
+    torch_optimizers whole_tensor
 ops: flat_step ordered_sum pack
 """
 SETTINGS: dict[str, dict[str, str]] = {
@@ -62,8 +62,8 @@ WIDE = {
 SHORT = {"all old": OLD, "all wide": WIDE}
 """For `make test`: the two ends of what this processor has, all libraries at once."""
 SHORT_TESTS = (
-    "grads.py::test_every_toy_model_trains_on_any_number_of_ranks[3]",
-    "grads.py::test_adamw_state_belongs_to_the_right_elements[2]",
+    "grads.py::test_every_toy_model_trains_bitwise_like_one_process[3-sgd_momentum]",
+    "grads.py::test_every_toy_model_trains_bitwise_like_one_process[2-adamw]",
     "clip.py::test_the_norm_is_that_of_the_whole_gradient[1]",
 )
 """Every model, steps that magnify a rounding, norms of every kind."""

@@ -1,6 +1,5 @@
 """Micro-batches add up: unsharded, in shards after the first hop, or reduced one by one."""
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
-from layerzero.step.placeholders import WaitingGradient
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import (
     Shared,
     assert_same_gradients,
@@ -20,18 +18,20 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.internals import inner_units
+from tests.harness.internals import WaitingGradient, inner_units
 from tests.harness.models import CASES, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import (
     full_nbytes,
     gathered,
     gradient_nbytes,
+    logged,
     recorded_operations,
 )
 from tests.harness.reference import (
     Terms,
     backward_of_all_ranks,
+    backward_of_each_rank,
     batches_of,
     forward_backward,
     full_parameters,
@@ -97,7 +97,7 @@ def _micro_batches(name: str, steps: int, count: int, seed: int = 0) -> list[lis
 _NAMES = ["mlp", "transformer", "tied_across_units", "unused_parts", "frozen_parts", "odd_shapes"]
 
 
-def _train(hows: Sequence[str], names: list[str], options: dict, every: int = 1) -> None:
+def _train(names: Sequence[str], hows: Sequence[str], options: dict, every: int = 1) -> None:
     """Each model in the `every`th of `hows`, in turns."""
     # In shards each micro-batch is summed over ranks first; groups of ranks are summed first, too.
     in_groups = options.get("zero3_size", 1) > 1 and "deterministic" not in options
@@ -108,7 +108,7 @@ def _train(hows: Sequence[str], names: list[str], options: dict, every: int = 1)
         # Else each rank adds up its own micro-batches first, as the reference does: bitwise.
         truth = Shared(plain(case))
         for how in hows[number % every :: every]:
-            try:
+            with named(f"{name}, {how}, {options}"):
                 assert_trains_alike(
                     sharded(case, **options),
                     truth,
@@ -117,32 +117,25 @@ def _train(hows: Sequence[str], names: list[str], options: dict, every: int = 1)
                     reference_run=_in_turn,
                     regrouped=in_groups or in_shards,
                 )
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {how}: {error}") from error
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_micro_batches_add_up_unsharded_bitwise(world_size: int, in_full: bool) -> None:
-    """On two ranks in every way; on three, where sums are rounded, in those that differ most.
-
-    Each model in every other of them; `make soak`: in all.
-    """
-    hows = list(UNSHARDED) if world_size < 3 or in_full else ["no_sync", "reduce_gradients"]
-    run_ranks(world_size, _train, hows, _NAMES, {}, 1 if in_full else 2, timeout=120)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"gradient_reduction": "mean", "reshard_after_forward": False}, id="kept"),
-        pytest.param({"auto_wrap_policy": None}, id="one unit"),
-    ],
+    ("world_size", "accumulation"), [(1, "sharded"), (2, "sharded"), (3, "unsharded")]
 )
-def test_accumulation_goes_with_other_options(options: dict) -> None:
-    run_ranks(2, _train, ["no_sync"], ["mlp", "transformer"], options)
+@on_ranks(timeout=120)
+def test_micro_batches_add_up(world_size: int, accumulation: str, in_full: bool) -> None:
+    """Unsharded bitwise. Each model in every other way; `make soak`: in all."""
+    _train(_NAMES, list(UNSHARDED), {"accumulation": accumulation}, 1 if in_full else 2)
 
 
-def _with_sync_on() -> None:
+@on_ranks(2)
+def test_accumulation_goes_with_other_options() -> None:
+    for options in ({"reshard_after_forward": False}, {"auto_wrap_policy": None}):
+        _train(["mlp", "transformer"], ["no_sync"], options)
+
+
+@on_ranks(3)
+def test_with_sync_on_reduced_gradients_add_up() -> None:
     """Every backward is reduced; the reduced gradients add up in `.grad`."""
     for name in _NAMES:
         case = CASES[name]
@@ -150,18 +143,14 @@ def _with_sync_on() -> None:
         for seed in range(2):
             model.zero_grad()
             reference.zero_grad()
-            for step in batches_of(case, dist.get_world_size(), steps=3, seed=seed):
+            for step in batches_of(case, dist.get_world_size(), steps=2, seed=seed):
                 forward_backward(model, step[dist.get_rank()])
-                backward_of_all_ranks(reference, step)
+                backward_of_each_rank(reference, step)
                 assert_same_gradients(model, reference, what=f"{name}: gradient of")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_with_sync_on_reduced_gradients_add_up(world_size: int) -> None:
-    run_ranks(world_size, _with_sync_on)
-
-
-def _mixed() -> None:
+@on_ranks(2)
+def test_reduced_and_unreduced_micro_batches_may_mix() -> None:
     """Some reduced, some not, in one step."""
     case = CASES["mlp"]
     model, reference = sharded(case), plain(case)
@@ -174,42 +163,35 @@ def _mixed() -> None:
     assert_same_gradients(model, reference, terms)
 
 
-def test_reduced_and_unreduced_micro_batches_may_mix() -> None:
-    run_ranks(2, _mixed)
-
-
-def _used_in_one_micro_batch_only() -> None:
+@on_ranks(2)
+def test_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
     """A gradient of an earlier micro-batch is reduced although the last one brings none."""
     case = CASES["branches"]
-    model, reference = sharded(case), plain(case)
     rows = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
     paths = ([0, 1, 2], [1])
     step = [
         [(rows[2 * rank + index], path) for index, path in enumerate(paths)]
         for rank in range(dist.get_world_size())
     ]
-    for how in UNSHARDED.values():
-        model.zero_grad()
-        reference.zero_grad()
-        how(model, step[dist.get_rank()])
-        backward_of_all_ranks(reference, step, _in_turn)
-        assert_same_gradients(model, reference)
+    for accumulation in ("unsharded", "sharded"):
+        model, reference = sharded(case, accumulation=accumulation), plain(case)
+        for how in UNSHARDED.values():
+            model.zero_grad()
+            reference.zero_grad()
+            how(model, step[dist.get_rank()])
+            terms = Terms()
+            backward_of_all_ranks(reference, step, _in_turn, terms=terms)
+            in_order = accumulation == "unsharded"
+            assert_same_gradients(model, reference, None if in_order else terms)
 
 
-def test_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
-    run_ranks(2, _used_in_one_micro_batch_only)
-
-
-def _inside_forward() -> None:
+@on_ranks(1)
+def test_reducing_what_waits_inside_a_forward_is_an_error() -> None:
     model = sharded(CASES["mlp"])
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     model.module.register_forward_pre_hook(lambda *_: model.reduce_gradients())
     with pytest.raises(RuntimeError, match="inside forward or backward"):
         model(batch)
-
-
-def test_reducing_what_waits_inside_a_forward_is_an_error() -> None:
-    run_ranks(1, _inside_forward)
 
 
 def _bytes_of_a_micro_batch(sync: bool) -> int:
@@ -223,18 +205,16 @@ def _bytes_of_a_micro_batch(sync: bool) -> int:
     return sent.nbytes
 
 
-def _no_gradient_bytes() -> None:
+@on_ranks(2)
+def test_no_gradient_bytes_travel_in_no_sync() -> None:
     gradients = sum(4 * parameter.numel() for parameter in Block(65, 64).parameters()) * 3
     with_sync, without = _bytes_of_a_micro_batch(True), _bytes_of_a_micro_batch(False)
     saved = with_sync - without
     assert 0.98 * gradients / 2 <= saved, f"{saved} bytes saved, of {gradients} of gradients"
 
 
-def test_no_gradient_bytes_travel_in_no_sync() -> None:
-    run_ranks(2, _no_gradient_bytes)
-
-
-def _sum_of_ranks() -> None:
+@on_ranks(2)
+def test_a_summed_reduction_sums_micro_batches_and_ranks() -> None:
     model, reference = zero3(Mlp, Block, gradient_reduction="sum"), seeded(Mlp)
     assert_trains_alike(
         model,
@@ -246,11 +226,8 @@ def _sum_of_ranks() -> None:
     )
 
 
-def test_a_summed_reduction_sums_micro_batches_and_ranks() -> None:
-    run_ranks(2, _sum_of_ranks)
-
-
-def _eval_between() -> None:
+@on_ranks(2)
+def test_an_evaluation_may_come_between_micro_batches() -> None:
     case = CASES["mlp"]
     model, reference = sharded(case), plain(case)
     step = _micro_batches("mlp", steps=1, count=2)[0]
@@ -267,10 +244,6 @@ def _eval_between() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_an_evaluation_may_come_between_micro_batches() -> None:
-    run_ranks(2, _eval_between)
-
-
 # In shards ------------------------------------------------------------------------------------
 
 
@@ -285,68 +258,44 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_micro_batches_add_up_in_shards(world_size: int, in_full: bool) -> None:
-    """Each model in every other way, on three ranks of those that differ most; `make soak`: all."""
-    sharded = {"accumulation": "sharded"}
-    hows = list(UNSHARDED) if world_size < 3 or in_full else ["no_sync", "reduce_gradients"]
-    run_ranks(world_size, _train, hows, _NAMES, sharded, 1 if in_full else 2, timeout=120)
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@on_ranks(4)
+def test_micro_batches_add_up_in_every_layer(accumulation: str, in_full: bool) -> None:
+    """One model in each layer, another one in either way; `make soak`: with every model."""
+    for number, layers in enumerate(LAYERS.values(), accumulation == "unsharded"):
+        names = _IN_LAYERS if in_full else _IN_LAYERS[number % 3 :][:1]
+        _train(names, ["no_sync"], {"accumulation": accumulation, **layers})
 
 
-def _some(layers: str, first: int) -> list[str]:
-    """One model in each layer, each model in two: what a model needs does not ask for the layer."""
-    return [_IN_LAYERS[(list(LAYERS).index(layers) + first) % len(_IN_LAYERS)]]
+MODES = [
+    {"outer": outer, "accumulation": accumulation}
+    for outer in ("zero1", "replicate", "shard")
+    for accumulation in ("sharded", "unsharded")
+]
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_micro_batches_add_up_in_shards_of_every_layer(layers: str, in_full: bool) -> None:
-    """`make soak`: with every model."""
-    options = {"accumulation": "sharded", **LAYERS[layers]}
-    run_ranks(4, _train, ["no_sync"], _IN_LAYERS if in_full else _some(layers, 0), options)
+@on_ranks(6, timeout=120)
+def test_six_ranks_add_up_in_every_mode_and_way(in_full: bool) -> None:
+    """Groups of two and of three in turns; `make soak`: both, and with frozen parameters, too."""
+    for number, mode in enumerate(MODES):
+        for size in (2, 3) if in_full else [2 + number % 2]:
+            names = _IN_LAYERS[:2] if in_full else _IN_LAYERS[:1]
+            _train(names, ["no_sync"], {"zero3_size": size, **mode})
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_micro_batches_add_up_unsharded_in_every_layer(layers: str, in_full: bool) -> None:
-    """`make soak`: with every model."""
-    options = {"accumulation": "unsharded", **LAYERS[layers]}
-    run_ranks(4, _train, ["no_sync"], _IN_LAYERS if in_full else _some(layers, 1), options)
-
-
-def _six_ranks(zero3_size: int, names: list[str], in_full: bool) -> None:
-    """Every mode and way, in float32 against plain torch: with all models, or with one each."""
-    for number, mode in enumerate(("zero1", "replicate", "shard")):
-        for other, accumulation in enumerate(("sharded", "unsharded")):
-            for name in names if in_full else [names[(number + other) % len(names)]]:
-                model = sharded(
-                    CASES[name], zero3_size=zero3_size, outer=mode, accumulation=accumulation
-                )
-                try:
-                    assert_trains_alike(
-                        model,
-                        plain(CASES[name]),
-                        _micro_batches(name, steps=2, count=2),
-                        run=_no_sync,
-                        reference_run=_in_turn,
-                        regrouped=True,
-                    )
-                except AssertionError as error:
-                    raise AssertionError(f"{name}, {mode}, {accumulation}: {error}") from error
-
-
-@pytest.mark.parametrize("zero3_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_six_ranks_add_up_in_every_mode_and_way(zero3_size: int, in_full: bool) -> None:
-    """With unused parameters; groups of two take turns with frozen ones. `make soak`: both."""
-    names = ["unused_parts", *["frozen_parts"] * (zero3_size == 2 or in_full)]
-    run_ranks(6, _six_ranks, zero3_size, names, in_full, timeout=120)
-
-
-def _in_bfloat16(zero3_sizes: list[int]) -> None:
-    """Bitwise as one shard group, with fixed sums: every mode and way."""
+@pytest.mark.parametrize(
+    ("world_size", "zero3_size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)]
+)
+@on_ranks(timeout=120)
+def test_deterministic_sums_are_those_of_every_mode_and_way(
+    world_size: int, zero3_size: int
+) -> None:
+    """Bitwise those of one shard group; in bfloat16 in each mode, in float32 in the default one."""
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     batches = _micro_batches("transformer", steps=2, count=2)
 
     def losses(**options: Any) -> list[float]:
-        model = sharded(CASES["transformer"], mixed_precision=low, deterministic=True, **options)
+        model = sharded(CASES["transformer"], deterministic=True, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found = []
         for step in batches:
@@ -355,23 +304,16 @@ def _in_bfloat16(zero3_sizes: list[int]) -> None:
             optimizer.step()
         return found
 
-    for accumulation in ("sharded", "unsharded"):
-        expected = losses(accumulation=accumulation)
-        for mode in ("zero1", "replicate", "shard"):
-            for size in zero3_sizes:
-                options = {"zero3_size": size, "outer": mode, "accumulation": accumulation}
-                assert losses(**options) == expected, options
-
-
-@pytest.mark.parametrize(
-    ("world_size", "zero3_sizes"), [(4, [2]), pytest.param(6, [3, 2], marks=pytest.mark.slow)]
-)
-def test_bfloat16_adds_up_bitwise_in_every_mode_and_way(
-    world_size: int, zero3_sizes: list[int], in_full: bool
-) -> None:
-    """On six ranks in groups of three; `make soak`: of two as well."""
-    zero3_sizes = zero3_sizes if in_full else zero3_sizes[:1]
-    run_ranks(world_size, _in_bfloat16, zero3_sizes, timeout=120)
+    in_bfloat16 = [
+        losses(mixed_precision=low, accumulation=way) for way in ("sharded", "unsharded")
+    ]
+    for number, mode in enumerate(MODES):
+        found = losses(mixed_precision=low, zero3_size=zero3_size, **mode)
+        assert found == in_bfloat16[number % 2], mode
+    sharded_sums, unsharded_sums = (losses(accumulation=way) for way in ("sharded", "unsharded"))
+    assert losses(accumulation="sharded", zero3_size=zero3_size) == sharded_sums
+    for size in (zero3_size, 1):
+        assert losses(accumulation="unsharded", zero3_size=size) == unsharded_sums
 
 
 def _one_forward_one_backward(model: nn.Module, micro_batches: Micro) -> Tensor:
@@ -395,22 +337,17 @@ def _one_forward_one_backward(model: nn.Module, micro_batches: Micro) -> Tensor:
     return torch.stack([loss.detach() for loss in losses])
 
 
-def _pipelined(accumulation: str) -> None:
+@on_ranks(4)
+def test_pipelined_micro_batches_add_up_in_every_way() -> None:
     case = CASES["mlp"]
     batches = _micro_batches("mlp", steps=2, count=4)
     truth = Shared(plain(case))
-    for layers, options in LAYERS.items():
+    for number, (layers, options) in enumerate(LAYERS.items()):
+        accumulation = ("sharded", "unsharded")[number % 2]
         model = sharded(case, accumulation=accumulation, **options)
-        try:
+        with named(f"{layers}, {accumulation}"):
             run = _one_forward_one_backward
             assert_trains_alike(model, truth, batches, run=run, regrouped=True)
-        except AssertionError as error:
-            raise AssertionError(f"{layers}: {error}") from error
-
-
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-def test_pipelined_micro_batches_add_up_in_every_way(accumulation: str) -> None:
-    run_ranks(4, _pipelined, accumulation)
 
 
 def _linears(**options: Any) -> ZeRO3:
@@ -432,7 +369,8 @@ def _waits(precision: MixedPrecision | None, **options: Any) -> int:
     return sum(gradient_nbytes(model).values())
 
 
-def _waiting_bytes() -> None:
+@on_ranks(4)
+def test_what_waits_between_micro_batches_is_what_the_formula_says() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for precision in (None, low):
         # float32, whatever dtype travels.
@@ -446,11 +384,9 @@ def _waiting_bytes() -> None:
         )
 
 
-def test_what_waits_between_micro_batches_is_what_the_formula_says() -> None:
-    run_ranks(4, _waiting_bytes)
-
-
-def _verbs(accumulation: str) -> None:
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@on_ranks(4)
+def test_the_outer_group_is_reduced_over_once(accumulation: str) -> None:
     """Hops of the micro-batches: all but the last, and the last."""
     model = _linears(accumulation=accumulation, zero3_size=2)
     batch = torch.randn(2, 64)
@@ -466,12 +402,8 @@ def _verbs(accumulation: str) -> None:
     assert verbs == [first, first, last]
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-def test_the_outer_group_is_reduced_over_once(accumulation: str) -> None:
-    run_ranks(4, _verbs, accumulation)
-
-
-def _sums_in_float32() -> None:
+@on_ranks(2)
+def test_sums_of_low_precision_gradients_are_float32() -> None:
     """256 gradients of 1 and one of 256 add up to 512; bfloat16 alone would stop at 256."""
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for accumulation in ("sharded", "unsharded"):
@@ -486,30 +418,16 @@ def _sums_in_float32() -> None:
             assert parameter.grad.tolist() == [512.0] * parameter.numel()
 
 
-def test_sums_of_low_precision_gradients_are_float32() -> None:
-    run_ranks(2, _sums_in_float32)
+def _raise_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+    def fail(_: Tensor) -> None:
+        raise ValueError("amid")
+
+    output.register_hook(fail)
 
 
-def _an_unused_unit() -> None:
-    """In shards, too, a unit that only some micro-batch on some rank reached is reduced."""
-    case = CASES["branches"]
-    rows = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
-    model = sharded(case, accumulation="sharded")
-    reference, terms = plain(case), Terms()
-    step = [
-        [(rows[2 * rank + index], path) for index, path in enumerate(([0, 1, 2], [1]))]
-        for rank in range(dist.get_world_size())
-    ]
-    _no_sync(model, step[dist.get_rank()])
-    backward_of_all_ranks(reference, step, _in_turn, terms=terms)
-    assert_same_gradients(model, reference, terms)
-
-
-def test_in_shards_what_only_an_earlier_micro_batch_used_is_reduced_too() -> None:
-    run_ranks(2, _an_unused_unit)
-
-
-def _fails_amid(accumulation: str) -> None:
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@on_ranks(2)
+def test_a_failed_micro_batch_leaves_the_sums_of_earlier_ones(accumulation: str) -> None:
     """A failed micro-batch leaves the earlier ones as they were."""
     case = CASES["mlp"]
     model, reference = sharded(case, accumulation=accumulation), plain(case)
@@ -526,18 +444,6 @@ def _fails_amid(accumulation: str) -> None:
     backward_of_all_ranks(reference, step)
     assert_same_gradients(model, reference)
     assert set(gradient_nbytes(model).values()) == {0}
-
-
-def _raise_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-    def fail(_: Tensor) -> None:
-        raise ValueError("amid")
-
-    output.register_hook(fail)
-
-
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-def test_a_failed_micro_batch_leaves_the_sums_of_earlier_ones(accumulation: str) -> None:
-    run_ranks(2, _fails_amid, accumulation)
 
 
 def _grads(model: nn.Module) -> list[Tensor]:
@@ -570,45 +476,46 @@ _ACTIONS: dict[str, Callable[[nn.Module], object]] = {
 """What programs do to gradients amid an accumulation; all exact in binary."""
 
 
-def _acts_amid(options: dict[str, Any], micro: int) -> None:
-    """A micro-batch comes before the action, and `micro` after it, of which the last reduces."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    for name, action in _ACTIONS.items():
-        for begins_reduced in (False, True):
-            model, plain, terms = zero3(Mlp, Block, **options), seeded(Mlp), Terms()
-            steps = batches_of(CASES["mlp"], world_size, steps=micro + 2)
-            if begins_reduced:
-                forward_backward(model, steps[-1][rank])
-                backward_of_all_ranks(plain, steps[-1], terms=terms)
-            for number in range(micro + 1):
-                with nullcontext() if number == micro else model.no_sync():
-                    forward_backward(model, steps[number][rank])
-                backward_of_all_ranks(plain, steps[number], terms=terms)
-                if number == 0:
-                    action(model)
-                    action(plain)
-            what = f"{name}, {options}, {begins_reduced}: gradient of"
-            assert_same_gradients(model, plain, terms, what)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "options", "micro"),
-    [
-        (1, {}, 1),
-        (2, {"accumulation": "unsharded"}, 1),
-        (2, {"accumulation": "sharded"}, 2),
-        pytest.param(2, {"zero3_size": 1}, 2, marks=pytest.mark.slow),
-        pytest.param(4, {"accumulation": "sharded", "zero3_size": 2}, 1, marks=pytest.mark.slow),
-        pytest.param(4, {"zero3_size": 2, "outer": "replicate"}, 2, marks=pytest.mark.slow),
+_ACTED_ON: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"accumulation": "unsharded"}, {"accumulation": "sharded"}, {"zero3_size": 1}],
+    4: [
+        {"accumulation": "sharded", "zero3_size": 2},
+        {"zero3_size": 2, "outer": "replicate"},
     ],
-)
-def test_a_program_acts_on_what_it_has_accumulated(
-    world_size: int, options: dict[str, Any], micro: int
-) -> None:
-    run_ranks(world_size, _acts_amid, options, micro)
+}
 
 
-def _reads_amid() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_a_program_acts_on_what_it_has_accumulated(world_size: int, in_full: bool) -> None:
+    """A micro-batch comes before the action, and one or two after it, of which the last reduces.
+
+    Each action begins with reduced gradients in every other setting; `make soak`: in all.
+    """
+    steps = batches_of(CASES["mlp"], world_size, steps=4)
+    for turn, options in enumerate(_ACTED_ON[world_size]):
+        model, plain, micro = zero3(Mlp, Block, **options), seeded(Mlp), 1 + turn % 2
+        for number, (name, action) in enumerate(_ACTIONS.items(), turn):
+            for begins_reduced in (False, True) if in_full else [bool(number % 2)]:
+                terms = Terms()
+                for each in (model, plain):
+                    each.zero_grad()
+                passes = [(step, True) for step in steps[: int(begins_reduced)]]
+                passes += [(step, False) for step in steps[1 : 1 + micro]] + [(steps[3], True)]
+                for index, (step, sync) in enumerate(passes):
+                    with nullcontext() if sync else model.no_sync():
+                        forward_backward(model, step[dist.get_rank()])
+                    backward_of_all_ranks(plain, step, terms=terms)
+                    if index == int(begins_reduced):
+                        action(model)
+                        action(plain)
+                what = f"{name}, {options}, {begins_reduced}: gradient of"
+                assert_same_gradients(model, plain, terms, what)
+
+
+@on_ranks(2)
+def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
     model, alone = zero3(Mlp, Block), seeded(Mlp)
     step = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0]
     with model.no_sync():
@@ -637,11 +544,8 @@ def _reads_amid() -> None:
     assert not any(isinstance(p.grad, WaitingGradient) for p in model.parameters())
 
 
-def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
-    run_ranks(2, _reads_amid)
-
-
-def _scales() -> None:
+@on_ranks(4)
+def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
     """With a loss scale, float16 and micro-batches: an overflow in any of them skips the step."""
     low = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     for accumulation in ("sharded", "unsharded"):
@@ -657,11 +561,9 @@ def _scales() -> None:
         assert scaler.get_scale() == 2.0
 
 
-def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
-    run_ranks(4, _scales)
-
-
-def _splits(accumulation: str) -> None:
+@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
+@on_ranks(4)
+def test_deterministic_sums_of_micro_batches_are_those_of_every_split(accumulation: str) -> None:
     def losses(zero3_size: int) -> list[float]:
         model = sharded(
             CASES["transformer"],
@@ -683,15 +585,12 @@ def _splits(accumulation: str) -> None:
         assert losses(1) == expected
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-def test_deterministic_sums_of_micro_batches_are_those_of_every_split(accumulation: str) -> None:
-    run_ranks(4, _splits, accumulation)
-
-
 # Kept between micro-batches -------------------------------------------------------------------
 
 
-def _keeps_the_first_unit(with_root: bool) -> None:
+@pytest.mark.parametrize("with_root", [False, True])
+@on_ranks(2)
+def test_the_first_unit_stays_between_micro_batches(with_root: bool) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block() for _ in range(3)))
     module = nn.Sequential(nn.Linear(5, 5), blocks) if with_root else blocks
@@ -711,12 +610,8 @@ def _keeps_the_first_unit(with_root: bool) -> None:
     assert counts == [once, once - 1, once - 1, once]
 
 
-@pytest.mark.parametrize("with_root", [False, True])
-def test_the_first_unit_stays_between_micro_batches(with_root: bool) -> None:
-    run_ranks(2, _keeps_the_first_unit, with_root)
-
-
-def _changes_amid() -> None:
+@on_ranks(2)
+def test_weights_changed_between_micro_batches_are_not_stale() -> None:
     """Weights that change between two micro-batches are seen by the second."""
     case = CASES["mlp"]
     model, reference, terms = sharded(case), plain(case), Terms()
@@ -739,40 +634,28 @@ def _changes_amid() -> None:
     assert_same_gradients(model, reference, terms)
 
 
-def test_weights_changed_between_micro_batches_are_not_stale() -> None:
-    run_ranks(2, _changes_amid)
-
-
 # auto -----------------------------------------------------------------------------------------
 
 
-def _decides() -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.step.reducer")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+@on_ranks(2)
+def test_auto_says_once_what_it_chose_and_why() -> None:
     batch = torch.randn(2, 64)
-    for budget in ("1KB", "1GB"):
-        model = _linears(limit_all_gathers=budget)
+    with logged("layerzero.step.reducer") as said:
+        for budget in ("1KB", "1GB"):
+            model = _linears(limit_all_gathers=budget)
+            for _ in range(2):
+                with model.no_sync():
+                    forward_backward(model, batch)
+                forward_backward(model, batch)
+        model = _linears(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
         for _ in range(2):
             with model.no_sync():
-                forward_backward(model, batch)
+                for _ in range(3):
+                    forward_backward(model, batch)
             forward_backward(model, batch)
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    model = _linears(mixed_precision=low)
-    for _ in range(2):
-        with model.no_sync():
-            for _ in range(3):
-                forward_backward(model, batch)
-        forward_backward(model, batch)
-    return records
-
-
-def test_auto_says_once_what_it_chose_and_why() -> None:
-    said, *others = run_ranks(2, _decides)
-    assert others == [[]], "the first rank alone"
+    if dist.get_rank() > 0:
+        assert not said, "the first rank alone"
+        return
     chosen = [line.removeprefix("accumulation='auto': ").split(",")[0] for line in said]
     # The last model learns in its first step that it has four micro-batches.
     assert chosen == ["sharded", "unsharded", "sharded", "unsharded"], said

@@ -14,7 +14,7 @@ from layerzero import BackwardPrefetch
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import sharded
 from tests.harness.models import CASES, Transformer, TransformerBlock
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -48,7 +48,15 @@ def _fully_sharded() -> nn.Module:
     return model
 
 
-def _compare_with_torch(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+@on_ranks(2)
+def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard(optimizer: str) -> None:
     ddp = DistributedDataParallel(seeded(Transformer))
     model = sharded(CASE)
     expected = _train(ddp, optimizer)
@@ -63,17 +71,6 @@ def _compare_with_torch(optimizer: str) -> None:
     plain = seeded(Transformer)
     train_unsharded(plain, OPTIMIZERS[optimizer](plain.parameters()), _batches(STEPS))
     assert_same_parameters(full_parameters(model), full_parameters(plain))
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
-def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard(optimizer: str) -> None:
-    run_ranks(2, _compare_with_torch, optimizer)
 
 
 _RUNTIME_OPTIONS: list[dict[str, Any]] = [
@@ -91,21 +88,21 @@ _RUNTIME_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _compare_runtime_options() -> None:
-    expected = _train(DistributedDataParallel(seeded(Transformer)), "adamw", steps=5)
+@on_ranks(2)
+def test_when_and_how_far_ahead_units_are_gathered_changes_no_bit() -> None:
+    expected = _train(DistributedDataParallel(seeded(Transformer)), "adamw", steps=3)
     for options in _RUNTIME_OPTIONS:
-        losses = _train(sharded(CASE, **options), "adamw", steps=5)
+        losses = _train(sharded(CASE, **options), "adamw", steps=3)
         for step, (loss, other) in enumerate(zip(losses, expected, strict=True)):
             assert_bitwise(loss, other, f"{options}: loss of step {step}")
 
 
-def test_when_and_how_far_ahead_units_are_gathered_changes_no_bit() -> None:
-    run_ranks(2, _compare_runtime_options)
-
-
 def _repeat() -> list[float]:
-    return [loss.item() for loss in _train(sharded(CASE), "adamw", steps=5)]
+    return [loss.item() for loss in _train(sharded(CASE), "adamw", steps=3)]
 
 
-def test_a_run_repeats_bitwise() -> None:
-    assert run_ranks(2, _repeat) == run_ranks(2, _repeat)
+def test_a_run_repeats_bitwise(ranks: KeptRanks) -> None:
+    """On the same ranks, and on new ones."""
+    first = ranks(2, _repeat)
+    assert ranks(2, _repeat) == first
+    assert run_ranks(2, _repeat) == first

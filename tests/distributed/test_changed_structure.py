@@ -16,7 +16,7 @@ from layerzero.checkpoint import get_model_state_dict
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, seeded
 
 
@@ -105,7 +105,8 @@ _AT: dict[str, Callable[[ZeRO3], object]] = {
 }
 
 
-def _found() -> None:
+@on_ranks(2)
+def test_every_change_of_parameters_is_found_by_name() -> None:
     for what, (change, message) in CHANGES.items():
         model = zero3(Mlp, Block)
         model(torch.randn(2, WIDTH)).sum().backward()
@@ -114,10 +115,6 @@ def _found() -> None:
             with pytest.raises(RuntimeError, match=message) as raised:
                 use(model)
             assert "layerzero.rewrap(model)" in str(raised.value), (what, at)
-
-
-def test_every_change_of_parameters_is_found_by_name() -> None:
-    run_ranks(2, _found)
 
 
 class Caching(nn.Module):
@@ -151,7 +148,8 @@ HARMLESS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _left_alone() -> None:
+@on_ranks(2)
+def test_what_changes_no_parameter_is_left_alone() -> None:
     batches = batches_of(CASES["mlp"], 2, steps=2)
     for what, change in HARMLESS.items():
         model, plain = zero3(Mlp, Block), seeded(Mlp)
@@ -168,11 +166,8 @@ def _left_alone() -> None:
     assert_same_values(model, seeded(Mlp))
 
 
-def test_what_changes_no_parameter_is_left_alone() -> None:
-    run_ranks(2, _left_alone)
-
-
-def _ignored_parts() -> None:
+@on_ranks(2)
+def test_ignored_parts_may_change_and_stay_ignored_in_an_outer_wrapper() -> None:
     def around(model: nn.Module) -> ZeRO3:
         return ZeRO3(
             model,
@@ -197,11 +192,8 @@ def _ignored_parts() -> None:
         outer(torch.randn(2, WIDTH))
 
 
-def test_ignored_parts_may_change_and_stay_ignored_in_an_outer_wrapper() -> None:
-    run_ranks(2, _ignored_parts)
-
-
-def _summoned() -> None:
+@on_ranks(2)
+def test_what_is_put_in_place_inside_summon_is_written_or_refused() -> None:
     for options in ({}, {"zero3_size": 1}, {"zero3_size": 1, "outer": "replicate"}):
         model = zero3(Mlp, Block, **options)
         with model.summon_full_params(writeback=False), torch.no_grad():
@@ -237,7 +229,3 @@ def _summoned() -> None:
                         spoil(model)
             with model.summon_full_params():
                 assert_bitwise(model.head.weight.detach(), new + rank0_only, "left as it was")
-
-
-def test_what_is_put_in_place_inside_summon_is_written_or_refused() -> None:
-    run_ranks(2, _summoned)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from layerzero import MixedPrecision, ZeRO3, units
-from layerzero.config import GatherBudget
-from layerzero.step.states import ShardState
+from layerzero.checkpoint import get_model_state_dict
+from layerzero.comm import collectives
+from layerzero.comm.collectives import reduce_scatter
+from layerzero.comm.pending import Operation
+from layerzero.flat.groups import ShardGroup, make_shard_group
+from layerzero.memory_budget.storages import StorageCount
+from layerzero.ops import ordered_sum_
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import (
     full_nbytes,
     gathered,
@@ -33,7 +47,8 @@ def batch() -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def _counts() -> None:
+@on_ranks(2)
+def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
     model = wrapped()
     num_units = DEPTH + 1
     for _ in range(3):
@@ -47,11 +62,8 @@ def _counts() -> None:
         assert others == {"gradient presence"}
 
 
-def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
-    run_ranks(2, _counts)
-
-
-def _blocks_alone() -> None:
+@on_ranks(2)
+def test_a_root_without_parameters_costs_nothing() -> None:
     torch.manual_seed(0)
     model = ZeRO3(torch.nn.Sequential(*(Block() for _ in range(DEPTH))), auto_wrap_policy={Block})
     for _ in range(2):
@@ -61,11 +73,8 @@ def _blocks_alone() -> None:
         assert len(reduced(operations)) == DEPTH
 
 
-def test_a_root_without_parameters_costs_nothing() -> None:
-    run_ranks(2, _blocks_alone)
-
-
-def _keeps_params() -> None:
+@on_ranks(2)
+def test_without_resharding_after_forward_each_unit_is_gathered_once() -> None:
     model = wrapped(reshard_after_forward=False)
     with recorded_operations(model) as operations:
         model(batch()).sum().backward()
@@ -73,11 +82,8 @@ def _keeps_params() -> None:
     assert set(full_nbytes(model).values()) == {0}
 
 
-def test_without_resharding_after_forward_each_unit_is_gathered_once() -> None:
-    run_ranks(2, _keeps_params)
-
-
-def _eval_counts() -> None:
+@on_ranks(2)
+def test_a_forward_without_grad_gathers_each_unit_once_and_keeps_none() -> None:
     model = wrapped()
     with torch.no_grad(), recorded_operations(model) as operations:
         model(batch())
@@ -85,11 +91,8 @@ def _eval_counts() -> None:
     assert set(full_nbytes(model).values()) == {0}, "nothing stays after a forward without grad"
 
 
-def test_a_forward_without_grad_gathers_each_unit_once_and_keeps_none() -> None:
-    run_ranks(2, _eval_counts)
-
-
-def _payload() -> None:
+@on_ranks(2)
+def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> None:
     torch.manual_seed(0)
     width = 256
     model = ZeRO3(
@@ -106,11 +109,8 @@ def _payload() -> None:
     assert sent.nbytes - presence <= 1.001 * (gathers + parameters / 2)
 
 
-def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> None:
-    run_ranks(2, _payload)
-
-
-def _storages() -> None:
+@on_ranks(2)
+def test_full_parameters_and_gradients_are_freed_when_they_were_used() -> None:
     model = wrapped()
     scheduler = root_state(model).scheduler
     residents: list[int] = []
@@ -134,11 +134,23 @@ def _storages() -> None:
     assert max(residents) <= 3, "the root, the unit in use, and the one ahead"
 
 
-def test_full_parameters_and_gradients_are_freed_when_they_were_used() -> None:
-    run_ranks(2, _storages)
+def _numel(shape) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size if isinstance(size, int) else 1
+    return numel if shape else 0
 
 
-def _copies() -> None:
+def _enclosing_label(event) -> str:
+    while event is not None:
+        if event.name.startswith("LayerZeRO3."):
+            return event.name
+        event = event.cpu_parent
+    return ""
+
+
+@on_ranks(2)
+def test_an_unshard_copies_no_parameter_and_a_gradient_is_copied_once() -> None:
     torch.manual_seed(0)
     width = 64
     model = ZeRO3(
@@ -171,26 +183,8 @@ def _copies() -> None:
     assert per_gradient == 4, "one copy for each gradient"
 
 
-def _numel(shape) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size if isinstance(size, int) else 1
-    return numel if shape else 0
-
-
-def _enclosing_label(event) -> str:
-    while event is not None:
-        if event.name.startswith("LayerZeRO3."):
-            return event.name
-        event = event.cpu_parent
-    return ""
-
-
-def test_an_unshard_copies_no_parameter_and_a_gradient_is_copied_once() -> None:
-    run_ranks(2, _copies)
-
-
-def _labels() -> None:
+@on_ranks(2)
+def test_the_profiler_shows_what_happens_to_which_unit() -> None:
     model = wrapped()
     model(batch()).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -203,7 +197,8 @@ def _labels() -> None:
     ahead, gather = (begins[f"LayerZeRO3.{name}(blocks.1)"] for name in ("prefetch", "unshard"))
     assert gather.cpu_parent is ahead
     assert not any(name.startswith("LayerZeRO3.budget_full") for name in names)
-    root_state(model).context.limiter.budget = GatherBudget(max_units=1)
+    model = wrapped(limit_all_gathers=1)
+    model(batch()).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(batch()).sum().backward()
     names = {event.name for event in profiler.events()}
@@ -211,27 +206,176 @@ def _labels() -> None:
     assert not any(name.startswith("LayerZeRO3.prefetch") for name in names)
 
 
-def test_the_profiler_shows_what_happens_to_which_unit() -> None:
-    run_ranks(2, _labels)
-
-
-def _cast() -> None:
+@on_ranks(2)
+def test_gathers_travel_in_the_compute_dtype() -> None:
     model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     nbytes = {unit.fqn: unit.nbytes for unit in units(model)}
     full = {unit.fqn: unit.num_parameters for unit in units(model)}
     assert all(full[fqn] * 2 <= nbytes[fqn] <= full[fqn] * 2 + 256 for fqn in full)
 
 
-def test_gathers_travel_in_the_compute_dtype() -> None:
-    run_ranks(2, _cast)
-
-
-def _states() -> None:
+@on_ranks(2)
+def test_units_begin_sharded_and_are_all_listed() -> None:
     model = wrapped()
-    assert {unit.state for unit in units(model)} == {ShardState.SHARDED}
+    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
     model(batch())
     assert [unit.fqn for unit in units(model)] == ["", *(f"blocks.{i}" for i in range(DEPTH))]
 
 
-def test_units_begin_sharded_and_are_all_listed() -> None:
-    run_ranks(2, _states)
+# Reductions that the engine sums ----------------------------------------------------------------
+# Their bits, and what they hold: see Note [Parts arrive where others have left].
+
+NUMEL = 1001
+LIMIT = timedelta(minutes=2)
+PARTS = {2: 1, 3: 2, 4: 2, 6: 3, 9: 4}
+"""Group size -> parts of memory that a reduction gets beside its input."""
+
+
+def world() -> ShardGroup:
+    assert dist.group.WORLD is not None
+    return make_shard_group(dist.group.WORLD, torch.device("cpu"), LIMIT)
+
+
+def chunks_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[size * NUMEL]; sums of them depend on the order."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(size * NUMEL, generator=generator) * 10.0 ** (3 * (rank % 3))
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("world_size", PARTS)
+@on_ranks()
+def test_sums_have_the_bits_of_a_sum_in_rank_order_and_take_little_memory(world_size: int) -> None:
+    group = world()
+    size = group.size
+    rising, falling = list(range(size)), list(range(size))[::-1]
+    number = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for order in (None, falling):
+            number += 1
+            operation = Operation("reduce-scatter", "a unit", number)
+            given = chunks_of(group.rank, size, dtype)
+            summed, pending = reduce_scatter(given, group, operation, 1 / size, order=order)
+            pending.wait()
+            place = (order or rising)[group.rank]
+            parts = [chunks_of(rank, size, dtype).chunk(size)[place] for rank in range(size)]
+            wanted = ordered_sum_(torch.empty_like(summed), parts, 1 / size)
+            assert torch.equal(summed, wanted), (dtype, order)
+    count = StorageCount()
+    with count.watching():
+        given = torch.zeros(size * NUMEL)
+        operation = Operation("reduce-scatter", "a unit", number + 1)
+        summed, pending = reduce_scatter(given, group, operation)
+        pending.wait()
+        del given
+        held = summed.numel()
+        assert held == summed.untyped_storage().nbytes() // 4, "no view keeps the input alive"
+    assert count.peak == 4 * NUMEL * (size + PARTS[size])
+
+
+@on_ranks(6)
+def test_two_reductions_in_flight_do_not_mix() -> None:
+    group = world()
+    make = functools.partial(Operation, "reduce-scatter", "a unit")
+    values = [torch.full((group.size * NUMEL,), float(k + group.rank)) for k in range(2)]
+    started = [reduce_scatter(each, group, make(k)) for k, each in enumerate(values)]
+    for _, pending in started:
+        pending.wait()
+    for k, (summed, pending) in enumerate(started):
+        assert pending.is_done
+        assert torch.equal(summed, torch.full_like(summed, sum(range(k, k + group.size))))
+
+
+class _Fails(torch.autograd.Function):
+    """Raises in backward on one rank."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a bad batch")
+
+
+def _fail(module: torch.nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
+    return _Fails.apply(out)
+
+
+@on_ranks(4)
+def test_a_pass_that_fails_on_four_ranks_leaves_no_message_over() -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(4), auto_wrap_policy={Block})
+    batch = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch).sum().backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    expected = gradients()
+    model.zero_grad()
+    hook = model.blocks[1].register_forward_hook(_fail)
+    with pytest.raises(ValueError, match="a bad batch"):
+        model(batch).sum().backward()
+    hook.remove()
+    assert all(each.grad is None for each in model.parameters())
+    for mine, other in zip(gradients(), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+# Dtypes that a backend does not have travel as bytes ----------------------------------------------
+
+
+NCCL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool}
+NCCL |= {torch.uint8, torch.int8, torch.int32, torch.int64}
+RARE = (torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn)
+
+
+class _Rare(nn.Module):
+    """A layer beside frozen tables of dtypes that NCCL does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+        bits = torch.arange(56, dtype=torch.uint8) + dist.get_rank()
+        self.tables = nn.ParameterList(
+            nn.Parameter(bits.clone().view(dtype), requires_grad=False) for dtype in RARE
+        )
+        self.register_buffer("counts", bits.view(torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for table in self.tables:
+            assert torch.equal(table.view(torch.uint8), torch.arange(56, dtype=torch.uint8))
+        return self.layer(x)
+
+
+def _refusing(verb: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for given in args:
+            assert not isinstance(given, Tensor) or given.dtype in NCCL, given.dtype
+        return verb(*args, **kwargs)
+
+    return checked
+
+
+@on_ranks(2)
+def test_what_a_backend_cannot_send_is_sent_as_bytes() -> None:
+    gather = collectives._ALL_GATHER
+    original = getattr(dist.ProcessGroup, gather)
+    with (
+        mock.patch.object(dist.ProcessGroup, gather, _refusing(original)),
+        mock.patch.object(dist, "broadcast", _refusing(dist.broadcast)),
+    ):
+        group = make_plain_group(timedelta(seconds=30))
+        model = ZeRO3(_Rare(), group, sync_module_states=True)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+        with model.summon_full_params(rank0_only=True):
+            pass
+        full = get_model_state_dict(model, full=True)
+    if dist.get_rank() == 0:
+        for index, dtype in enumerate(RARE):
+            table = full[f"tables.{index}"]
+            assert table.dtype is dtype and table.view(torch.uint8).tolist() == list(range(56))
+    assert model.counts.view(torch.uint8).tolist() == list(range(56))

@@ -22,14 +22,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
-from layerzero.flat.names import and_wrapped
-from layerzero.step import module_guards
-from layerzero.step.root import root_of
-from layerzero.step.unit import get_unit
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
+from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
 from tests.harness.reference import seeded
 
@@ -37,7 +34,7 @@ DEPTH = 12
 """More units than the 8 entries that Dynamo keeps for one piece of code."""
 
 
-def batches(steps: int = 4) -> list[list[Tensor]]:
+def batches(steps: int = 2) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         [torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
@@ -74,8 +71,23 @@ def are_blocks(module: nn.Module, fqn: str) -> bool:
     return fqn.startswith("blocks.") and fqn.count(".") == 1
 
 
-def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, policy: Any) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize(
+    ("prepare", "policy", "backend"),
+    # Backward graphs where they differ: of plain modules, and of recomputed ones.
+    [
+        (compile_before, {Block}, "aot_eager"),
+        (wrap_before, are_blocks, "eager"),
+        (wrap_before, {Block}, "eager"),
+        (checkpoint_before, ModuleWrapPolicy({Block}), "aot_eager"),
+        (checkpoint_and_wrap_before, {Block}, "eager"),
+        (None, are_blocks, "eager"),
+    ],
+    ids=["before", "wrapped, by name", "wrapped", "checkpoint", "wrapped checkpoint", "after"],
+)
+@on_ranks(2, timeout=90)
+def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy, backend) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
     module = seeded(deep)
     if prepare is not None:
         prepare(module, counter)
@@ -104,22 +116,6 @@ def _compiled_once(prepare: Callable[[Mlp, Any], None] | None, policy: Any) -> N
     assert reduced(operations) == [*reversed(blocks), "the root unit"]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "policy"),
-    [
-        (compile_before, {Block}),
-        (wrap_before, are_blocks),
-        (wrap_before, {Block}),
-        (checkpoint_before, ModuleWrapPolicy({Block})),
-        (checkpoint_and_wrap_before, {Block}),
-        (None, are_blocks),
-    ],
-    ids=["before", "wrapped, by name", "wrapped", "checkpoint", "wrapped checkpoint", "after"],
-)
-def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy) -> None:
-    run_ranks(2, _compiled_once, prepare, policy, timeout=90)
-
-
 def _compile(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")
 
@@ -137,8 +133,10 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _wrappers() -> None:
+@on_ranks(2, timeout=90)
+def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
     """Policies look at the module inside wrappers; its names are those without them."""
+    torch._dynamo.reset()
     for name, wrap in WRAPPERS.items():
         module, plain = seeded(Mlp), seeded(Mlp)
         for model in (module, plain):
@@ -150,10 +148,10 @@ def _wrappers() -> None:
             auto_wrap_policy={Block},
             reshard_after_forward=lambda part, fqn, asked=asked: asked.append(part) or True,
         )
-        assert asked == [module, *(list(and_wrapped(block))[-1] for block in blocks)], name
-        assert [unit.module for unit in root_of(get_unit(module)).units] == [module, *blocks], name
+        assert asked == [module, *(m for m in module.modules() if type(m) is Block)], name
+        assert [unit.module for unit in inner_units(model)] == [module, *blocks], name
         if "reentrant" not in name:  # Its first block would get no input that requires grad.
-            assert_trains_alike(model, plain, batches(2))
+            assert_trains_alike(model, plain, batches())
         assert list(model.state_dict()) == list(plain.state_dict()), name
         full = get_model_state_dict(model, full=True)
         assert full.keys() == Mlp().state_dict().keys(), name
@@ -165,25 +163,19 @@ def _wrappers() -> None:
             assert_same_parameters(get_model_state_dict(other, full=True), full, what=name)
 
 
-def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
-    run_ranks(2, _wrappers, timeout=90)
-
-
-def _in_two_wrappers() -> None:
+@on_ranks(2)
+def test_a_module_in_two_wrappers_is_the_unit_of_both() -> None:
     def build() -> nn.Module:
         block = Block()
         return nn.Sequential(checkpoint_wrapper(block), checkpoint_wrapper(block), block)
 
     model = zero3(build, Block)
     assert [unit.fqn for unit in units(model)] == ["", "0"]
-    assert_trains_alike(model, seeded(build), batches(2))
+    assert_trains_alike(model, seeded(build), batches())
 
 
-def test_a_module_in_two_wrappers_is_the_unit_of_both() -> None:
-    run_ranks(2, _in_two_wrappers)
-
-
-def _kept_in_float32() -> None:
+@on_ranks(1)
+def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm,))
     outputs = []
     for norm in (nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.LayerNorm(WIDTH))):
@@ -191,10 +183,6 @@ def _kept_in_float32() -> None:
         ZeRO3(module, auto_wrap_policy={nn.LayerNorm}, mixed_precision=precision)
         outputs.append(module[1](batches()[0][0]))
     assert_bitwise(*outputs)
-
-
-def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
-    run_ranks(1, _kept_in_float32)
 
 
 class Nested(nn.Module):
@@ -213,32 +201,11 @@ class Nested(nn.Module):
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.Sequential(*(Nested() for _ in range(3)))
+        self.parts = nn.Sequential(*(Nested() for _ in range(2)))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.parts(x)))
-
-
-def _nested(whole: bool) -> None:
-    """A graph ends before a unit inside it, and another goes on after; evaluation too."""
-    counter = CompileCounterWithBackend("aot_eager")
-    model = ZeRO3(seeded(Outer), auto_wrap_policy={Nested, Block})
-    if whole:
-        model.compile(backend=counter)
-    else:
-        for part in model.module.parts:
-            part.compile(backend=counter)
-    assert_trains_alike(model, seeded(Outer), batches(2))
-    warm = counter.frame_count
-    # The two halves of a part; with the whole model, the inner unit and the root's head as well.
-    # (The first part is compiled for an input without a gradient, too.)
-    assert warm >= (4 if whole else 2)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert_trains_alike(model, _trained(Outer, model), batches(2))
-    assert counter.frame_count == warm
-    with torch.no_grad():
-        model.eval()(batches()[0][0])
 
 
 def _trained(build: Callable[[], nn.Module], model: ZeRO3) -> nn.Module:
@@ -255,12 +222,33 @@ def _trained(build: Callable[[], nn.Module], model: ZeRO3) -> nn.Module:
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["units around units", "the whole model"],
 )
+@on_ranks(2, timeout=90)
 def test_a_unit_inside_a_compiled_module_runs_between_two_graphs(whole: bool) -> None:
-    run_ranks(2, _nested, whole, timeout=90)
+    """A graph ends before a unit inside it, and another goes on after; evaluation too."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager" if whole else "aot_eager")
+    model = ZeRO3(seeded(Outer), auto_wrap_policy={Nested, Block})
+    if whole:
+        model.compile(backend=counter)
+    else:
+        for part in model.module.parts:
+            part.compile(backend=counter)
+    assert_trains_alike(model, seeded(Outer), batches())
+    warm = counter.frame_count
+    # The two halves of a part; with the whole model, the inner unit and the root's head as well.
+    # (The first part is compiled for an input without a gradient, too.)
+    assert warm >= (4 if whole else 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_trains_alike(model, _trained(Outer, model), batches())
+    assert counter.frame_count == warm
+    with torch.no_grad():
+        model.eval()(batches()[0][0])
 
 
-def _mixed() -> None:
+@on_ranks(2, timeout=90)
+def test_compiled_units_in_mixed_precision_accumulate() -> None:
     """Casts happen outside of the graph; accumulation and clipping go on as ever."""
+    torch._dynamo.reset()
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     counter = CompileCounterWithBackend("aot_eager")
     losses = []
@@ -284,10 +272,6 @@ def _mixed() -> None:
     assert counter.frame_count == 1
 
 
-def test_compiled_units_in_mixed_precision_accumulate() -> None:
-    run_ranks(2, _mixed, timeout=90)
-
-
 GRAPHS: list[dict[str, Any]] = [
     {"mode": "reduce-overhead"},
     {"mode": "max-autotune"},
@@ -307,9 +291,10 @@ def _refused(where: str) -> Any:
     return pytest.raises(ValueError, match=text)
 
 
-def _graph_modes() -> None:
+@on_ranks(1)
+def test_modes_with_cuda_graphs_are_refused() -> None:
     """What is said of the arguments on a device; no graph is recorded."""
-    with mock.patch.object(module_guards, "_has_graphs", lambda device: True):
+    with mock.patch("layerzero.step.module_guards._has_graphs", lambda device: True):
         model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
         for asked in GRAPHS:
             with _refused("the root unit"):
@@ -341,10 +326,6 @@ def _graph_modes() -> None:
         ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
 
 
-def test_modes_with_cuda_graphs_are_refused() -> None:
-    run_ranks(1, _graph_modes)
-
-
 def _around_a_model() -> nn.Module:
     return torch.compile(ZeRO3(Mlp(2), auto_wrap_policy={Block}), backend="eager")
 
@@ -367,17 +348,6 @@ def _compiled_units() -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-def _compiled_from_outside(build: Callable[[], nn.Module], unit: str | None) -> None:
-    model = build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(torch.ones(1, WIDTH))
-    told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
-    assert len(told) == (unit is not None and dist.get_rank() == 0), told
-    assert all(f"torch.compile around {unit} compiles nothing" in text for text in told), told
-
-
 @pytest.mark.parametrize(
     ("build", "unit"),
     [
@@ -387,5 +357,13 @@ def _compiled_from_outside(build: Callable[[], nn.Module], unit: str | None) -> 
         (_compiled_units, None),
     ],
 )
+@on_ranks(2)
 def test_compilation_around_a_unit_says_that_it_compiles_nothing_there(build, unit) -> None:
-    run_ranks(2, _compiled_from_outside, build, unit)
+    model = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(1, WIDTH))
+    told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
+    assert len(told) == (unit is not None and dist.get_rank() == 0), told
+    assert all(f"torch.compile around {unit} compiles nothing" in text for text in told), told

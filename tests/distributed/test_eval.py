@@ -13,27 +13,26 @@ from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import (
     assert_same_gradients,
-    assert_same_values,
     assert_trains_alike,
     sharded,
     zero3,
 )
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, full_gradients, plain, seeded
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
-_IN_BOTH = pytest.mark.parametrize("context", CONTEXTS)
 
 
-def _outputs(context: str) -> None:
+@on_ranks(2)
+def test_outputs_without_gradients_are_those_of_the_plain_model() -> None:
     for name, case in CASES.items():
         model, reference = sharded(case), plain(case)
-        for batch in batches_of(case, 2, steps=1)[0]:
-            with CONTEXTS[context]():
+        for context, batch in zip(CONTEXTS.values(), batches_of(case, 2, steps=1)[0], strict=True):
+            with context():
                 own, expected = tensors_of(model(batch)), tensors_of(reference(batch))
                 assert own and len(own) == len(expected)
                 for left, right in zip(own, expected, strict=True):
@@ -42,94 +41,34 @@ def _outputs(context: str) -> None:
                     assert_bitwise(left.clone(), right.clone(), f"{name}: output")
 
 
-@_IN_BOTH
-def test_outputs_without_gradients_are_those_of_the_plain_model(context: str) -> None:
-    run_ranks(2, _outputs, context)
+_KEPT: dict[str, Any] = {"reshard_after_forward": False}
+_DEEP: dict[str, Any] = {"forward_prefetch": 3, "limit_all_gathers": False}
 
 
-def _between_training_steps(context: str, options: dict) -> None:
-    for name in ("mlp", "transformer", "repeated_module"):
+@pytest.mark.parametrize(("context", "options"), [("no_grad", _KEPT), ("inference_mode", _DEEP)])
+@on_ranks(2)
+def test_evaluation_between_training_steps_does_not_disturb_them(
+    context: str, options: dict[str, Any]
+) -> None:
+    runs = [(name, {}) for name in ("mlp", "transformer", "repeated_module")]
+    for name, each in [*runs, ("transformer", options), ("repeated_module", options)]:
         case = CASES[name]
-        model, plain = sharded(case, **options), seeded(case.build)
-        for seed in range(3):
-            batches = batches_of(case, dist.get_world_size(), steps=2, seed=seed)
-            assert_trains_alike(model, plain, batches)
+        model, plain = sharded(case, **each), seeded(case.build)
+        for seed, num_evaluations in enumerate([1, 0, 1, 2]):  # The first forward is one of them.
+            batches = batches_of(case, dist.get_world_size(), steps=1 + seed % 2, seed=seed)
             model.eval()
-            for _ in range(seed):
+            for _ in range(num_evaluations):
                 with CONTEXTS[context]():
                     own, expected = model(batches[0][0]), plain(batches[0][0])
-                    assert_bitwise(own.clone(), expected.clone(), f"{name}: output")
+                    assert_bitwise(own.clone(), expected.clone(), f"{name}, {each}: output")
+                assert all(unit.state.name == "SHARDED" for unit in layerzero.units(model))
+                assert all(parameter.dim() == 1 for parameter in model.parameters())
             model.train()
+            assert_trains_alike(model, plain, batches)
 
 
-@pytest.mark.parametrize(
-    ("context", "options"),
-    [
-        *(pytest.param(context, {}, id=context) for context in CONTEXTS),
-        *(
-            pytest.param(context, options, id=f"{name}-{context}", marks=marks)
-            for name, options in {
-                "kept": {"reshard_after_forward": False},
-                "deep prefetch": {"forward_prefetch": 3, "limit_all_gathers": False},
-            }.items()
-            for context, marks in {"no_grad": [pytest.mark.slow], "inference_mode": []}.items()
-        ),
-    ],
-)
-def test_evaluation_between_training_steps_does_not_disturb_them(
-    context: str, options: dict
-) -> None:
-    run_ranks(2, _between_training_steps, context, options)
-
-
-def _first_of_all(context: str) -> None:
-    """The first forward of a model is an evaluation."""
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    with CONTEXTS[context]():
-        assert_bitwise(model(batches[0][0]).clone(), plain(batches[0][0]).clone(), "output")
-    assert_trains_alike(model, plain, batches)
-
-
-@_IN_BOTH
-def test_a_model_may_be_evaluated_before_it_is_trained(context: str) -> None:
-    run_ranks(2, _first_of_all, context)
-
-
-def _frees(context: str) -> None:
-    model = zero3(Mlp, Block)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    with CONTEXTS[context]():
-        model(batch)
-    for name, parameter in model.named_parameters():
-        assert parameter.dim() == 1, name
-    for unit in layerzero.units(model):
-        assert unit.state.name == "SHARDED", unit.fqn
-
-
-@_IN_BOTH
-def test_after_an_evaluation_every_unit_is_sharded(context: str) -> None:
-    run_ranks(2, _frees, context)
-
-
-def _sees_new_weights() -> None:
-    """Weights change between evaluations without a step: by hand, under no_grad."""
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    for _ in range(3):
-        with torch.no_grad():
-            assert_bitwise(model(batch), plain(batch), "output")
-            for each in (model, plain):
-                for parameter in each.parameters():
-                    parameter.mul_(0.5)
-    assert_same_values(model, plain)
-
-
-def test_an_evaluation_sees_weights_changed_by_hand() -> None:
-    run_ranks(2, _sees_new_weights)
-
-
-def _parts_called_directly() -> None:
+@on_ranks(2)
+def test_a_part_of_the_model_may_be_called_directly() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     parts = {
@@ -148,12 +87,8 @@ def _parts_called_directly() -> None:
         assert_same_gradients(model, plain, what=f"{name}: gradient of")
     model.zero_grad()
     plain.zero_grad()
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     assert_trains_alike(model, plain, batches)
-
-
-def test_a_part_of_the_model_may_be_called_directly() -> None:
-    run_ranks(2, _parts_called_directly)
 
 
 class _Generator(Transformer):
@@ -170,7 +105,8 @@ class _Generator(Transformer):
         return self.embed(tokens) @ self.embed.weight.t()
 
 
-def _other_methods() -> None:
+@on_ranks(2)
+def test_registered_methods_gather_parameters_and_have_gradients() -> None:
     model = zero3(_Generator, TransformerBlock)
     plain = seeded(_Generator)
     tokens = torch.arange(6).view(2, 3)
@@ -189,15 +125,12 @@ def _other_methods() -> None:
     assert_same_gradients(model, plain)
     for each in (model, plain):
         each.zero_grad()
-    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=3)
+    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=2)
     assert_trains_alike(model, plain, batches)
 
 
-def test_registered_methods_gather_parameters_and_have_gradients() -> None:
-    run_ranks(2, _other_methods)
-
-
-def _refused_methods() -> None:
+@on_ranks(1)
+def test_a_method_that_is_not_there_is_refused() -> None:
     model = zero3(_Generator, TransformerBlock)
     with pytest.raises((ValueError, AttributeError), match="no_such_method"):
         layerzero.register_forward_method(model, "no_such_method")
@@ -205,11 +138,8 @@ def _refused_methods() -> None:
         layerzero.register_forward_method(nn.Linear(2, 2), "forward")
 
 
-def test_a_method_that_is_not_there_is_refused() -> None:
-    run_ranks(1, _refused_methods)
-
-
-def _as_a_submodule() -> None:
+@on_ranks(2)
+def test_a_wrapped_model_may_be_a_submodule() -> None:
     """The wrapped model is part of a plain one, which is called."""
 
     class Outer(nn.Module):
@@ -233,11 +163,8 @@ def _as_a_submodule() -> None:
     ]
 
 
-def test_a_wrapped_model_may_be_a_submodule() -> None:
-    run_ranks(2, _as_a_submodule)
-
-
-def _explicit_unshard() -> None:
+@on_ranks(2)
+def test_parameters_may_be_unsharded_and_resharded_by_hand() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
     model.unshard()
@@ -265,10 +192,6 @@ def _explicit_unshard() -> None:
     assert_trains_alike(model, plain, batches[:2])
 
 
-def test_parameters_may_be_unsharded_and_resharded_by_hand() -> None:
-    run_ranks(2, _explicit_unshard)
-
-
 class _Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +204,8 @@ class _Noisy(nn.Module):
         return self.last(self.norm(self.drop(self.first(x))))
 
 
-def _modes() -> None:
+@on_ranks(2)
+def test_train_and_eval_reach_the_modules_inside() -> None:
     model, plain = zero3(_Noisy, Block), seeded(_Noisy)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for _ in range(2):
@@ -295,11 +219,8 @@ def _modes() -> None:
     assert_same_parameters(dict(model.named_buffers()), dict(plain.named_buffers()), what="buffer")
 
 
-def test_train_and_eval_reach_the_modules_inside() -> None:
-    run_ranks(2, _modes)
-
-
-def _unequal() -> None:
+@on_ranks(3)
+def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
     """Any number of forwards on each rank while all parameters are there."""
     plain, model = seeded(Mlp).eval(), zero3(Mlp, Block).eval()
     own = [torch.full((2, WIDTH), float(index)) for index in range(3 * dist.get_rank())]
@@ -312,7 +233,3 @@ def _unequal() -> None:
     for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
         assert_bitwise(output, other, f"output {index}")
     assert_trains_alike(model, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=1))
-
-
-def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
-    run_ranks(3, _unequal)

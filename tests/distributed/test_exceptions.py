@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3, units
 from layerzero.optim import AdamW
+from tests.harness.checks import named
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gradient_nbytes
 
 
@@ -61,31 +64,32 @@ def start(recompute: bool | None) -> tuple[ZeRO3, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _fails_everywhere(recompute: bool | None) -> None:
-    for where in ("forward", "backward"):
-        # Recomputing units: with the kind that is no `Exception`, which is the harder one.
-        for error in (ValueError, KeyboardInterrupt) if recompute is None else (KeyboardInterrupt,):
-            try:
-                _fails(where, error, recompute)
-            except Exception as failure:
-                failure.add_note(f"after {error.__name__} in {where}")
-                raise
+def fail(
+    model: ZeRO3, number: int, where: str, index: int, error: type[BaseException] = ValueError
+) -> None:
+    """A pass that raises `error` there."""
+    model.module.fail = (where, index, error)
+    with pytest.raises(error, match="told to"):
+        model(batch(number)).square().sum().backward()
+    model.module.fail = None
 
 
-def _fails(where: str, error: type[BaseException], recompute: bool | None) -> None:
+def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+
+def _fails(where: str, errors: Sequence[type[BaseException]], recompute: bool | None) -> None:
     clean, clean_optimizer = start(recompute)
     model, optimizer = start(recompute)
     number = 0
-    for index in range(4):
+    for index, error in enumerate(errors):
         for _ in range(2):
             expected = step_of(clean, clean_optimizer, number)
             assert torch.equal(step_of(model, optimizer, number), expected)
             number += 1
         before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.module.fail = (where, index, error)
-        with pytest.raises(error, match="told to"):
-            model(batch(number)).square().sum().backward()
-        model.module.fail = None
+        fail(model, number, where, index, error)
         after = [p.grad for p in model.parameters()]
         for old, new in zip(before, after, strict=True):
             assert old is None or torch.equal(old, new), "a failed pass changes no gradient"
@@ -93,19 +97,24 @@ def _fails(where: str, error: type[BaseException], recompute: bool | None) -> No
     step_of(model, optimizer, number)
     for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-        assert mine.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, clean)
     assert set(full_nbytes(model).values()) == {0}
     assert set(gradient_nbytes(model).values()) == {0}
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recompute", "reentrant"])
+@on_ranks(2)
 def test_the_next_step_equals_a_clean_start(recompute: bool | None) -> None:
-    run_ranks(2, _fails_everywhere, recompute)
+    for where in ("forward", "backward"):
+        # Recomputing units: with the kind that is no `Exception`, which is the harder one.
+        errors = [ValueError if recompute is None else KeyboardInterrupt, KeyboardInterrupt] * 2
+        with named(where, errors):
+            _fails(where, errors, recompute)
 
 
-def _caught_inside() -> None:
+@on_ranks(2)
+def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
     class Forgiving(nn.Module):
         """Catches the exception of one of its units and goes on without it."""
 
@@ -132,18 +141,13 @@ def _caught_inside() -> None:
     assert model.second.up.weight.grad is not None
 
 
-def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
-    run_ranks(2, _caught_inside)
-
-
-def _fails_in_accumulation() -> None:
+@on_ranks(2)
+def test_sums_of_micro_batches_stay_when_a_later_one_fails() -> None:
     model, optimizer = start(None)
     with model.no_sync():
         model(batch(0)).sum().backward()
-    model.module.fail = ("backward", 1, ValueError)
-    with pytest.raises(ValueError, match="told to"), model.no_sync():
-        model(batch(1)).sum().backward()
-    model.module.fail = None
+    with model.no_sync():
+        fail(model, 1, "backward", 1)
     clean, clean_optimizer = start(None)
     with clean.no_sync():
         clean(batch(0)).sum().backward()
@@ -154,41 +158,27 @@ def _fails_in_accumulation() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_sums_of_micro_batches_stay_when_a_later_one_fails() -> None:
-    run_ranks(2, _fails_in_accumulation)
-
-
-def _gives_up() -> None:
+@on_ranks(2)
+def test_zero_grad_gives_a_failed_step_up() -> None:
     """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
     for gives_up in ("model", "optimizer", "flat"):
         model, optimizer = start(None)
         if gives_up == "flat":
             del optimizer
             optimizer = AdamW(model.parameters(), lr=0.01)
-        clean, clean_optimizer = start(None)
+        clean, _ = start(None)
         with model.no_sync():
             model(batch(0)).sum().backward()
-        model.module.fail = ("backward", 1, ValueError)
-        with pytest.raises(ValueError, match="told to"):
-            model(batch(1)).sum().backward()
-        model.module.fail = None
+        fail(model, 1, "backward", 1)
         (model if gives_up == "model" else optimizer).zero_grad()
         model(batch(5)).sum().backward()
         clean(batch(5)).sum().backward()
-        for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-            assert torch.equal(mine.grad, theirs.grad), gives_up
-        del clean_optimizer
+        with named(gives_up):
+            assert_same_gradients(model, clean)
 
 
-def test_zero_grad_gives_a_failed_step_up() -> None:
-    run_ranks(2, _gives_up)
-
-
+@on_ranks(2)
 def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
-    run_ranks(2, _fails_in_a_hook)
-
-
-def _fails_in_a_hook() -> None:
     model, _ = start(None)
     model(batch(0)).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
@@ -205,29 +195,26 @@ def _fails_in_a_hook() -> None:
     for number in range(2):
         clean(batch(number)).sum().backward()
     model(batch(1)).sum().backward()
-    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, clean)
 
 
-def _steps_in_backward() -> None:
+@on_ranks(2)
+def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
     model, optimizer = start(None)
     model.step_in_backward(optimizer)
     model(batch(0)).sum().backward()
     optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    model.module.fail = ("backward", 0, ValueError)
-    with pytest.raises(ValueError, match="told to"):
-        model(batch(1)).sum().backward()
-    model.module.fail = None
+    fail(model, 1, "backward", 0)
     assert all(map(torch.equal, before, model.parameters())), "nothing has stepped"
     steps = []
 
-    def fail(*_: object) -> None:
+    def fail_in_third(*_: object) -> None:
         steps.append(None)
         if len(steps) == 3:
             raise ValueError("told to, in the third step")
 
-    hook = optimizer.register_step_pre_hook(fail)
+    hook = optimizer.register_step_pre_hook(fail_in_third)
     with pytest.raises(ValueError, match="told to") as caught:
         model(batch(1)).sum().backward()
     hook.remove()
@@ -236,11 +223,8 @@ def _steps_in_backward() -> None:
     assert not all(map(torch.equal, before, model.parameters()))
 
 
-def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
-    run_ranks(2, _steps_in_backward)
-
-
-def _backward_again() -> None:
+@on_ranks(2)
+def test_another_backward_may_follow_a_failed_one() -> None:
     """After a failed backward another graph's backward may come first, without a forward."""
     model, _ = start(None)
     good = model(batch(0)).square().sum()
@@ -252,9 +236,4 @@ def _backward_again() -> None:
     good.backward()
     clean, _ = start(None)
     clean(batch(0)).square().sum().backward()
-    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-
-
-def test_another_backward_may_follow_a_failed_one() -> None:
-    run_ranks(2, _backward_again)
+    assert_same_gradients(model, clean)

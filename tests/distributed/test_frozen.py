@@ -1,39 +1,65 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import ZeRO3
+from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+    named,
+)
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     sharded,
+    trained_alike,
     zero3,
 )
-from tests.harness.models import CASES, WIDTH, Block, FrozenParts, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.internals import WaitingGradient
+from tests.harness.models import (
+    CASES,
+    WIDTH,
+    Block,
+    FrozenParts,
+    Mlp,
+    TiedInUnit,
+    UnusedParts,
+    loss_of,
+)
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
+    full_gradients,
     full_parameters,
     seeded,
 )
 from tests.harness.traffic import SentBytes
 
 
-def _frozen_have_no_gradient_and_no_state() -> None:
+@on_ranks(2)
+def test_a_frozen_parameter_gets_no_gradient_and_does_not_change() -> None:
     model = sharded(CASES["frozen_parts"])
     plain = seeded(FrozenParts)
     before = full_parameters(model)
@@ -49,10 +75,6 @@ def _frozen_have_no_gradient_and_no_state() -> None:
     after = full_parameters(model)
     for name, value in before.items():
         assert torch.equal(value, after[name]) == (name in frozen), name
-
-
-def test_a_frozen_parameter_gets_no_gradient_and_does_not_change() -> None:
-    run_ranks(2, _frozen_have_no_gradient_and_no_state)
 
 
 def _bytes_of_a_step(frozen: str, before_wrapping: bool) -> int:
@@ -86,7 +108,9 @@ class _Wide(nn.Module):
         return self.blocks(x)
 
 
-def _compare_bytes(before_wrapping: bool) -> None:
+@pytest.mark.parametrize("before_wrapping", [True, False], ids=["before wrapping", "later"])
+@on_ranks(3)
+def test_no_gradient_bytes_travel_for_what_is_frozen(before_wrapping: bool) -> None:
     block = sum(4 * parameter.numel() for parameter in Block(_Wide.WIDTH, 64).parameters())
     world_size = dist.get_world_size()
     everything = _bytes_of_a_step("nothing", before_wrapping)
@@ -104,15 +128,24 @@ def _compare_bytes(before_wrapping: bool) -> None:
         assert least / 2 <= saved, f"{saved} bytes saved, of {block / 2} of gradients"
 
 
-@pytest.mark.parametrize("before_wrapping", [True, False], ids=["before wrapping", "later"])
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_no_gradient_bytes_travel_for_what_is_frozen(
-    world_size: int, before_wrapping: bool
+def _step_alike(
+    model: nn.Module, plain: nn.Module, optimizers: list[torch.optim.Optimizer], step: list[Tensor]
 ) -> None:
-    run_ranks(world_size, _compare_bytes, before_wrapping)
+    """As `assert_trains_alike`, with optimizers that live on."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = forward_backward(model, step[dist.get_rank()])
+    expected = backward_of_all_ranks(plain, step)
+    assert_bitwise(loss, expected[dist.get_rank()], "loss")
+    assert_same_gradients(model, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_values(model, plain)
 
 
-def _change_between_steps(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     schedule = [
         lambda name: True,
@@ -132,27 +165,8 @@ def _change_between_steps(optimizer: str) -> None:
         _step_alike(model, plain, optimizers, step)
 
 
-def _step_alike(
-    model: nn.Module, plain: nn.Module, optimizers: list[torch.optim.Optimizer], step: list[Tensor]
-) -> None:
-    """As `assert_trains_alike`, with optimizers that live on."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss = forward_backward(model, step[dist.get_rank()])
-    expected = backward_of_all_ranks(plain, step)
-    assert_bitwise(loss, expected[dist.get_rank()], "loss")
-    assert_same_gradients(model, plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same_values(model, plain)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> None:
-    run_ranks(2, _change_between_steps, optimizer)
-
-
-def _frozen_from_the_start_and_trained_later() -> None:
+@on_ranks(2)
+def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
     model, plain = sharded(CASES["frozen_parts"]), seeded(FrozenParts)
     batches = batches_of(CASES["frozen_parts"], dist.get_world_size(), steps=4)
     assert_trains_alike(model, plain, batches[:2])
@@ -161,11 +175,8 @@ def _frozen_from_the_start_and_trained_later() -> None:
     assert_trains_alike(model, plain, batches[2:])
 
 
-def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
-    run_ranks(2, _frozen_from_the_start_and_trained_later)
-
-
-def _all_frozen() -> None:
+@on_ranks(2)
+def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for each in (model, plain):
@@ -184,11 +195,8 @@ def _all_frozen() -> None:
     assert_trains_alike(model, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=2))
 
 
-def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
-    run_ranks(2, _all_frozen)
-
-
-def _old_gradients_survive_freezing() -> None:
+@on_ranks(2)
+def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
     """As in plain torch, freezing does not touch a `.grad` that is there."""
     model = zero3(Mlp, Block)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
@@ -204,11 +212,9 @@ def _old_gradients_survive_freezing() -> None:
     assert_same_parameters({name: own[name].grad for name in kept}, kept, what="gradient of")
 
 
-def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
-    run_ranks(2, _old_gradients_survive_freezing)
-
-
-def _frozen_before_backward() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
     """As GANs do: the discriminator's forward is over, and its parameters are not to learn."""
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
@@ -230,11 +236,8 @@ def _frozen_before_backward() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
-    run_ranks(world_size, _frozen_before_backward)
-
-
-def _frozen_amid_accumulation() -> None:
+@on_ranks()
+def test_freezing_amid_an_accumulation_keeps_what_was_added_before(world_size: int) -> None:
     """The earlier micro-batches have added their gradients already, and those count."""
     for accumulation in ("sharded", "unsharded"):
         for last_in_no_sync in (False, True):
@@ -251,11 +254,6 @@ def _frozen_amid_accumulation() -> None:
                         loss.backward()
                         each.blocks[1].requires_grad_(True)
             assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_freezing_amid_an_accumulation_keeps_what_was_added_before(world_size: int) -> None:
-    run_ranks(world_size, _frozen_amid_accumulation)
 
 
 def _other_pass_between(model: nn.Module, batch: Tensor, *, frozen: str) -> Tensor:
@@ -289,17 +287,18 @@ class _Checkpointed(Mlp):
         return self.head(x)
 
 
-def _frozen_in_between() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    for how in ("plain", "reentrant", "nonreentrant"):
-        for frozen in ("", "blocks.0", "blocks.1.up.weight"):
-            model = zero3(lambda how=how: _Checkpointed(how), Block)
-            run = partial(_other_pass_between, frozen=frozen)
-            assert_trains_alike(model, seeded(lambda how=how: _Checkpointed(how)), batches, run=run)
-
-
+@on_ranks(2)
 def test_a_forward_with_other_flags_may_run_before_the_backward() -> None:
-    run_ranks(2, _frozen_in_between)
+    runs = [("plain", each) for each in ("", "blocks.0", "blocks.1.up.weight")]
+    runs += [
+        ("reentrant", "blocks.0"),
+        ("nonreentrant", "blocks.1.up.weight"),
+        ("nonreentrant", ""),
+    ]
+    for how, frozen in runs:
+        build = partial(_Checkpointed, how)
+        run = partial(_other_pass_between, frozen=frozen)
+        trained_alike(build, Block, run=run)
 
 
 class _FreezesItself(Mlp):
@@ -320,17 +319,16 @@ def _two_forwards(model: nn.Module, batch: Tensor) -> Tensor:
     return losses[0].detach()
 
 
-def _freezes_itself() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    model = zero3(_FreezesItself, Block)
-    assert_trains_alike(model, seeded(_FreezesItself), batches, run=_two_forwards)
-
-
+@on_ranks(2)
 def test_a_forward_may_freeze_its_own_parameters() -> None:
-    run_ranks(2, _freezes_itself)
+    trained_alike(_FreezesItself, Block, run=_two_forwards)
 
 
-def _flags_change_amid_accumulation(zero3_size: int | None) -> None:
+@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, None), (2, None), (4, 2)])
+@on_ranks()
+def test_each_micro_batch_may_train_other_parameters(
+    world_size: int, zero3_size: int | None
+) -> None:
     """Each micro-batch trains other parameters, in one unit and over units."""
     sets = [("",), ("blocks.0", "head"), ("blocks.1.up",), ("blocks.0.down", "stem", "blocks.1")]
     for accumulation in ("sharded", "unsharded"):
@@ -351,13 +349,6 @@ def _flags_change_amid_accumulation(zero3_size: int | None) -> None:
             assert_same_gradients(model, plain, terms, f"{accumulation}, step {step}: gradient of")
 
 
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, None), (2, None), (4, 2)])
-def test_each_micro_batch_may_train_other_parameters(
-    world_size: int, zero3_size: int | None
-) -> None:
-    run_ranks(world_size, _flags_change_amid_accumulation, zero3_size)
-
-
 class _Float8(nn.Module):
     """A scale that is stored in eight bits beside what is trained."""
 
@@ -371,7 +362,8 @@ class _Float8(nn.Module):
         return self.linear(x) * self.scale.float()
 
 
-def _float8() -> None:
+@on_ranks(2)
+def test_a_frozen_float8_parameter_stands_beside_trained_ones() -> None:
     model, plain = ZeRO3(seeded(_Float8)), seeded(_Float8)
     batches = [[torch.randn(3, WIDTH) for _ in range(2)] for _ in range(2)]
     assert_trains_alike(model, plain, batches)
@@ -382,5 +374,315 @@ def _float8() -> None:
     assert torch.equal(state["scale"].float(), plain.scale.float())
 
 
-def test_a_frozen_float8_parameter_stands_beside_trained_ones() -> None:
-    run_ranks(2, _float8)
+# Hooks on parameters run with the reduced gradient, once it is there, or are refused by name ------
+
+
+def _batches(steps: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    size = dist.get_world_size()
+    return [[torch.randn(4, WIDTH, generator=generator) for _ in range(size)] for _ in range(steps)]
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _step_in_hooks(model: nn.Module) -> None:
+    """An optimizer for each parameter, stepped by its hook: torch's own recipe."""
+    optimizers = {parameter: _sgd([parameter]) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(step)
+
+
+def _step_by_torch(model: nn.Module) -> None:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _apply_optimizer_in_backward(torch.optim.SGD, trainable, {"lr": 0.1, "momentum": 0.9})
+
+
+_SETTINGS: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
+    (Mlp, {}),
+    (Mlp, {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": False}),
+    (Mlp, {"zero3_size": 1}),
+    (Mlp, {"zero3_size": 1, "outer": "replicate"}),
+    (Mlp, {"offload": OffloadPolicy(params=True, grads=True)}),
+    (FrozenParts, {}),
+    (UnusedParts, {}),
+    (TiedInUnit, {}),
+)
+
+
+def _twice(model: nn.Module, x: Tensor) -> Tensor:
+    forward_backward(model, x)
+    return forward_backward(model, x)
+
+
+@on_ranks(2)
+def test_an_optimizer_in_post_accumulate_hooks_trains_as_one_that_steps_after_backward() -> None:
+    for install in (_step_in_hooks, _step_by_torch):
+        for build, options in _SETTINGS if install is _step_in_hooks else _SETTINGS[:3]:
+            with named((install.__name__, build.__name__, options)):
+                model, reference = zero3(build, Block, **options), seeded(build)
+                install(model)
+                optimizer = _sgd(reference.parameters())
+                for step in _batches(2):
+                    with model.no_sync():
+                        forward_backward(model, step[dist.get_rank()])
+                    waiting = [p.grad for p in model.parameters() if p.grad is not None]
+                    assert all(isinstance(each, WaitingGradient) for each in waiting)
+                    forward_backward(model, step[dist.get_rank()])
+                    assert all(parameter.grad is None for parameter in model.parameters())
+                    backward_of_all_ranks(reference, step, _twice)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    assert_same_values(model, reference)
+
+
+@on_ranks(2)
+def test_hooks_see_and_replace_this_backwards_reduced_gradient() -> None:
+    model, reference = zero3(Mlp, Block), seeded(Mlp)
+    seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    order: list[str] = []
+
+    def replace(name: str, gradient: Tensor) -> Tensor:
+        order.append(f"hook {name}")
+        seen[name].append(gradient.clone())
+        return gradient.clamp(-0.01, 0.01) * 2
+
+    def note(name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        order.append(f"post {name}")
+
+    handles: list[Any] = []
+    for name, parameter in model.named_parameters():
+        if name != "head.weight":
+            handles.append(parameter.register_hook(partial(replace, name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(note, name)))
+    for index, step in enumerate(_batches(2)):
+        forward_backward(model, step[dist.get_rank()])
+        before = [parameter.grad for parameter in reference.parameters()]
+        reference.zero_grad()
+        backward_of_all_ranks(reference, step)
+        with torch.no_grad():
+            for (name, parameter), old in zip(reference.named_parameters(), before, strict=True):
+                assert parameter.grad is not None
+                if name != "head.weight":
+                    own = dict(model.named_parameters())[name].layerzero.range
+                    expected = parameter.grad.view(-1)[slice(*own)]
+                    assert_bitwise(seen[name][index], expected, f"what the hook of {name} saw")
+                    parameter.grad = parameter.grad.clamp(-0.01, 0.01) * 2
+                if old is not None:
+                    parameter.grad += old
+        assert_same_parameters(full_gradients(model), full_gradients(reference), what="gradient of")
+    assert all(order.index(f"hook {n}") < order.index(f"post {n}") for n in seen if n[0] != "h")
+    assert_same_on_all_ranks(order)
+    for handle in handles:
+        handle.remove()
+    order.clear()
+    forward_backward(model, _batches(1)[0][dist.get_rank()])
+    assert not order
+
+
+class _RecomputedTwice(nn.Module):
+    """One block in two reentrant checkpoints, which reduce it once each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.last(x)
+
+
+@on_ranks(2)
+def test_hooks_and_steps_in_backward_come_once_however_often_a_unit_was_reduced() -> None:
+    x = _batches(1)[0][dist.get_rank()].requires_grad_()
+    model = zero3(_RecomputedTwice, Block)
+    gradients = zero3(_RecomputedTwice, Block)
+    loss_of(gradients(x)).backward()
+    ran: list[Tensor] = []
+    weight = model.block.up.weight
+    weight.register_hook(lambda gradient: ran.append(gradient.clone()))
+    together: list[list[Tensor | None]] = []
+    register_multi_grad_hook([weight, model.last.up.bias], lambda found: together.append([*found]))
+    loss_of(model(x)).backward()
+    assert len(ran) == len(together) == 1
+    assert_bitwise(ran[0], gradients.block.up.weight.grad, "the sum of both reductions")
+    assert_bitwise(together[0][1], gradients.last.up.bias.grad)
+
+    stepped = zero3(_RecomputedTwice, Block)
+    optimizer = _sgd(stepped.parameters())
+    num_steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: num_steps.append(len(num_steps)))
+    stepped.step_in_backward(optimizer)
+    stepped.last.up.weight.register_hook(lambda gradient: gradient * 2)
+    loss_of(stepped(x)).backward()
+    assert len(num_steps) == 2, "one for each unit with parameters"
+    optimizer = _sgd(gradients.parameters())
+    with torch.no_grad():
+        gradients.last.up.weight.grad *= 2
+    optimizer.step()
+    assert_same_values(stepped, gradients)
+
+
+@on_ranks(2)
+def test_a_hook_put_on_a_full_parameter_in_forward_sees_this_ranks_gradient() -> None:
+    """As on parameters of DDP: with this rank's own gradient, before it is reduced."""
+
+    class Hooked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.up.weight._backward_hooks:
+                self.up.weight.register_hook(lambda gradient: gradient * (dist.get_rank() + 1))
+            return super().forward(x)
+
+    model, plain = (
+        zero3(lambda: nn.Sequential(Hooked()), Hooked),
+        zero3(lambda: nn.Sequential(Block()), Block),
+    )
+    x = _batches(1)[0][dist.get_rank()]
+    forward_backward(model, x)
+    loss = loss_of(plain(x)) * (dist.get_rank() + 1)
+    loss.backward()
+    ours = full_gradients(model)["0.up.weight"]
+    assert ours is not None
+    assert_bitwise(ours, full_gradients(plain)["0.up.weight"])
+    forward_backward(model, x)  # the hook is still there
+
+
+@on_ranks(2)
+def test_a_hook_on_a_dtensor_parameter_sees_the_piece_of_its_local_gradient() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 4)))
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
+    model = ZeRO3(module, mesh["dp"])
+    ran: list[Tensor] = []
+    model.module[0].weight.register_hook(lambda gradient: ran.append(gradient.clone()))
+    model(torch.ones(2, 4)).sum().backward()
+    assert_bitwise(ran[0], torch.full((8,), 2.0))
+
+
+_BEFORE: dict[str, Callable[[nn.Parameter], object]] = {
+    "register_hook": lambda p: p.register_hook(print),
+    "register_post_accumulate_grad_hook": lambda p: p.register_post_accumulate_grad_hook(print),
+    "_apply_optimizer_in_backward": lambda p: _apply_optimizer_in_backward(
+        torch.optim.SGD, [p], {"lr": 0.1}
+    ),
+}
+
+
+@on_ranks(2)
+def test_hooks_that_would_never_run_are_refused_by_name() -> None:
+    for kind, put in _BEFORE.items():
+        module = Mlp()
+        put(module.blocks[1].up.weight)
+        with pytest.raises(
+            ValueError, match=rf"'blocks.1.up.weight' has hooks, registered with {kind}"
+        ):
+            ZeRO3(module, auto_wrap_policy={Block})
+        model = zero3(Mlp, Block)
+        with (
+            pytest.raises(RuntimeError, match=rf"'blocks.1.up.weight': hooks .*{kind}. inside"),
+            model.summon_full_params(),
+        ):
+            model.blocks[1].up.weight.data.mul_(2.0)
+            put(model.blocks[1].up.weight)
+        reference = seeded(Mlp)
+        reference.blocks[1].up.weight.data.mul_(2.0)
+        assert_same_values(model, reference)
+
+
+# Parameters of classes of their own keep these, or are refused by name ----------------------------
+
+
+class Scaled(nn.Parameter):
+    """A parameter that knows how it is used."""
+
+    scale: float
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scale != 1
+
+
+class Uses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.weight = Scaled(torch.randn(WIDTH, WIDTH))
+        self.weight.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Scaled and self.weight.is_scaled
+        return self.block(x) @ (self.weight * self.weight.scale)
+
+
+class Packed(Tensor):
+    """Values with operations of their own, as quantized ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Watched(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_a_class_derived_from_parameter_is_kept() -> None:
+    for options in ({}, {"zero3_size": 1}):
+        model = ZeRO3(seeded(Uses), auto_wrap_policy={Block}, **options)
+        assert type(model.weight) is Scaled and model.weight.scale == 0.5
+        assert_trains_alike(model, seeded(Uses), batches_of(CASES["mlp"], 2, steps=2))
+        with model.summon_full_params():
+            assert type(model.weight) is Scaled and model.weight.shape == (WIDTH, WIDTH)
+    with torch.device("meta"):
+        module = Uses()
+    module.weight = Scaled(torch.empty(WIDTH, WIDTH, device="meta"))
+    module.weight.scale = 2.0
+    module.reset_parameters = lambda: nn.init.ones_(module.weight)
+    model = ZeRO3(module, auto_wrap_policy={Block})
+    assert type(model.weight) is Scaled and model.weight.scale == 2.0
+
+
+@on_ranks(2)
+def test_a_tensor_with_operations_of_its_own_is_refused_by_name() -> None:
+    values = torch.ones(WIDTH).as_subclass(Packed)
+    for parameter in (nn.Parameter(values), Watched(torch.ones(WIDTH))):
+        module = nn.Sequential(Block(), nn.Linear(WIDTH, 2))
+        module[0].scale = parameter
+        kind = type(parameter).__name__
+        with pytest.raises(
+            ValueError,
+            match=rf"0 \(rank {dist.get_rank()}\): parameter '0\.scale' is a \S+\.{kind}, a tensor "
+            "subclass with its own operations.*ignored_parameters",
+        ):
+            ZeRO3(module, auto_wrap_policy={Block})
+        assert module[0].scale is parameter
+        ZeRO3(module, auto_wrap_policy={Block}, ignored_parameters=[parameter])
+        assert module[0].scale is parameter
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' has no shape yet.*lazy.*forward"):
+        ZeRO3(nn.Sequential(nn.LazyLinear(3)))
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].table = nn.Buffer(torch.ones(2), persistent=False)
+    model = ZeRO3(module)
+    assert isinstance(model[0].table, nn.Buffer)
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2))
+        module[0].table = nn.Buffer(torch.ones(2))
+
+    def fill(part: nn.Module) -> None:
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensor.detach().fill_(1)
+
+    assert isinstance(ZeRO3(module, param_init_fn=fill)[0].table, nn.Buffer)

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3, global_norm, units
-from layerzero.step.states import ShardState
 from tests.harness.checks import (
     assert_bitwise,
     assert_same_on_all_ranks,
     assert_same_parameters,
+    named,
     warns_on_first_rank,
 )
 from tests.harness.compare import (
@@ -29,9 +29,9 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.internals import inner_units
-from tests.harness.models import CASES, OUTPUT_KINDS, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.internals import inner_units, root_state
+from tests.harness.models import CASES, Block, Mlp, NoParameters
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -43,7 +43,6 @@ from tests.harness.reference import (
     full_parameters,
     plain,
     seeded,
-    train_rank,
 )
 from tests.harness.traffic import SentBytes
 
@@ -78,85 +77,45 @@ def _is_regrouped(zero3_size: int, mode: str) -> bool:
 # Same as unsharded ----------------------------------------------------------------------------
 
 
-def _train(runs: list[tuple[str, list[tuple[int, str]]]], optimizer: str) -> None:
-    """Each of `runs` is a model and its splits, as (zero3_size, mode)."""
-    world_size = dist.get_world_size()
-    for name, splits in runs:
-        case = CASES[name]
-        batches = batches_of(case, world_size, steps=2)
-        truth = Shared(plain(case))
-        for zero3_size, mode in splits:
-            try:
-                assert_trains_alike(
-                    _layered(name, zero3_size, mode),
-                    truth,
-                    batches,
-                    optimizer,
-                    regrouped=_is_regrouped(zero3_size, mode),
-                )
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {zero3_size=}, {mode}: {error}") from error
+def _train(name: str, splits: list[tuple[int, str]], optimizer: str = "sgd_momentum") -> None:
+    """Splits are (zero3_size, mode)."""
+    case = CASES[name]
+    batches = batches_of(case, dist.get_world_size(), steps=2)
+    truth = Shared(plain(case))
+    for zero3_size, mode in splits:
+        model = _layered(name, zero3_size, mode)
+        regrouped = _is_regrouped(zero3_size, mode)
+        with named(f"{name}, zero3_size={zero3_size!r}, {mode}"):
+            assert_trains_alike(model, truth, batches, optimizer, regrouped=regrouped)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.slow), 6])
+@on_ranks(timeout=180)
 def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full: bool) -> None:
-    """A few models, each in every third split; on four ranks each of the rest in one.
+    """A few models, each in every third split; on four ranks each of the others in one.
 
     `make soak`: all in each.
     """
     few = ["transformer", "odd_shapes", "unused_parts"]
-    # What a structure of outputs needs does not ask how ranks are layered: all kinds once.
-    others = {f"{kind}_output" for kind in OUTPUT_KINDS if kind != "dict"}
     splits = [(size, mode) for ranks, size, mode in SPLITS if ranks == world_size]
-
-    def is_wanted(name: str, zero3_size: int, mode: str) -> bool:
-        if name in few:
-            return True
-        if world_size != 4 or zero3_size == 4:
-            return False
-        return (zero3_size, mode) == (2, "zero1") or name not in others
-
-    runs = [(name, [split for split in splits if is_wanted(name, *split)]) for name in CASES]
-    runs = [run for run in runs if run[1]]
-    if not in_full:
-        runs = [
-            (name, of[at % 3 :: 3] if name in few else [of[at % len(of)]])
-            for at, (name, of) in enumerate(runs)
-        ]
-    assert {split for _, some in runs for split in some} == set(splits)
-    run_ranks(world_size, _train, runs, "sgd_momentum", timeout=180)
+    for at, name in enumerate(few):
+        _train(name, splits if in_full else splits[at::3])
+    for at, name in enumerate(
+        [each for each in CASES if each not in few] if world_size == 4 or in_full else []
+    ):
+        _train(name, splits if in_full else [splits[at % len(splits)]])
 
 
-@pytest.mark.parametrize("mode", ["zero1", "replicate"])
-def test_adamw_state_belongs_to_the_right_elements(mode: str) -> None:
+@on_ranks(4)
+def test_adamw_state_belongs_to_the_right_elements() -> None:
     names = ["transformer", "odd_shapes", "frozen_parts", "unused_parts", "mixed_dtypes"]
-    run_ranks(4, _train, [(name, [(2, mode)]) for name in names], "adamw")
+    for at, name in enumerate(names):
+        _train(name, [(2, ("zero1", "replicate")[at % 2])], "adamw")
 
 
-def _train_in_bfloat16() -> None:
-    """The shard group decides what is cast where, not what comes out: bitwise, with fixed sums."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {"mixed_precision": precision, "deterministic": True}
-    case = CASES["transformer"]
-    batches = batches_of(case, dist.get_world_size(), steps=3)
-
-    def losses_of(model: ZeRO3) -> list[torch.Tensor]:
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        return train_rank(model, optimizer, batches, dist.get_rank())
-
-    flat = losses_of(sharded(case, **options))
-    for zero3_size in (1, 2, 4):
-        for mode in MODES:
-            layered = losses_of(_layered("transformer", zero3_size, mode, **options))
-            for own, expected in zip(layered, flat, strict=True):
-                assert_bitwise(own, expected, f"{zero3_size=}, {mode}: loss")
-
-
-def test_bfloat16_trains_bitwise_like_one_shard_group() -> None:
-    run_ranks(4, _train_in_bfloat16, timeout=120)
-
-
-def _on_a_mesh(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
+def test_a_mesh_of_two_axes_says_outer_and_inner(mode: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     batches = batches_of(CASES["mlp"], 4, steps=3)
     model = zero3(Mlp, Block, process_group=mesh, outer=mode)
@@ -166,24 +125,17 @@ def _on_a_mesh(mode: str) -> None:
     assert handle.placement.num_main_shards == expected
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mesh_of_two_axes_says_outer_and_inner(mode: str) -> None:
-    run_ranks(4, _on_a_mesh, mode)
-
-
-def _flat_mesh(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@on_ranks(2)
+def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
     """An axis of one is no axis."""
     mesh = init_device_mesh("cpu", shape)
     batches = batches_of(CASES["mlp"], 2, steps=2)
     assert_trains_alike(zero3(Mlp, Block, process_group=mesh), seeded(Mlp), batches)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
-    run_ranks(2, _flat_mesh, shape)
-
-
-def _nested() -> None:
+@on_ranks(4)
+def test_units_wrapped_by_hand_share_their_groups() -> None:
     """Wrapped by hand: the groups are made once, and equal placements count as one."""
     model = seeded(Mlp)
     for index, block in enumerate(model.blocks):
@@ -199,54 +151,42 @@ def _nested() -> None:
     assert len(presence) == 2, "one for each axis"
 
 
-def test_units_wrapped_by_hand_share_their_groups() -> None:
-    run_ranks(4, _nested)
-
-
 # A sum that does not depend on the split ------------------------------------------------------
 
 
-def _losses(
-    zero3_size: int, mode: str, precision: MixedPrecision | None, steps: int
-) -> list[float]:
-    model = _layered("transformer", zero3_size, mode, deterministic=True, mixed_precision=precision)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps)
-    losses = []
-    for step in batches:
-        optimizer.zero_grad()
-        losses.append(forward_backward(model, step[dist.get_rank()]).item())
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-    return losses
-
-
-def _losses_of_all_splits(precision: MixedPrecision | None, steps: int) -> None:
-    world_size = dist.get_world_size()
-    expected = _losses(world_size, "zero1", precision, steps)
-    assert expected[-1] < expected[0], "it does not train"
-    for zero3_size in (size for size in range(1, world_size) if world_size % size == 0):
-        assert _losses(zero3_size, "zero1", precision, steps) == expected, zero3_size
-    assert _losses(world_size, "zero1", precision, steps) == expected, "the same again"
-
-
 @pytest.mark.parametrize(
-    ("world_size", "reduce_dtype", "steps"),
+    ("world_size", "low", "steps"),
     # A sum in another order shows in the first steps; long enough, once, for what builds up.
     [
-        pytest.param(4, torch.float32, 30, marks=[pytest.mark.slow, pytest.mark.soak]),
-        (4, torch.bfloat16, 5),
-        (6, torch.float32, 4),
+        pytest.param(4, False, 30, marks=[pytest.mark.slow, pytest.mark.soak]),
+        (4, True, 3),
+        (6, False, 3),
     ],
 )
-def test_losses_are_bitwise_those_of_every_split(
-    world_size: int, reduce_dtype: torch.dtype, steps: int
-) -> None:
-    """With clipping, whose norm is summed in one order too."""
-    precision = None
-    if reduce_dtype != torch.float32:
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    run_ranks(world_size, _losses_of_all_splits, precision, steps, timeout=120)
+@on_ranks(timeout=120)
+def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool, steps: int) -> None:
+    """With clipping, whose norm is summed in one order too. On four ranks in every mode: the shard
+    group decides what is cast where, not what comes out."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batches = batches_of(CASES["transformer"], world_size, steps=1) * steps
+
+    def losses(zero3_size: int, mode: str) -> list[float]:
+        options = {"deterministic": True, "mixed_precision": precision if low else None}
+        model = _layered("transformer", zero3_size, mode, **options)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        found = []
+        for step in batches:
+            optimizer.zero_grad()
+            found.append(forward_backward(model, step[dist.get_rank()]).item())
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+        return found
+
+    expected = losses(world_size, "zero1")
+    assert expected[-1] < expected[0], "it does not train"
+    for size in (size for size in range(1, world_size) if world_size % size == 0):
+        for mode in MODES if world_size == 4 else ["zero1"]:
+            assert losses(size, mode) == expected, (size, mode)
 
 
 # Bytes ----------------------------------------------------------------------------------------
@@ -279,7 +219,9 @@ def _sent(mode: str, steps: int) -> dict[str, int]:
     }
 
 
-def _bytes_follow_the_formula() -> None:
+@on_ranks(6)
+def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
+    """docs/reference/layered.md: the outer group carries an inner-th of what one hop carries."""
     p, n, k = PARAMETER_NBYTES, 3, 2
     # Three units: five gathers, because the last of the forward stays, and three reductions.
     moved = (5 + 3) * p // 3
@@ -290,11 +232,6 @@ def _bytes_follow_the_formula() -> None:
         assert sent == {"inner": inner, "outer": 2 * own, "all": -15}, (mode, sent)
     sent = _sent("shard", 1)
     assert sent == {"inner": -6, "outer": -3, "all": moved * (n * k - 1) // (n * k)}, sent
-
-
-def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
-    """docs/reference/layered.md: the outer group carries an inner-th of what one hop carries."""
-    run_ranks(6, _bytes_follow_the_formula)
 
 
 def _resident(mode: str, precision: MixedPrecision | None, in_step: bool = False) -> int:
@@ -317,7 +254,8 @@ def _resident(mode: str, precision: MixedPrecision | None, in_step: bool = False
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _residency_follows_the_formula() -> None:
+@on_ranks(4)
+def test_resident_bytes_are_those_of_the_formula() -> None:
     p, n, k = PARAMETER_NBYTES, 2, 2
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     compute = {"zero1": p / n, "replicate": 0, "shard": 0}
@@ -326,10 +264,6 @@ def _residency_follows_the_formula() -> None:
             assert _resident(mode, precision) == 2 * p / ranks, "main shard, its gradient"
             during = p / ranks + compute[mode] / size
             assert _resident(mode, precision, in_step=True) == during, "and compute shard"
-
-
-def test_resident_bytes_are_those_of_the_formula() -> None:
-    run_ranks(4, _residency_follows_the_formula)
 
 
 # Never stale ----------------------------------------------------------------------------------
@@ -341,7 +275,8 @@ def _outer_gathers(model: ZeRO3, batch: torch.Tensor) -> int:
     return sum(operation.verb == "outer all-gather" for operation in operations)
 
 
-def _synced_once_a_step() -> None:
+@on_ranks(4)
+def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
     model = sharded(CASES["mlp"], zero3_size=2)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     num_units = len(units(model))
@@ -353,11 +288,9 @@ def _synced_once_a_step() -> None:
     assert _outer_gathers(model, batch) == num_units
 
 
-def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
-    run_ranks(4, _synced_once_a_step)
-
-
-def _unsharded_by_hand(low: bool) -> None:
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@on_ranks(4)
+def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
     """Stays while other units run, until the weights change."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
     model = sharded(CASES["mlp"], zero3_size=2, mixed_precision=precision)
@@ -367,18 +300,13 @@ def _unsharded_by_hand(low: bool) -> None:
     for _ in range(3):
         with torch.no_grad():
             model.module.blocks[0](batch)
-        assert root.state is ShardState.UNSHARDED
+        assert root.state.name == "UNSHARDED"
         assert model.module.head.weight.dim() == 2
     with torch.no_grad():
         for handle in root.handles:
             handle.main_shard.mul_(0.5)
         model.module.blocks[0](batch)
-    assert root.state is ShardState.SHARDED
-
-
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
-    run_ranks(4, _unsharded_by_hand, low)
+    assert root.state.name == "SHARDED"
 
 
 def _by_optimizer(model: ZeRO3, plain: nn.Module) -> None:
@@ -425,61 +353,47 @@ def _by_ema_swap(model: ZeRO3, plain: nn.Module) -> None:
 CHANGES = [_by_optimizer, _by_data, _by_assigned_data, _by_load, _by_summon, _by_ema_swap]
 
 
-def _never_stale_in_each(low: bool, splits: list[tuple[str, int]]) -> None:
-    for mode, zero3_size in splits:
-        try:
-            _never_stale(mode, zero3_size, low)
-        except AssertionError as error:
-            raise AssertionError(f"{mode}, {zero3_size=}: {error}") from error
-
-
-def _never_stale(mode: str, zero3_size: int, low: bool) -> None:
+@on_ranks(4, timeout=120)
+def test_changed_weights_are_never_stale(in_full: bool) -> None:
+    """With two hops and with one. Before each change a pass in training or in evaluation, in turns;
+    `make soak`: both, in every split and dtype."""
     own = batches_of(CASES["mlp"], 4, steps=1)[0][dist.get_rank()]
-    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
-    options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
-    for change in CHANGES:
-        fresh = _layered("mlp", zero3_size, mode, **options)
-        for _ in range(2):
-            change(fresh, seeded(Mlp))
-        with torch.no_grad():
-            expected = fresh(own)
-        forward_backward(fresh, own)
-        expected_gradients = full_gradients(fresh)
-        for in_train in (False, True):
-            what = f"{change.__name__}, {in_train=}:"
-            model = _layered("mlp", zero3_size, mode, **options)
-            for _ in range(2):
-                with torch.set_grad_enabled(in_train):
-                    model(own)  # Before the change: what it gathered must not be used again.
-                change(model, seeded(Mlp))
-            with torch.no_grad():
-                assert_bitwise(model(own), expected, f"{what} output")
-            forward_backward(model, own)
-            assert_same_parameters(full_gradients(model), expected_gradients, what=what)
-
-
-@pytest.mark.parametrize(
-    ("low", "splits"),
-    [
-        pytest.param(True, [("zero1", 2), ("shard", 2)], id="bfloat16"),
-        pytest.param(
-            *(True, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.soak, id="bfloat16, others"
-        ),
-        pytest.param(False, [("zero1", 2), ("shard", 2)], marks=pytest.mark.soak, id="float32"),
-        pytest.param(
-            *(False, [("zero1", 1), ("replicate", 2)]), marks=pytest.mark.slow, id="float32, others"
-        ),
-    ],
-)
-def test_changed_weights_are_never_stale(low: bool, splits: list[tuple[str, int]]) -> None:
-    """With two hops and with one; `make soak`: with every split."""
-    run_ranks(4, _never_stale_in_each, low, splits, timeout=120)
+    splits = [("zero1", 2), ("shard", 2), ("zero1", 1), ("replicate", 2)]
+    for turn, (mode, zero3_size) in enumerate(splits):
+        for low in (False, True) if in_full else [turn < 2]:
+            precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+            options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
+            expected: dict[bool, tuple[torch.Tensor, dict[str, torch.Tensor | None]]] = {}
+            for number, change in enumerate(CHANGES, turn):
+                halves = change is not _by_optimizer
+                if halves not in expected:
+                    fresh = _layered("mlp", zero3_size, mode, **options)
+                    for _ in range(2):
+                        change(fresh, seeded(Mlp))
+                    with torch.no_grad():
+                        output = fresh(own)
+                    forward_backward(fresh, own)
+                    expected[halves] = output, full_gradients(fresh)
+                output, gradients = expected[halves]
+                for in_train in (False, True) if in_full else [bool(number % 2)]:
+                    what = f"{change.__name__}, {mode}, {zero3_size=}, {low=}, {in_train=}:"
+                    model = _layered("mlp", zero3_size, mode, **options)
+                    for _ in range(2):
+                        with torch.set_grad_enabled(in_train):
+                            model(own)  # What it gathered must not be used after the change.
+                        change(model, seeded(Mlp))
+                    with torch.no_grad():
+                        assert_bitwise(model(own), output, f"{what} output")
+                    forward_backward(model, own)
+                    assert_same_parameters(full_gradients(model), gradients, what=what)
 
 
 # Kept in the shard group ----------------------------------------------------------------------
 
 
-def _keeps_compute_shards(low: bool) -> None:
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@on_ranks(6)
+def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None:
     """Forward gathers over all six ranks, backward over three; then nothing is kept."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
     model = _blocks_of_linears(
@@ -518,46 +432,37 @@ def _keeps_compute_shards(low: bool) -> None:
             assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None:
-    run_ranks(6, _keeps_compute_shards, low)
-
-
-def _trains_with_kept_shards(mode: str, names: list[str]) -> None:
-    for name in names:
-        assert_trains_alike(
-            _layered(name, 2, mode, reshard_after_forward="compute_shard"),
-            plain(CASES[name]),
-            batches_of(CASES[name], 4, steps=3),
-            "adamw",
-            regrouped=_is_regrouped(2, mode),
-        )
-
-
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
 def test_keeping_compute_shards_changes_no_gradient(mode: str, in_full: bool) -> None:
     """Each model in `shard`, which sends other bytes, and one other; `make soak`: all."""
     names = ["transformer", "unused_parts", "frozen_parts", "tied_across_units"]
     if mode != "shard" and not in_full:
         names = names[MODES.index(mode) :: 2]
-    run_ranks(4, _trains_with_kept_shards, mode, names)
+    for name in names:
+        assert_trains_alike(
+            _layered(name, 2, mode, reshard_after_forward="compute_shard"),
+            plain(CASES[name]),
+            batches_of(CASES[name], 4, steps=2),
+            "adamw",
+            regrouped=_is_regrouped(2, mode),
+        )
 
 
-def _checked() -> None:
+@on_ranks(1)
+def test_what_stays_after_forward_is_checked() -> None:
     with pytest.raises(ValueError, match="reshard_after_forward: expected True, False or"):
         ZeRO3(seeded(Mlp), reshard_after_forward="compute_shards")
     with pytest.raises(ValueError, match="got None"):
         ZeRO3(seeded(Mlp), reshard_after_forward=lambda module, fqn: None)
 
 
-def test_what_stays_after_forward_is_checked() -> None:
-    run_ranks(1, _checked)
-
-
 # Around the step ------------------------------------------------------------------------------
 
 
-def _clips_alike(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["zero1", "replicate"])
+@on_ranks(4)
+def test_the_norm_of_gradients_is_that_of_all_owners(mode: str) -> None:
     case = CASES["unused_parts"]
     step = batches_of(case, 4, steps=1)[0]
     model, reference, terms = _layered("unused_parts", 2, mode), plain(case), Terms()
@@ -572,12 +477,8 @@ def _clips_alike(mode: str) -> None:
         assert_same_on_all_ranks(norm, "norm")
 
 
-@pytest.mark.parametrize("mode", ["zero1", "replicate"])
-def test_the_norm_of_gradients_is_that_of_all_owners(mode: str) -> None:
-    run_ranks(4, _clips_alike, mode)
-
-
-def _overflow_on_one_rank() -> None:
+@on_ranks(4)
+def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = zero3(Mlp, Block, process_group=mesh)
     scaler = GradScaler("cpu", process_group=mesh, init_scale=4.0)
@@ -593,11 +494,9 @@ def _overflow_on_one_rank() -> None:
         assert_bitwise(value, before[name], name)
 
 
-def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
-    run_ranks(4, _overflow_on_one_rank)
-
-
-def _summons(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4)
+def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
     model, reference = _layered("mlp", 2, mode), seeded(Mlp)
     for options in ({}, {"rank0_only": True}):
         with model.summon_full_params(**options), torch.no_grad():
@@ -613,22 +512,14 @@ def _summons(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
-    run_ranks(4, _summons, mode)
-
-
-def _synchronises_from_rank_0(mode: str) -> None:
+@on_ranks(4)
+def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
     torch.manual_seed(dist.get_rank())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*there is no outer group")
         model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
     torch.manual_seed(0)
     assert_same_values(model, Mlp())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
-    run_ranks(4, _synchronises_from_rank_0, mode)
 
 
 # Bad input ------------------------------------------------------------------------------------
@@ -639,7 +530,8 @@ def _refuses(match: str, **options: Any) -> None:
         ZeRO3(seeded(Mlp), timeout=timedelta(seconds=20), **options)
 
 
-def _bad_input() -> None:
+@on_ranks(4)
+def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     _refuses("zero3_size: expected a divisor of the group size 4, got 3", zero3_size=3)
     _refuses("zero3_size: expected a divisor of the group size 4, got 0", zero3_size=0)
@@ -672,14 +564,11 @@ def _bad_input() -> None:
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
 
 
-def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
-    run_ranks(4, _bad_input)
-
-
 # Units that stay between forward and backward -----------------------------------------------------
 
 
-def _replicas_that_stay() -> None:
+@on_ranks(4)
+def test_replicated_shard_groups_train_with_units_that_stay() -> None:
     """FSDP1's `_HYBRID_SHARD_ZERO2`."""
     world_size = dist.get_world_size()
     model = _layered("mlp", 2, "replicate", reshard_after_forward=False)
@@ -690,5 +579,151 @@ def _replicas_that_stay() -> None:
     assert sorted(gathered(operations)) == sorted({unit.label for unit in inner_units(model)})
 
 
-def test_replicated_shard_groups_train_with_units_that_stay() -> None:
-    run_ranks(4, _replicas_that_stay)
+# Defects that an earlier implementation of layered ZeRO had, each with a test that catches it -----
+
+
+LAYERS: list[dict[str, Any]] = [
+    {"zero3_size": 2},
+    {"zero3_size": 1},
+    {"zero3_size": 2, "outer": "replicate"},
+]
+
+
+def _own(name: str) -> Any:
+    return batches_of(CASES[name], dist.get_world_size(), steps=1)[0][dist.get_rank()]
+
+
+@on_ranks(4)
+def test_every_setting_has_its_effect() -> None:
+    """Bytes of gradients halve with their dtype, on each hop; so do those of parameters."""
+
+    def sent(precision: MixedPrecision | None) -> int:
+        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        model = ZeRO3(layers, auto_wrap_policy={nn.Linear}, zero3_size=2, mixed_precision=precision)
+        with SentBytes() as counted:
+            forward_backward(model, torch.randn(2, 64))
+        return counted.nbytes - 2 * 2  # A byte for each parameter on each hop.
+
+    low, float32 = torch.bfloat16, torch.float32
+    full = sent(None)
+    both = sent(MixedPrecision(param_dtype=low, reduce_dtype=low))
+    assert full == 2 * both
+    wide_sums = sent(MixedPrecision(param_dtype=low, reduce_dtype=float32))
+    gradients = full - sent(MixedPrecision(param_dtype=float32, reduce_dtype=low))
+    assert wide_sums == both + gradients
+
+    initialised: list[str] = []
+    with torch.device("meta"):
+        meta = Mlp()
+    ZeRO3(
+        meta,
+        zero3_size=2,
+        param_init_fn=lambda module: (
+            initialised.append(type(module).__name__),
+            module.to_empty(device="cpu", recurse=False),
+            module.reset_parameters(),
+        ),
+    )
+    assert initialised == ["Linear"] * 8
+    model = zero3(Mlp, Block, zero3_size=2, limit_all_gathers="3MB")
+    assert root_state(model).context.limiter.budget.max_nbytes == 3 * 10**6
+
+
+@on_ranks(4)
+def test_a_mean_is_over_the_ranks_that_were_summed() -> None:
+    """A gradient of 1 on every rank is 1 in the mean, and the number of ranks in the sum."""
+    for layers in LAYERS:
+        for reduction, expected in (("mean", 1.0), ("sum", 4.0)):
+            model = ZeRO3(nn.Linear(3, 1, bias=False), gradient_reduction=reduction, **layers)
+            model(torch.ones(1, 3)).sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [expected] * parameter.numel()
+
+
+@on_ranks(4)
+def test_a_state_dict_after_an_evaluation_has_the_shards() -> None:
+    """Shards, whatever ran before."""
+    for layers in LAYERS:
+        model = sharded(CASES["mlp"], reshard_after_forward=False, **layers)
+        before = {name: value.local.clone() for name, value in model.state_dict().items()}
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                model(_own("mlp"))
+            for name, value in model.state_dict().items():
+                assert_bitwise(value.local, before[name], name)
+
+
+@on_ranks(4)
+def test_prefetching_three_ahead_gathers_all_three_in_order() -> None:
+    """The next three, in their order; compute shards with them."""
+    model = sharded(CASES["mlp"], zero3_size=2, forward_prefetch=3, limit_all_gathers=False)
+    for _ in range(2):
+        with recorded_operations(model) as operations, torch.no_grad():
+            model(_own("mlp"))
+    expected = ["the root unit", "blocks.0", "blocks.1", "blocks.2"]
+    assert gathered(operations) == expected
+    assert [o.unit for o in operations if o.verb == "outer all-gather"] == expected
+
+
+@on_ranks(4)
+def test_micro_batches_end_well_in_a_unit_without_parameters() -> None:
+    """Micro-batches of a model whose last unit has no parameters."""
+    for layers in LAYERS:
+        for accumulation in ("sharded", "unsharded"):
+            module = seeded(NoParameters)
+            policy = {Block, nn.Sequential, nn.Tanh}
+            model = ZeRO3(module, auto_wrap_policy=policy, accumulation=accumulation, **layers)
+            plain, terms = seeded(NoParameters), Terms()
+            step = batches_of(CASES["mlp"], 4, steps=1)[0]
+            with model.no_sync():
+                forward_backward(model, step[dist.get_rank()])
+            forward_backward(model, step[dist.get_rank()])
+            for _ in range(2):
+                backward_of_all_ranks(plain, step, terms=terms)
+            assert_same_gradients(model, plain, terms)
+
+
+@on_ranks(4)
+def test_units_have_settings_of_their_own() -> None:
+    """What one unit is given does not reach another."""
+    inner = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    module = seeded(Mlp)
+    module.blocks[1] = ZeRO3(module.blocks[1], mixed_precision=inner, zero3_size=2)
+    model = ZeRO3(
+        module,
+        auto_wrap_policy={Block},
+        zero3_size=1,
+        reshard_after_forward=lambda _, fqn: fqn != "blocks.0",
+    )
+    seen = {
+        unit.fqn: (
+            unit.options.reshard_after_forward,
+            unit.handles[0].full.dtype,
+            unit.handles[0].placement.shard_group.size,
+        )
+        for unit in inner_units(model)
+    }
+    assert seen == {
+        "": (True, torch.float32, 1),
+        "blocks.0": (False, torch.float32, 1),
+        "blocks.1": (True, torch.bfloat16, 2),
+        "blocks.2": (True, torch.float32, 1),
+    }
+    forward_backward(model, _own("mlp"))
+
+
+@on_ranks(4)
+def test_a_meta_model_trains_in_layers() -> None:
+    """From the meta device, values of the first rank."""
+    for layers in LAYERS:
+        with torch.device("meta"):
+            meta = Mlp()
+        torch.manual_seed(dist.get_rank())
+        model = ZeRO3(meta, auto_wrap_policy={Block}, sync_module_states=True, **layers)
+        values = full_parameters(model)
+        assert all(bool(value.isfinite().all()) for value in values.values())
+        plain = Mlp()
+        plain.load_state_dict(values)
+        assert_same_values(model, plain)
+        assert_trains_alike(model, plain, batches_of(CASES["mlp"], 4, steps=2), regrouped=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -20,9 +19,10 @@ from torch.nn.utils import parametrize
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3, notices
+from tests.harness.checks import recorded_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import batches_of, full_gradients, seeded
 
 
@@ -70,15 +70,12 @@ def _writes(how: str, name: str, verb: str) -> None:
     assert model.module.linear.weight.grad is not None
 
 
-def _all_writes() -> None:
+@on_ranks(2)
+def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("in place", "linear.weight", "wrote into")
     _writes("max_norm", "table.weight", "wrote into")
     _writes("data", "codes", "wrote into")
     _writes("replaced", "codes", "replaced")
-
-
-def test_a_forward_that_changes_its_parameters_is_refused() -> None:
-    run_ranks(2, _all_writes)
 
 
 class _AddsHalf(nn.Module):
@@ -97,7 +94,8 @@ class _Parametrizes(Block):
             parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
 
 
-def _sets_to_itself() -> None:
+@on_ranks(2)
+def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
     def build() -> nn.Module:
         return nn.Sequential(_Parametrizes(), Block())
 
@@ -105,25 +103,19 @@ def _sets_to_itself() -> None:
     with torch.no_grad():
         model(batch())
         plain(batch())
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     assert_trains_alike(model, plain, steps)
 
 
-def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
-    run_ranks(2, _sets_to_itself)
-
-
-def _keeps_what_is_whole() -> None:
+@on_ranks(1)
+def test_on_one_rank_parameters_are_whole_and_may_be_changed() -> None:
     model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
     model(batch())
     assert model.module.linear.weight.abs().max() <= 0.01
 
 
-def test_on_one_rank_parameters_are_whole_and_may_be_changed() -> None:
-    run_ranks(1, _keeps_what_is_whole)
-
-
-def _kept_by_a_hook() -> None:
+@on_ranks(2)
+def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> None:
     model = wrapped()
     kept: list[torch.Tensor] = []
     hook = model.module.stem.register_forward_hook(lambda *each: kept.append(each[2]))
@@ -139,84 +131,60 @@ def _kept_by_a_hook() -> None:
         assert torch.equal(full_gradients(model)[name], gradient), "what was dropped stays away"
 
 
-def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> None:
-    run_ranks(2, _kept_by_a_hook)
-
-
 def _penalty(power: int) -> tuple[list[str], bool]:
     model = wrapped(lambda: nn.Linear(8, 8))  # each rank has a part of the weight
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as told:
         for each in (model, plain):
             penalty = sum(p.norm() if power == 1 else p.square().sum() for p in each.parameters())
             (each(torch.ones(3, 8)).sum() + 0.1 * penalty).backward()
     gradients = full_gradients(model)
     is_right = all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters())
-    return [str(each.message) for each in caught], is_right
+    return told, is_right
 
 
-def test_a_penalty_on_shards_warns_on_the_first_rank() -> None:
-    (norms, is_right), (others, _) = run_ranks(2, _penalty, 1)
-    assert not is_right and others == []
-    (told,) = norms
-    assert "was used outside the forward of its unit" in told and "wrong for norms" in told
+@on_ranks(2)
+def test_a_penalty_on_shards_that_is_wrong_warns_on_the_first_rank() -> None:
+    """That of a norm is wrong, an L2 penalty is right."""
+    told, is_right = _penalty(1)
+    assert not is_right and len(told) == int(dist.get_rank() == 0)
+    for text in told:
+        assert "was used outside the forward of its unit" in text and "wrong for norms" in text
+    assert _penalty(2)[1]
 
 
-def _hooked() -> list[str]:
+@on_ranks(2)
+def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
     model = wrapped()
     for sharded_param in model.parameters():
         sharded_param.register_hook(lambda gradient: gradient * 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as told:
         model(batch()).sum().backward()
-    return [str(each.message) for each in caught]
+    assert not told
 
 
-def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
-    assert run_ranks(2, _hooked) == [[], []]
+def _saves(folder: str) -> None:
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Sequential(nn.Linear(24, 24, bias=False)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, 24)).square().sum().backward()
+    optimizer.step()
+    [state] = optimizer.state.values()
+    before = state["exp_avg"].clone()
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    state["exp_avg"].zero_()
+    entries = optimizer.state_dict()
+    dcp.load({"optimizer": entries}, checkpoint_id=folder)
+    optimizer.load_state_dict(entries)
+    [state] = optimizer.state.values()
+    assert before.abs().sum() > 0 and torch.equal(state["exp_avg"], before), "another rank's state"
+    assert "layerzero.checkpoint" not in sys.modules
 
 
-def test_an_l2_penalty_on_shards_is_right() -> None:
-    assert all(is_right for _, is_right in run_ranks(2, _penalty, 2))
-
-
-_SAVES = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch import nn
-import layerzero
-_, rank, folder = sys.argv
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
-torch.manual_seed(0)
-model = layerzero.ZeRO3(nn.Sequential(nn.Linear(24, 24, bias=False)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-model(torch.randn(2, 24)).square().sum().backward()
-optimizer.step()
-[state] = optimizer.state.values()
-before = state["exp_avg"].clone()
-dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/saved")
-state["exp_avg"].zero_()
-entries = optimizer.state_dict()
-dcp.load({"optimizer": entries}, checkpoint_id=f"{folder}/saved")
-optimizer.load_state_dict(entries)
-[state] = optimizer.state.values()
-assert before.abs().sum() > 0 and torch.equal(state["exp_avg"], before), "another rank's state"
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
 def test_optimizer_states_are_shards_for_torch_whatever_was_imported(tmp_path: Path) -> None:
-    """In processes of their own: nothing here may import `layerzero.checkpoint`."""
-    command = [sys.executable, "-W", "ignore", "-c", _SAVES]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=100)
-        assert rank.returncode == 0, errors
+    """On ranks of their own: nothing here may import `layerzero.checkpoint`."""
+    run_ranks(2, _saves, str(tmp_path))
 
 
 def _wide(options: dict[str, object]) -> ZeRO3:
@@ -228,15 +196,10 @@ def _wide(options: dict[str, object]) -> ZeRO3:
     return wrapped(build, auto_wrap_policy={nn.Linear}, **options)
 
 
-def _initialises(how: str, options: dict[str, object]) -> list[str]:
-    """Warnings of the first two steps of a model that is initialised after it was wrapped."""
-    model, x = _wide(options), torch.ones(3, 24)
-    told: list[str] = []
-    torch.manual_seed(1 + (dist.get_rank() if how == "other seeds" else 0))
-
-    def initialise(module: nn.Module) -> None:
+def _initialise(model: nn.Module, how: str) -> None:
+    for module in model.modules():
         if not isinstance(module, nn.Linear):
-            return
+            continue
         if module.bias is not None:
             nn.init.zeros_(module.bias)
         if how in ("normal_", "trunc_normal_", "uniform_"):
@@ -246,58 +209,48 @@ def _initialises(how: str, options: dict[str, object]) -> list[str]:
         elif how != "zeros":
             module.weight.detach().normal_()
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+def _initialised(how: str, options: dict[str, object]) -> list[str]:
+    """Warnings of the first two steps of a model that is initialised after it was wrapped."""
+    model, x = _wide(options), torch.ones(3, 24)
+    torch.manual_seed(1 + (dist.get_rank() if how == "other seeds" else 0))
+    with mock.patch.object(notices, "_issued", set()), recorded_warnings() as told:
         if how == "loaded":
             other = _wide(options)
             with torch.no_grad(), other.summon_full_params():
-                other.apply(initialise)
+                _initialise(other, how)
             model.load_state_dict(other.state_dict())
         elif how == "full":
             with model.summon_full_params():
-                model.apply(initialise)
+                _initialise(model, how)
         elif how != "not":
-            model.apply(initialise)
+            _initialise(model, how)
         with torch.no_grad():
             model(x)  # An evaluation before does not count as the first forward.
         for _ in range(2):
             model(x).sum().backward()
-    told += [str(each.message) for each in caught]
     return told
 
 
-def _initialises_in_all_ways() -> dict[str, list[str]]:
-    modes = {
-        "float32": {},
-        "bfloat16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-        "zero3_size=1": {"zero3_size": 1, "outer": "shard"},
-        "replicas": {"zero3_size": 1, "outer": "replicate"},
-    }
-    ways = ["normal_", "trunc_normal_", "uniform_", "data", "drawn"]
-    ways += ["other seeds", "full", "zeros", "loaded", "not"]
-    told = {}
-    for mode, options in modes.items():
-        for how in ways:
-            with mock.patch.object(notices, "_issued", set()):
-                told[f"{mode}, {how}"] = _initialises(how, options)
-    return told
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_equal_numbers_drawn_for_unequal_parts_warn_once(world_size: int) -> None:
-    """Whatever draws them, in all modes that split the weights; and nothing else does."""
-    first, *others = run_ranks(world_size, _initialises_in_all_ways)
+@on_ranks(2)
+def test_equal_numbers_drawn_for_unequal_parts_warn_once() -> None:
+    """Whatever draws them, and in all modes that split the weights; and nothing else does."""
     draws = ("normal_", "trunc_normal_", "uniform_", "data", "drawn")
-    for case, told in first.items():
-        if case.endswith(draws) and not case.startswith("replicas"):
-            assert len(told) == 1, case
-            assert "begin with the same numbers" in told[0] and "summon_full_params" in told[0]
-        else:
-            assert not told, case
-    assert not any(told for other in others for told in other.values())
+    others = ("other seeds", "full", "zeros", "loaded", "not")
+    low = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    alone, replicas = ({"zero3_size": 1, "outer": outer} for outer in ("shard", "replicate"))
+    cases = [(how, {}) for how in (*draws, *others)]
+    cases += [(how, mode) for mode in (low, alone, replicas) for how in ("normal_", "data", "full")]
+    for how, options in cases:
+        told = _initialised(how, options)
+        warns = how in draws and options is not replicas and dist.get_rank() == 0
+        assert len(told) == warns, (how, options, told)
+        for text in told:
+            assert "begin with the same numbers" in text and "summon_full_params" in text
 
 
-def _refused_around() -> None:
+@on_ranks(2)
+def test_engines_that_would_mix_up_shards_are_refused() -> None:
     model = wrapped()
     sharded_params = list(model.parameters())
     with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer was given.*torch\.optim\.AdamW"):
@@ -324,24 +277,16 @@ def _refused_around() -> None:
         torch.func.vmap(model)(batch())
 
 
-def test_engines_that_would_mix_up_shards_are_refused() -> None:
-    run_ranks(2, _refused_around)
-
-
-def _scaled(scaler: type[torch.amp.GradScaler]) -> list[str]:
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = scaler("cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            scaler.scale(model(batch()).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return [str(each.message) for each in caught]
-
-
+@on_ranks(2)
 def test_the_scaler_of_torch_warns_once() -> None:
-    (told,), nothing = run_ranks(2, _scaled, torch.amp.GradScaler)
-    assert "use layerzero.GradScaler" in told and nothing == []
-    assert run_ranks(2, _scaled, layerzero.GradScaler) == [[], []]
+    for kind in (torch.amp.GradScaler, layerzero.GradScaler):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = kind("cpu")
+        with recorded_warnings() as told:
+            for _ in range(2):
+                scaler.scale(model(batch()).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert len(told) == (kind is torch.amp.GradScaler and dist.get_rank() == 0), told
+        assert all("use layerzero.GradScaler" in text for text in told)

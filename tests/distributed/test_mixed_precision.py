@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, asser
 from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -109,18 +109,19 @@ def _train(
         plain, precision.param_dtype, precision.reduce_dtype, precision.keep_float32
     )
     optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
-    for index, step in enumerate(batches_of(case, dist.get_world_size(), steps=3)):
+    for index, step in enumerate(batches_of(case, dist.get_world_size(), steps=2)):
+        what = f"{case_name}, {options}, step {index}:"
         for each in optimizers:
             each.zero_grad()
         loss = forward_backward(model, step[dist.get_rank()])
         expected = reference.backward(step)
-        assert_bitwise(loss, expected[dist.get_rank()], f"step {index}: loss")
+        assert_bitwise(loss, expected[dist.get_rank()], f"{what} loss")
         assert_same_parameters(
-            full_gradients(model), full_gradients(plain), what=f"step {index}: gradient of"
+            full_gradients(model), full_gradients(plain), what=f"{what} gradient of"
         )
         for each in optimizers:
             each.step()
-        assert_same_values(model, plain, what=f"after step {index}: parameter")
+        assert_same_values(model, plain, what=f"{what} parameter afterwards")
 
 
 _PRECISIONS = {
@@ -135,40 +136,28 @@ _PRECISIONS = {
 _NAMES = ["mlp", "transformer", "tied_across_units", "frozen_parts", "unused_parts"]
 
 
-def _train_all(precision: MixedPrecision, options: dict, names: list[str]) -> None:
-    for name in names:
-        try:
-            _train(name, precision, **options)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
 @pytest.mark.parametrize("precision", _PRECISIONS.values(), ids=_PRECISIONS)
+@on_ranks(2)
 def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrecision) -> None:
-    run_ranks(2, _train_all, precision, {}, _NAMES)
+    for name in _NAMES:
+        _train(name, precision)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"reshard_after_forward": False}, id="kept"),
-        pytest.param({"backward_prefetch": None, "forward_prefetch": False}, id="no prefetch"),
-        pytest.param({"auto_wrap_policy": None}, id="one unit"),
-    ],
-)
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["tied_across_units", "frozen_parts"], id="tied and frozen"),
-        pytest.param(["mlp", "transformer", "unused_parts"], id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_casts_go_with_other_options(options: dict, names: list[str]) -> None:
+@on_ranks(2)
+def test_casts_go_with_other_options() -> None:
     precision = _PRECISIONS["bf16 parameters, float32 reduction"]
-    run_ranks(2, _train_all, precision, options, names)
+    options = [
+        {"reshard_after_forward": False},
+        {"backward_prefetch": None, "forward_prefetch": False},
+        {"auto_wrap_policy": None},
+    ]
+    for number, name in enumerate(_NAMES):
+        for each in (options[number % 3], options[(number + 1) % 3]):
+            _train(name, precision, **each)
 
 
-def _norms_stay_float32() -> None:
+@on_ranks(2)
+def test_norms_named_by_class_stay_in_float32() -> None:
     precision = MixedPrecision(
         param_dtype=BF16, reduce_dtype=torch.float32, keep_float32=(nn.RMSNorm,)
     )
@@ -185,10 +174,6 @@ def _norms_stay_float32() -> None:
     assert seen == {"norm": torch.float32, "output": BF16, "linear": BF16, "input": BF16}, seen
     del model
     _train("transformer", precision)
-
-
-def test_norms_named_by_class_stay_in_float32() -> None:
-    run_ranks(2, _norms_stay_float32)
 
 
 class _Probe(nn.Module):
@@ -228,7 +213,8 @@ def _dtypes(**precision: Any) -> dict[str, torch.dtype]:
     return {**model.module.seen, "output": output.dtype}
 
 
-def _each_dtype() -> None:
+@on_ranks(2)
+def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     float32 = torch.float32
     plain = {
         "input": float32,
@@ -250,11 +236,8 @@ def _each_dtype() -> None:
     assert _dtypes(buffer_dtype=torch.float64)["offset"] == torch.float64
 
 
-def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
-    run_ranks(2, _each_dtype)
-
-
-def _accumulates_in_float32() -> None:
+@on_ranks(2)
+def test_micro_batches_of_a_low_precision_model_add_up_in_float32() -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     model = zero3(Mlp, Block, mixed_precision=precision)
     plain = seeded(Mlp)
@@ -269,11 +252,8 @@ def _accumulates_in_float32() -> None:
     assert_same_gradients(model, plain)
 
 
-def test_micro_batches_of_a_low_precision_model_add_up_in_float32() -> None:
-    run_ranks(2, _accumulates_in_float32)
-
-
-def _frozen_first() -> None:
+@on_ranks(2)
+def test_a_unit_frozen_first_and_trained_later_has_the_right_dtypes() -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 
     def build() -> nn.Module:
@@ -293,11 +273,8 @@ def _frozen_first() -> None:
         assert_same_parameters(full_gradients(model), full_gradients(plain), what="gradient of")
 
 
-def test_a_unit_frozen_first_and_trained_later_has_the_right_dtypes() -> None:
-    run_ranks(2, _frozen_first)
-
-
-def _evaluates_in_low_precision() -> None:
+@on_ranks(2)
+def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
     case = CASES["transformer"]
     model = sharded(case, mixed_precision=MixedPrecision(param_dtype=BF16))
     plain = seeded(case.build)
@@ -311,11 +288,8 @@ def _evaluates_in_low_precision() -> None:
     assert_same_parameters(before, full_parameters(plain))
 
 
-def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
-    run_ranks(2, _evaluates_in_low_precision)
-
-
-def _float64_main_weights() -> None:
+@on_ranks(2)
+def test_main_weights_keep_the_dtype_they_came_in() -> None:
     """Main weights keep the dtype they came in, whatever it is."""
     for dtype in (torch.float64, torch.bfloat16):
         model = zero3(lambda dtype=dtype: Mlp().to(dtype), Block)
@@ -330,11 +304,9 @@ def _float64_main_weights() -> None:
         assert_same_parameters(full_gradients(model), full_gradients(plain), what="gradient of")
 
 
-def test_main_weights_keep_the_dtype_they_came_in() -> None:
-    run_ranks(2, _float64_main_weights)
-
-
-def _scaled_steps(overflow_on: int | None) -> None:
+@pytest.mark.parametrize("overflow_on", [None, 0, 1], ids=["no overflow", "rank 0", "rank 1"])
+@on_ranks(2)
+def test_every_rank_skips_the_step_when_one_overflows(overflow_on: int | None) -> None:
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = zero3(Mlp, Block, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -355,12 +327,9 @@ def _scaled_steps(overflow_on: int | None) -> None:
     assert_same_on_all_ranks(scaler.get_scale(), "scale")
 
 
-@pytest.mark.parametrize("overflow_on", [None, 0, 1], ids=["no overflow", "rank 0", "rank 1"])
-def test_every_rank_skips_the_step_when_one_overflows(overflow_on: int | None) -> None:
-    run_ranks(2, _scaled_steps, overflow_on)
-
-
-def _scaled_like_unscaled(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_scaling_by_powers_of_two_changes_nothing(dtype: torch.dtype) -> None:
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
     models = [zero3(Mlp, Block, mixed_precision=precision) for _ in range(2)]
     optimizers = [OPTIMIZERS["sgd_momentum"](model.parameters()) for model in models]
@@ -384,12 +353,8 @@ def _scaled_like_unscaled(dtype: torch.dtype) -> None:
     assert_same_parameters(left, right, dict.fromkeys(left, 0.1 * 13 * 4 * 12 * unit))
 
 
-def test_scaling_by_powers_of_two_changes_nothing() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        run_ranks(2, _scaled_like_unscaled, dtype)
-
-
-def _gradients_reach_inputs_in_their_dtype() -> None:
+@on_ranks(2)
+def test_a_cast_input_gets_its_gradient_in_its_own_dtype() -> None:
     model = zero3(Mlp, Block, mixed_precision=MixedPrecision(param_dtype=BF16))
     batch = torch.randn(2, WIDTH, requires_grad=True)
     output = model(batch)
@@ -398,21 +363,12 @@ def _gradients_reach_inputs_in_their_dtype() -> None:
     assert {unsharded.dtype for unsharded in tensors_of(output)} == {BF16}
 
 
-def test_a_cast_input_gets_its_gradient_in_its_own_dtype() -> None:
-    run_ranks(2, _gradients_reach_inputs_in_their_dtype)
-
-
-_BAD: dict[str, Callable[[], object]] = {
-    "param_dtype": lambda: MixedPrecision(param_dtype=torch.int32),
-    "reduce_dtype": lambda: MixedPrecision(reduce_dtype="bf16"),  # type: ignore[arg-type]
-    "keep_float32": lambda: MixedPrecision(keep_float32=("RMSNorm",)),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("field", _BAD)
-def test_a_bad_dtype_is_refused_with_its_field(field: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=field):
-        _BAD[field]()
+def test_a_bad_dtype_is_refused_with_its_field() -> None:
+    for field, value in {"param_dtype": torch.int32, "reduce_dtype": "bf16"}.items():
+        with pytest.raises((TypeError, ValueError), match=field):
+            MixedPrecision(**{field: value})
+    with pytest.raises((TypeError, ValueError), match="keep_float32"):
+        MixedPrecision(keep_float32=("RMSNorm",))  # type: ignore[arg-type]
 
 
 class _Masked(nn.Module):
@@ -429,7 +385,8 @@ class _Masked(nn.Module):
         return sum(floating, self.weight)
 
 
-def _several_inputs() -> None:
+@on_ranks(2)
+def test_outputs_of_a_float32_module_have_the_dtype_of_the_last_input_that_was_cast() -> None:
     precision = MixedPrecision(param_dtype=BF16, cast_forward_inputs=False, keep_float32=(_Masked,))
     model = ZeRO3(nn.Sequential(_Masked()), mixed_precision=precision)
     norm = model[0]
@@ -443,10 +400,6 @@ def _several_inputs() -> None:
         assert norm(None, torch.arange(WIDTH)).dtype == torch.float32, "nothing to go back to"
 
 
-def test_outputs_of_a_float32_module_have_the_dtype_of_the_last_input_that_was_cast() -> None:
-    run_ranks(2, _several_inputs)
-
-
 class _Large(nn.Module):
     """The gradient of each element is its input: sums over ranks leave the range of float16."""
 
@@ -458,7 +411,8 @@ class _Large(nn.Module):
         return (self.weight * x).sum()
 
 
-def _large_gradients() -> None:
+@on_ranks(2)
+def test_means_in_float16_do_not_overflow_where_sums_would() -> None:
     plain_group = make_plain_group(timedelta(seconds=25))
     for group in (None, plain_group):
         for options in ({}, {"deterministic": True}, {"zero3_size": 1}):
@@ -471,18 +425,11 @@ def _large_gradients() -> None:
             assert gradients["weight"].eq(60000).all(), (group, options, gradients)
 
 
-def test_means_in_float16_do_not_overflow_where_sums_would() -> None:
-    run_ranks(2, _large_gradients)
-
-
-def _ignored_buffers() -> None:
+@on_ranks(2)
+def test_buffers_of_ignored_modules_are_not_cast() -> None:
     model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
     ignored = model[1]
     precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
     model = ZeRO3(model, mixed_precision=precision, ignored_modules=[ignored])
     assert model[0].running_mean.dtype == BF16
     assert ignored.running_mean.dtype == ignored.weight.dtype == torch.float32
-
-
-def test_buffers_of_ignored_modules_are_not_cast() -> None:
-    run_ranks(2, _ignored_buffers)

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
-from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
+from layerzero.optim import AdamW
+from tests.harness.checks import HAS_FMA, assert_bitwise
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_same_values,
+    assert_trains_alike,
+    zero3,
+)
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
     Terms,
@@ -27,6 +37,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    full_parameters,
     seeded,
 )
 
@@ -61,7 +72,8 @@ def test_a_rank_that_died_between_steps_is_named() -> None:
     assert "rank 0 got no answer from rank 1" in message
 
 
-def _holds_a_graph() -> None:
+@on_ranks(2)
+def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
     model = wrapped()
     kept = model(batch(9)).sum() if dist.get_rank() == 0 else model(batch(9)).sum().detach()
     orders = []
@@ -74,10 +86,6 @@ def _holds_a_graph() -> None:
     dist.all_gather_object(everyone, orders)
     assert everyone[0] == everyone[1]
     assert orders[1] == orders[2], "an old graph stands in the way of one backward at the most"
-
-
-def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
-    run_ranks(2, _holds_a_graph)
 
 
 class ForceField(nn.Module):
@@ -105,7 +113,8 @@ def batches(seed: int) -> list[torch.Tensor]:
     return [torch.randn(3, WIDTH, generator=each) for each in generators]
 
 
-def _forces() -> None:
+@on_ranks(2)
+def test_gradients_inside_a_forward_train_a_force_field() -> None:
     def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss = model(batch)
         loss.backward()
@@ -122,10 +131,6 @@ def _forces() -> None:
         assert_same_gradients(model, plain)
 
 
-def test_gradients_inside_a_forward_train_a_force_field() -> None:
-    run_ranks(2, _forces)
-
-
 class Mixed(nn.Module):
     """One unit plain, and recomputed by a backward of its own."""
 
@@ -138,7 +143,8 @@ class Mixed(nn.Module):
         return self.second(self.first(x))
 
 
-def _mixed() -> None:
+@on_ranks(2)
+def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
     model = wrapped(Mixed)
     torch.manual_seed(0)
     plain = Mixed()
@@ -155,11 +161,8 @@ def _mixed() -> None:
     assert_same_gradients(model, plain, terms)
 
 
-def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
-    run_ranks(2, _mixed)
-
-
-def _no_gradient_from_first() -> None:
+@on_ranks(2)
+def test_a_gradient_that_rank_0_removed_is_removed_everywhere() -> None:
     model = wrapped()
     model(batch()).sum().backward()
     with model.summon_full_params(rank0_only=True, with_grads=True):
@@ -170,10 +173,6 @@ def _no_gradient_from_first() -> None:
     assert sharded_params["stem.weight"].grad is None
     assert torch.all(sharded_params["stem.bias"].grad == 2.0)
     assert full_gradients(model)["head.weight"] is not None
-
-
-def test_a_gradient_that_rank_0_removed_is_removed_everywhere() -> None:
-    run_ranks(2, _no_gradient_from_first)
 
 
 class Stage(nn.Module):
@@ -196,7 +195,8 @@ class Stages(nn.Module):
         return self.stages(self.stem(x))
 
 
-def _nested() -> None:
+@on_ranks(2)
+def test_units_inside_units_inside_units_are_prefetched_too() -> None:
     model = wrapped(Stages, auto_wrap_policy={Stage, Block})
     ahead: dict[str, list[str]] = {}
     for unit in inner_units(model):
@@ -213,10 +213,6 @@ def _nested() -> None:
     assert ahead["stages.0.blocks.2"] == ["stages.1"]
 
 
-def test_units_inside_units_inside_units_are_prefetched_too() -> None:
-    run_ranks(2, _nested)
-
-
 class Explodes(nn.LayerNorm):
     explode = False
 
@@ -226,7 +222,8 @@ class Explodes(nn.LayerNorm):
         return super().forward(x)
 
 
-def _norm_fails() -> None:
+@on_ranks(2)
+def test_a_float32_norm_that_raised_keeps_nothing() -> None:
     norm = Explodes(WIDTH)
     model = ZeRO3(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 2)),
@@ -240,11 +237,8 @@ def _norm_fails() -> None:
         assert model(batch()).dtype == torch.bfloat16
 
 
-def test_a_float32_norm_that_raised_keeps_nothing() -> None:
-    run_ranks(2, _norm_fails)
-
-
-def _norm_alone() -> None:
+@on_ranks(2)
+def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
     model = ZeRO3(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)),
         auto_wrap_policy={nn.LayerNorm},
@@ -256,27 +250,20 @@ def _norm_alone() -> None:
     assert seen == [torch.float32], "its input is not rounded on the way in"
 
 
-def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
-    run_ranks(2, _norm_alone)
-
-
-def _leaves_early() -> None:
+@on_ranks(2)
+def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
     model = wrapped(Block, auto_wrap_policy=None)
-    if dist.get_rank() == 0:
-        receive = dist.ProcessGroup.recv
+    receive = dist.ProcessGroup.recv
 
-        def late(*args, **kwargs):
+    def late(*args, **kwargs):
+        if dist.get_rank() == 0:
             time.sleep(0.2)  # the peer has all it needs long before this rank asks for its part
-            return receive(*args, **kwargs)
+        return receive(*args, **kwargs)
 
-        dist.ProcessGroup.recv = late
-    output = model(batch())
+    with mock.patch.object(dist.ProcessGroup, "recv", late):
+        output = model(batch())
     torch.manual_seed(0)
     assert torch.equal(output, Block()(batch()))
-
-
-def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
-    run_ranks(2, _leaves_early)
 
 
 class OwnHook(Block):
@@ -331,8 +318,9 @@ def _trains_after_an_evaluation(model: nn.Module, x: torch.Tensor) -> torch.Tens
     return forward_backward(model, x)
 
 
-def _odd_blocks() -> None:
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+@on_ranks(2)
+def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
+    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for build in (OwnHook, EnablesGrad, Generates, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
             model = zero3(lambda build=build: Top(build), Block, **options)
@@ -352,8 +340,198 @@ def _odd_blocks() -> None:
             losses.append(forward_backward(model, step[dist.get_rank()]))
             optimizer.step()
             optimizer.zero_grad()
-    assert losses[:3] == losses[3:]
+    assert losses[: len(steps)] == losses[len(steps) :]
 
 
-def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
-    run_ranks(2, _odd_blocks)
+# Weights that are written or swapped where a step does not expect it ------------------------------
+
+
+class _Average:
+    """As tutorials write it: the weights are kept as they are, and put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.shadow[name] = (0.3 * p.data + 0.7 * self.shadow[name]).clone()
+
+    def apply(self) -> None:
+        self.backup = {}
+        for name, p in self.model.named_parameters():
+            self.backup[name] = p.data
+            p.data = self.shadow[name]
+
+    def restore(self) -> None:
+        for name, p in self.model.named_parameters():
+            p.data = self.backup[name]
+
+
+def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict[str, torch.Tensor]:
+    average, outputs = _Average(model), {}
+    batches = [step[0] for step in batches_of(CASES["mlp"], 1, steps=8)]
+
+    def evaluate(name: str) -> None:
+        average.apply()
+        with torch.inference_mode() if where == "inference" else torch.no_grad():
+            outputs[name] = model(batches[-1]).clone()
+        if where == "summoned":
+            outputs.update({f"{name} {key}": p for key, p in _values(model).items()})
+        average.restore()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        if where == "amid accumulation":
+            with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
+                model(batches[step + 3]).square().mean().backward()
+            evaluate(f"amid {step}")
+        loss = model(batches[step]).square().mean()
+        if where == "before backward":
+            evaluate(f"before {step}")
+        loss.backward()
+        optimizer.step()
+        average.update()
+        evaluate(f"after {step}")
+    return {**outputs, **_values(model)}
+
+
+class _Wide(Mlp):
+    """Computes in float64 with weights of float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.device("meta"):
+            skeleton = Mlp()
+        wide = {name: parameter.double() for name, parameter in self.named_parameters()}
+        return functional_call(skeleton, wide, x.double())
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, ZeRO3):
+        return full_parameters(model)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    cases: list[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, object]]] = [
+        ("after", sgd, {}),
+        ("inference", sgd, {}),
+        ("summoned", sgd, {"reshard_after_forward": False}),
+        ("before backward", sgd, {}),
+        ("before backward", sgd, {"zero3_size": 1}),
+        ("before backward", sgd, {"mixed_precision": MixedPrecision(param_dtype=torch.float64)}),
+        ("amid accumulation", sgd, {"zero3_size": 1, "outer": "replicate"}),
+        ("amid accumulation", sgd, {"accumulation": "unsharded"}),
+        *[("amid accumulation", AdamW, {})] * HAS_FMA,
+    ]
+    for where, build, options in cases:
+        model = zero3(Mlp, Block, **options)
+        plain = seeded(_Wide if "mixed_precision" in options else Mlp)
+        ours = _run(model, build(model.parameters()), where)
+        plain_build = partial(torch.optim.AdamW, fused=True) if build is AdamW else build
+        expected = _run(plain, plain_build(plain.parameters()), where)
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_bitwise(ours[name], value, f"{where}, {options}, {name}")
+
+
+class _Momentum(nn.Module):
+    """MoCo, BYOL: the forward moves one half towards the other, before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = Block(), Block()
+        self.target.load_state_dict(self.online.state_dict())
+        self.target.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        online = self.online(x)
+        with torch.no_grad():
+            before = self.target(x)
+            for own, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                own.mul_(0.5).add_(other, alpha=0.5)
+            after = self.target(x)
+        return online - after + before
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_forward_may_write_weights_before_it_uses_them(world_size: int) -> None:
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]  # Of all ranks, so that one process follows.
+    for options in (
+        {},
+        {"forward_prefetch": False},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": "compute_shard", "zero3_size": 1},
+        {"zero3_size": 1, "outer": "replicate"},
+    ):
+        model, plain = zero3(_Momentum, Block, **options), seeded(_Momentum)
+        for each in (model, plain):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(4):
+                each(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_values(model, plain, f"{options}: parameter")
+
+
+class _TwoHeads(nn.Module):
+    """Both heads are parameters of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(x).square().mean(), self.critic(x).square().mean()
+
+
+def _steps_between_two_backwards(
+    model: nn.Module, build: Callable[..., torch.optim.Optimizer], batch: torch.Tensor
+) -> None:
+    actor, critic = build(model.actor.parameters()), build(model.critic.parameters())
+    for _ in range(3):
+        one, other = model(batch)
+        one.backward()
+        actor.step()
+        actor.zero_grad()
+        other.backward()
+        critic.step()
+        critic.zero_grad()
+
+
+@on_ranks(2)
+def test_a_graph_made_before_its_weights_were_written_is_refused_as_in_torch() -> None:
+    builds: list[Callable[..., torch.optim.Optimizer]] = [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(AdamW, lr=0.1),
+    ]
+    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    for build in builds:
+        for options in ({}, {"zero3_size": 1}):
+            # Of weights that the step wrote: torch's error, on all ranks.
+            model = zero3(Mlp, Block, **options)
+            optimizer = build(model.parameters())
+            one, other = (model(batch + shift).square().mean() for shift in (0, 1))
+            with model.summon_full_params():
+                pass  # Which writes nothing.
+            one.backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                other.backward()
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            # Of other weights in the same unit: right.
+            ours, plain = zero3(_TwoHeads, **options), seeded(_TwoHeads)
+            _steps_between_two_backwards(ours, build, batch)
+            plain_build = builds[0] if build is builds[0] else partial(torch.optim.AdamW, lr=0.1)
+            _steps_between_two_backwards(plain, plain_build, batch)
+            if build is builds[0]:
+                assert_same_values(ours, plain)

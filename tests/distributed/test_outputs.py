@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from layerzero import MixedPrecision
 from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.compare import assert_trains_alike, trained_alike, zero3
 from tests.harness.models import (
     CASES,
     OUTPUT_KINDS,
@@ -22,8 +23,8 @@ from tests.harness.models import (
     StructuredOutputs,
     tensors_of,
 )
-from tests.harness.ranks import run_ranks
-from tests.harness.reference import batches_of, seeded
+from tests.harness.ranks import on_ranks
+from tests.harness.reference import backward_of, batches_of, seeded
 
 
 def _structure(value: Any) -> Any:
@@ -40,11 +41,12 @@ def _structure(value: Any) -> Any:
     return value
 
 
-def _same_structure() -> None:
+@on_ranks(2)
+def test_outputs_keep_their_structure_types_and_other_values() -> None:
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for kind in OUTPUT_KINDS:
-        model = zero3(lambda kind=kind: StructuredOutputs(kind), StructuredBlock)
-        plain = seeded(lambda kind=kind: StructuredOutputs(kind))
+        build = partial(StructuredOutputs, kind)
+        model, plain = zero3(build, StructuredBlock), seeded(build)
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 own, expected = model(batch), plain(batch)
@@ -53,27 +55,31 @@ def _same_structure() -> None:
                 assert_bitwise(left.detach(), right.detach(), f"{kind}: output")
 
 
-def test_outputs_keep_their_structure_types_and_other_values() -> None:
-    run_ranks(2, _same_structure)
-
-
-def _casts_structures() -> None:
+@on_ranks(2)
+def test_output_dtype_applies_inside_structures() -> None:
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     for kind in OUTPUT_KINDS:
-        model = zero3(
-            lambda kind=kind: StructuredOutputs(kind), StructuredBlock, mixed_precision=precision
-        )
+        build = partial(StructuredOutputs, kind)
+        model = zero3(build, StructuredBlock, mixed_precision=precision)
         output = model(batch)
-        plain = seeded(lambda kind=kind: StructuredOutputs(kind))(batch)
-        assert type(output) is type(plain)
+        assert type(output) is type(seeded(build)(batch))
         assert {unsharded.dtype for unsharded in tensors_of(output)} == {torch.float64}, kind
         torch.stack([unsharded.sum() for unsharded in tensors_of(output)]).sum().backward()
         assert any(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_output_dtype_applies_inside_structures() -> None:
-    run_ranks(2, _casts_structures)
+_ALLOWED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "changed in place": lambda hidden, x: hidden.mul_(2).add_(x),
+    "relu in place": lambda hidden, x: torch.relu_(hidden),
+    "a view changed in place": lambda hidden, x: (hidden[:, 1:].mul_(0.5), None),
+    "sliced": lambda hidden, x: torch.cat([hidden[:2], hidden[2:] * 2]),
+    "detached": lambda hidden, x: hidden.detach() + x,
+    "half detached": lambda hidden, x: torch.cat([hidden[:2].detach(), hidden[2:]]),
+    "used twice": lambda hidden, x: hidden + torch.tanh(hidden),
+    "retained": lambda hidden, x: hidden.retain_grad(),
+    "hooked": lambda hidden, x: hidden.register_hook(lambda gradient: gradient * 3),
+}
 
 
 class _Watched(nn.Module):
@@ -82,54 +88,18 @@ class _Watched(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.first = Block()
-        self.second = Block()
+        self.first, self.second = Block(), Block()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        if self.kind == "changed in place":
-            hidden.mul_(2).add_(x)
-        elif self.kind == "relu in place":
-            hidden = torch.relu_(hidden)
-        elif self.kind == "a view changed in place":
-            hidden[:, 1:].mul_(0.5)
-        elif self.kind == "sliced":
-            hidden = torch.cat([hidden[:2], hidden[2:] * 2])
-        elif self.kind == "detached":
-            hidden = hidden.detach() + x
-        elif self.kind == "half detached":
-            hidden = torch.cat([hidden[:2].detach(), hidden[2:]])
-        elif self.kind == "used twice":
-            hidden = hidden + torch.tanh(hidden)
-        elif self.kind == "retained":
-            hidden.retain_grad()
-        elif self.kind == "hooked":
-            hidden.register_hook(lambda gradient: gradient * 3)
-        return self.second(hidden)
+        changed = _ALLOWED[self.kind](hidden, x)
+        return self.second(changed if isinstance(changed, Tensor) else hidden)
 
 
-_KINDS = (
-    "changed in place",
-    "relu in place",
-    "a view changed in place",
-    "sliced",
-    "detached",
-    "half detached",
-    "used twice",
-    "retained",
-    "hooked",
-)
-
-
-def _train_watched(kind: str) -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    model = zero3(lambda: _Watched(kind), Block)
-    assert_trains_alike(model, seeded(lambda: _Watched(kind)), batches)
-
-
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", _ALLOWED)
+@on_ranks(2)
 def test_the_caller_may_do_with_an_output_what_autograd_allows(kind: str) -> None:
-    run_ranks(2, _train_watched, kind)
+    trained_alike(partial(_Watched, kind), Block)
 
 
 class _Identity(nn.Module):
@@ -157,14 +127,9 @@ class _PassesThrough(nn.Module):
         return self.last(x)
 
 
-def _pass_through() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    model = zero3(_PassesThrough, _Identity, Block)
-    assert_trains_alike(model, seeded(_PassesThrough), batches)
-
-
+@on_ranks(2)
 def test_a_unit_may_return_its_input() -> None:
-    run_ranks(2, _pass_through)
+    trained_alike(_PassesThrough, _Identity, Block)
 
 
 _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -194,17 +159,11 @@ class _Views(nn.Module):
         return y
 
 
-def _writes_into_views() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+@on_ranks(2)
+def test_the_caller_may_write_into_a_view_that_a_unit_returned() -> None:
     for kind in _VIEWS:
         for part in (False, True):
-            model = zero3(lambda kind=kind, part=part: _Views(kind, part), Block)
-            plain = seeded(lambda kind=kind, part=part: _Views(kind, part))
-            assert_trains_alike(model, plain, batches)
-
-
-def test_the_caller_may_write_into_a_view_that_a_unit_returned() -> None:
-    run_ranks(2, _writes_into_views)
+            trained_alike(partial(_Views, kind, part), Block)
 
 
 class _TwoInputs(nn.Module):
@@ -260,20 +219,17 @@ class _HandsLeaves(nn.Module):
 _LEAVES = ["latent", "ignored", "frozen", "own", "batch"]
 
 
-def _trains_with_leaves() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+@on_ranks(2)
+def test_a_unit_may_return_a_leaf() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for leaf in _LEAVES:
         for options in ({}, {"reshard_after_forward": False}):
-            model = zero3(lambda leaf=leaf: _HandsLeaves(leaf), _Hands, _TwoInputs, **options)
-            plain = seeded(lambda leaf=leaf: _HandsLeaves(leaf))
+            build = partial(_HandsLeaves, leaf)
+            model, plain = zero3(build, _Hands, _TwoInputs, **options), seeded(build)
             assert_trains_alike(model, plain, batches)
             assert not any(each._backward_hooks for each in model.seen), leaf
             with torch.no_grad():
                 assert_bitwise(model(batches[0][0]), plain(batches[0][0]), f"{leaf}: evaluation")
-
-
-def test_a_unit_may_return_a_leaf() -> None:
-    run_ranks(2, _trains_with_leaves)
 
 
 class _Keywords(nn.Module):
@@ -297,16 +253,13 @@ class _KeywordModel(nn.Module):
         return self.second(inputs=self.first(inputs={"x": x}, scale=2.0))["x"]
 
 
-def _keywords() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    assert_trains_alike(zero3(_KeywordModel, _Keywords), seeded(_KeywordModel), batches)
-
-
+@on_ranks(2)
 def test_units_take_keywords_and_structures() -> None:
-    run_ranks(2, _keywords)
+    trained_alike(_KeywordModel, _Keywords)
 
 
-def _user_hooks_run_once() -> None:
+@on_ranks(2)
+def test_module_hooks_of_the_user_run_once_a_call() -> None:
     model = zero3(Mlp, Block)
     calls: list[str] = []
     block = model.blocks[1]
@@ -320,11 +273,8 @@ def _user_hooks_run_once() -> None:
     assert calls == ["pre forward", "forward", "root forward", "backward"]
 
 
-def test_module_hooks_of_the_user_run_once_a_call() -> None:
-    run_ranks(2, _user_hooks_run_once)
-
-
-def _user_hooks_see_full_parameters() -> None:
+@on_ranks(2)
+def test_module_hooks_of_the_user_see_full_parameters() -> None:
     model = zero3(Mlp, Block)
     block = model.blocks[1]
     shapes: dict[str, torch.Size] = {}
@@ -337,11 +287,6 @@ def _user_hooks_see_full_parameters() -> None:
     model(batches_of(CASES["mlp"], 1, steps=1)[0][0])
     full = torch.Size([7, WIDTH])
     assert shapes == {"before": full, "after": full}, shapes
-
-
-def test_module_hooks_of_the_user_see_full_parameters() -> None:
-    # Hooks compute from weights: weight and spectral normalisation work like this.
-    run_ranks(2, _user_hooks_see_full_parameters)
 
 
 class Slotted:
@@ -391,24 +336,16 @@ class Consumer(nn.Module):
         return sum((self.between(part) for part in parts), torch.zeros(()))
 
 
-def _lazy_outputs() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+@on_ranks(2)
+def test_generators_and_objects_with_slots_are_outputs() -> None:
     for kind in ("slots", "map", "generator"):
         for units in ((Streaming, Block), (Streaming,), (Block,), ()):
-            model = zero3(lambda kind=kind: Consumer(kind), *units)
-            assert_trains_alike(model, seeded(lambda kind=kind: Consumer(kind)), batches)
+            trained_alike(partial(Consumer, kind), *units)
 
     def total(model: nn.Module, batch: Tensor) -> Tensor:
-        loss = torch.stack([part.square().mean() for part in model(batch)]).sum()
-        loss.backward()
-        return loss.detach()
+        return torch.stack([part.square().mean() for part in model(batch)]).sum()
 
-    model = zero3(lambda: Streaming("generator"), Block)
-    assert_trains_alike(model, seeded(lambda: Streaming("generator")), batches, run=total)
-
-
-def test_generators_and_objects_with_slots_are_outputs() -> None:
-    run_ranks(2, _lazy_outputs)
+    trained_alike(partial(Streaming, "generator"), Block, run=backward_of(total))
 
 
 class Borrowing(nn.Module):
@@ -426,7 +363,8 @@ class Borrowing(nn.Module):
         )
 
 
-def _borrowed() -> None:
+@on_ranks(2)
+def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -> None:
     model = zero3(Borrowing, Block)
     with pytest.raises(
         RuntimeError,
@@ -440,7 +378,3 @@ def _borrowed() -> None:
     with pytest.raises(RuntimeError) as raised:
         together(torch.randn(2, WIDTH + 1))
     assert "shard" not in str(raised.value)
-
-
-def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -> None:
-    run_ranks(2, _borrowed)

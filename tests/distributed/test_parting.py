@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import desync, diagnosis
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 TIMEOUT = timedelta(seconds=55)
 AT_ONCE_S = 20.0
@@ -194,7 +194,8 @@ def test_a_slow_rank_and_two_models_are_no_alarm() -> None:
         assert checks, "no thread compared: the pauses are too short to prove anything"
 
 
-def _forgets() -> None:
+@on_ranks(2)
+def test_the_detector_goes_with_its_model() -> None:
     def threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-desync"]
 
@@ -205,11 +206,8 @@ def _forgets() -> None:
     del model
     gc.disable()  # at once, not when garbage is collected
     thread.join(10.0)
+    gc.enable()
     assert not threads()
-
-
-def test_the_detector_goes_with_its_model() -> None:
-    run_ranks(2, _forgets)
 
 
 def _fails_beside(store_path: Path, is_second: bool) -> str | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import BackwardPrefetch, ZeRO3, units
-from layerzero.step.unit import Unit
-from tests.harness.internals import root_state
-from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
-from tests.harness.recording import gathered, recorded_operations
+from layerzero import BackwardPrefetch, ZeRO3, pregather, units
+from tests.harness.checks import assert_bitwise
+from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.internals import Unit, root_state
+from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.ranks import on_ranks
+from tests.harness.recording import full_nbytes, gathered, recorded_operations
+from tests.harness.reference import batches_of, forward_backward, full_parameters, seeded
 
 DEPTH = 5
 
@@ -42,44 +48,25 @@ def batch() -> torch.Tensor:
 ALL = list(range(DEPTH))
 
 
-class Timeline:
+@contextmanager
+def timeline() -> Iterator[list[str]]:
     """Gathers (g) and uses (u) of blocks in order, through the unit's own methods."""
+    events: list[str] = []
 
-    def __init__(self, monkeypatch_targets: list[tuple[type, str, str]]) -> None:
-        self.events: list[str] = []
-        self._undo = []
-        for owner, name, letter in monkeypatch_targets:
-            original = getattr(owner, name)
+    def noting(name: str, letter: str):
+        original = getattr(Unit, name)
 
-            def noting(unit, *args, original=original, letter=letter, **options):
-                was = unit.state.name
-                result = original(unit, *args, **options)
-                if letter != "g" or was == "SHARDED":
-                    self.events.append(f"{letter}{unit.fqn.removeprefix('blocks.')}")
-                return result
+        def note(unit, *args, **options):
+            was = unit.state.name
+            result = original(unit, *args, **options)
+            if letter != "g" or was == "SHARDED":
+                events.append(f"{letter}{unit.fqn.removeprefix('blocks.')}")
+            return result
 
-            setattr(owner, name, noting)
-            self._undo.append((owner, name, original))
+        return mock.patch.object(Unit, name, note)
 
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for owner, name, original in self._undo:
-            setattr(owner, name, original)
-
-
-def timeline() -> Timeline:
-    return Timeline([(Unit, "unshard", "g"), (Unit, "show_unsharded", "u")])
-
-
-def _forward(depth: bool | int, expected: list[str]) -> None:
-    model = wrapped(forward_prefetch=depth)
-    with torch.no_grad():
-        model(batch(), ALL)
-        with timeline() as seen:
-            model(batch(), ALL)
-    assert seen.events == expected
+    with noting("unshard", "g"), noting("show_unsharded", "u"):
+        yield events
 
 
 @pytest.mark.parametrize(
@@ -91,18 +78,14 @@ def _forward(depth: bool | int, expected: list[str]) -> None:
     ],
     ids=["off", "one ahead", "two ahead"],
 )
+@on_ranks(2)
 def test_forward_gathers_ahead_once_the_order_is_known(depth, expected) -> None:
-    run_ranks(2, _forward, depth, expected)
-
-
-def _backward(mode: BackwardPrefetch | None, expected: list[str]) -> None:
-    model = wrapped(backward_prefetch=mode)
-    for _ in range(2):
-        model(batch(), ALL).sum().backward()
-    loss = model(batch(), ALL).sum()
-    with timeline() as seen:
-        loss.backward()
-    assert seen.events == expected
+    model = wrapped(forward_prefetch=depth)
+    with torch.no_grad():
+        model(batch(), ALL)
+        with timeline() as seen:
+            model(batch(), ALL)
+    assert seen == expected
 
 
 @pytest.mark.parametrize(
@@ -120,11 +103,24 @@ def _backward(mode: BackwardPrefetch | None, expected: list[str]) -> None:
     ],
     ids=["off", "pre", "post"],
 )
+@on_ranks(2)
 def test_backward_gathers_ahead_once_the_order_is_known(mode, expected) -> None:
-    run_ranks(2, _backward, mode, expected)
+    model = wrapped(backward_prefetch=mode)
+    for _ in range(2):
+        model(batch(), ALL).sum().backward()
+    loss = model(batch(), ALL).sum()
+    with timeline() as seen:
+        loss.backward()
+    assert seen == expected
 
 
-def _order_of_collectives(orders: dict[BackwardPrefetch | None, str]) -> None:
+@on_ranks(2)
+def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
+    orders = {
+        None: "r4 g3 r3 g2 r2 g1 r1 g0 r0",
+        BackwardPrefetch.BACKWARD_PRE: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
+        BackwardPrefetch.BACKWARD_POST: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
+    }
     for mode, expected in orders.items():
         model = wrapped(backward_prefetch=mode)
         for _ in range(2):
@@ -141,19 +137,8 @@ def _order_of_collectives(orders: dict[BackwardPrefetch | None, str]) -> None:
         assert " ".join(seen) == expected, mode
 
 
-def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
-    run_ranks(
-        2,
-        _order_of_collectives,
-        {
-            None: "r4 g3 r3 g2 r2 g1 r1 g0 r0",
-            BackwardPrefetch.BACKWARD_PRE: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-            BackwardPrefetch.BACKWARD_POST: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-        },
-    )
-
-
-def _listed() -> None:
+@on_ranks(2)
+def test_units_are_listed_in_execution_order() -> None:
     model = wrapped()
     wrapping_order = ["", *(f"blocks.{i}" for i in range(DEPTH))]
     assert [unit.fqn for unit in units(model)] == wrapping_order
@@ -164,22 +149,16 @@ def _listed() -> None:
     ]
 
 
-def test_units_are_listed_in_execution_order() -> None:
-    run_ranks(2, _listed)
-
-
-def _first_step() -> None:
+@on_ranks(2)
+def test_nothing_is_guessed_before_an_order_was_recorded() -> None:
     model = wrapped()
     with recorded_operations(model) as operations:
         model(batch(), [0, 2, 4]).sum().backward()
     assert gathered(operations) == [f"blocks.{i}" for i in (0, 2, 4, 2, 0)]
 
 
-def test_nothing_is_guessed_before_an_order_was_recorded() -> None:
-    run_ranks(2, _first_step)
-
-
-def _branches() -> None:
+@on_ranks(2)
+def test_branches_never_gather_what_they_do_not_use() -> None:
     """Alternating branches, eval between: every gather is of a block that is used."""
     model = wrapped(forward_prefetch=3)
     routes = [[0, 1, 2], [0, 3, 4], [0, 1, 2], [0, 3, 4], [0, 1, 2, 3, 4], [0, 3, 4], [0, 1, 2]]
@@ -202,11 +181,8 @@ def _branches() -> None:
         model.zero_grad()
 
 
-def test_branches_never_gather_what_they_do_not_use() -> None:
-    run_ranks(2, _branches)
-
-
-def _misled() -> None:
+@on_ranks(2)
+def test_a_deviation_falls_back_to_demand() -> None:
     """A deviation costs at most what was on its way, and gives the right result."""
     model = wrapped(forward_prefetch=2)
     torch.manual_seed(0)
@@ -222,40 +198,34 @@ def _misled() -> None:
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
-def test_a_deviation_falls_back_to_demand() -> None:
-    run_ranks(2, _misled)
-
-
-def _explicit() -> None:
+@on_ranks(2)
+def test_lists_of_modules_to_prefetch_are_followed() -> None:
     model = wrapped()
     blocks = model.module.blocks
     first = next(unit for unit in units(model) if unit.fqn == "blocks.0")
     first.set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
     with torch.no_grad(), timeline() as seen:
         model(batch(), ALL)
-    assert seen.events[:4] == ["g0", "g1", "g2", "g3"]
+    assert seen[:4] == ["g0", "g1", "g2", "g3"]
     last = next(unit for unit in units(model) if unit.fqn == "blocks.4")
     last.set_modules_to_backward_prefetch([blocks[3], blocks[2]])
     loss = model(batch(), ALL).sum()
     with timeline() as seen:
         loss.backward()
-    assert seen.events[:3] == ["g3", "g2", "u4"]
+    assert seen[:3] == ["g3", "g2", "u4"]
     with pytest.raises(ValueError, match="units of the same model"):
         first.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
-def test_lists_of_modules_to_prefetch_are_followed() -> None:
-    run_ranks(2, _explicit)
-
-
-def _all_first() -> None:
+@on_ranks(2)
+def test_all_units_may_be_gathered_before_a_forward() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
     model, plain = wrapped(), wrapped()
     root_state(model).scheduler.unshard_all_before_forward()
     for _ in range(2):
         with timeline() as seen:
             losses = [each(batch(), [0, 3, 1]).square().sum() for each in (model, plain)]
-        assert seen.events[:6] == ["g0", "g1", "g2", "g3", "g4", "u0"]
+        assert seen[:6] == ["g0", "g1", "g2", "g3", "g4", "u0"]
         assert torch.equal(*losses)
         for each, loss in zip((model, plain), losses, strict=True):
             loss.backward()
@@ -270,11 +240,13 @@ def _all_first() -> None:
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
-def test_all_units_may_be_gathered_before_a_forward() -> None:
-    run_ranks(2, _all_first)
-
-
-def _budget(limit, most: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [(False, 5), (True, 5), (1, 1), (2, 2), ("1B", 1), ("1.2KB", 2)],
+    ids=lambda value: f"{value}",
+)
+@on_ranks(2)
+def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
     model = wrapped(forward_prefetch=4, limit_all_gathers=limit)
     nbytes = max(unit.nbytes for unit in units(model))
     root = root_state(model)
@@ -287,25 +259,14 @@ def _budget(limit, most: int) -> None:
 
     with torch.no_grad():
         model(batch(), ALL)
-        Unit.unshard = counting
-        try:
+        with mock.patch.object(Unit, "unshard", counting):
             model(batch(), ALL)
-        finally:
-            Unit.unshard = original
     assert max(counts) == most
     assert root.context.limiter.nbytes == root.context.limiter.num_units == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"),
-    [(False, 5), (True, 5), (1, 1), (2, 2), ("1B", 1), ("1.2KB", 2)],
-    ids=lambda value: f"{value}",
-)
-def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
-    run_ranks(2, _budget, limit, most)
-
-
-def _lists_of_nested() -> None:
+@on_ranks(2)
+def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
     """Wrappers that are made by hand get their lists before there is a root around them."""
     torch.manual_seed(0)
     module = Routed()
@@ -320,10 +281,10 @@ def _lists_of_nested() -> None:
     for _ in range(2):
         with timeline() as seen:
             loss = model(batch(), ALL).sum()
-        assert seen.events[:4] == ["g0", "g1", "g2", "g3"]
+        assert seen[:4] == ["g0", "g1", "g2", "g3"]
         with timeline() as seen:
             loss.backward()
-        assert seen.events[:3] == ["g3", "g2", "u4"]
+        assert seen[:3] == ["g3", "g2", "u4"]
     other = wrapped()
     units(model)[0].set_modules_to_forward_prefetch([other.module.blocks[0]])
     with pytest.raises(ValueError, match=r"units of the same model, got blocks\.0 of another"):
@@ -332,5 +293,95 @@ def _lists_of_nested() -> None:
     model(batch(), ALL)
 
 
-def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
-    run_ranks(2, _lists_of_nested)
+# Units gathered by hand: what is there is used, and not gathered again ----------------------------
+
+
+EVERY_UNIT = ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+def names(operations) -> list[str]:
+    return sorted("" if name == "the root unit" else name for name in gathered(operations))
+
+
+@on_ranks(2)
+def test_pregathered_units_are_used_by_the_next_forward() -> None:
+    model, plain = zero3(lambda: Mlp(3), Block), seeded(lambda: Mlp(3))
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+
+    def run(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not isinstance(model, ZeRO3):
+            return forward_backward(model, batch)
+        for wait in (True, False):
+            with recorded_operations(model) as operations:
+                pregather(model, wait=wait)
+            # What is there stays; `parameters()` are shards all the while.
+            assert names(operations) == (sorted(EVERY_UNIT) if wait else [])
+        assert all(parameter.dim() == 1 for parameter in model.parameters())
+        assert all(full_nbytes(model).values())
+        with recorded_operations(model) as operations:
+            loss = forward_backward(model, batch)
+        # Nothing in forward; each but the one that stays in backward. A small unit's next one is
+        # the root, which is freed last.
+        assert len(names(operations)) == len(EVERY_UNIT) - 1
+        assert not any(full_nbytes(model).values())
+        return loss
+
+    assert_trains_alike(model, plain, batches, run=run)
+    # Weights that change in between are gathered again; a forward without gradients frees all.
+    pregather(model)
+    with torch.no_grad():
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.mul_(0.5)
+        assert_bitwise(model(batches[0][0]), plain(batches[0][0]), "output")
+    assert not any(full_nbytes(model).values())
+    # Of one unit with those inside; and none that was not asked for.
+    with recorded_operations(model) as operations:
+        pregather(model.module.blocks[1])
+    assert names(operations) == ["blocks.1"]
+    model(batches[0][0]).sum().backward()
+    with pytest.raises(ValueError, match="pregather: expected a ZeRO3 module, got Linear"):
+        pregather(torch.nn.Linear(2, 2))
+    handle = model.module.blocks[1].register_forward_hook(lambda *_: pregather(model))
+    with pytest.raises(RuntimeError, match="pregather: called inside forward or backward"):
+        model(batches[0][0])
+    handle.remove()
+    # Micro-batches: weights do not change between them, and are not asked for again.
+    with model.no_sync():
+        pregather(model)
+        model(batches[0][0]).sum().backward()
+        pregather(model)
+    model(batches[0][0]).sum().backward()
+
+
+@on_ranks(2)
+def test_each_unit_of_a_policy_may_be_unsharded() -> None:
+    model, plain = zero3(lambda: Mlp(3), Block), seeded(lambda: Mlp(3))
+    values = full_parameters(model)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+
+    def run(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if not isinstance(model, ZeRO3):
+            return forward_backward(model, batch)
+        with recorded_operations(model) as operations:
+            handles = [unit.unshard(async_op=True) for unit in units(model)]
+            for handle in handles:
+                handle.wait()
+        assert names(operations) == sorted(EVERY_UNIT)
+        assert model.module.blocks[2].up.weight.dim() == 2
+        with recorded_operations(model) as operations:
+            loss = forward_backward(model, batch)
+        assert len(names(operations)) == len(EVERY_UNIT) - 1
+        assert all(unit.state.name == "SHARDED" for unit in units(model))
+        return loss
+
+    assert_trains_alike(model, plain, batches, run=run)
+    unit = next(unit for unit in units(model) if unit.fqn == "blocks.1")
+    unit.unshard()
+    assert unit.module.up.weight.shape == values["blocks.1.up.weight"].shape
+    # Used outside its forward: its gradient is reduced as any other.
+    unit.module.up.weight.square().sum().backward()
+    unit.reshard()
+    assert unit.module.up.weight.dim() == 1
+    assert unit.module.up.weight.grad is not None
+    assert model.module.blocks[0].up.weight.shape[-1] != WIDTH

@@ -10,7 +10,7 @@ import copy
 import functools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +27,12 @@ from torch.distributed.fsdp.wrap import (
 from torch.utils.checkpoint import checkpoint as recompute
 
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap, units
-from layerzero.flat.parameter_info import get_info
-from tests.harness.checks import assert_close_in_float64, assert_within
+from tests.harness.checks import assert_close_in_float64, assert_within, named
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import Terms
 from tests.harness.simulated_device import simulated_device
+from tests.harness.twin_machine import run_machines
 
 WIDTH = 6
 STEPS = 6
@@ -260,9 +260,7 @@ class _Run:
             self._step()
         sharded_params = dict(self._model.named_parameters())
         for name, parameter in self._twin.named_parameters():
-            info = get_info(sharded_params[name])
-            assert info is not None
-            own = parameter.detach().view(-1)[slice(*info.range)]
+            own = parameter.detach().view(-1)[slice(*sharded_params[name].layerzero.range)]
             assert_close_in_float64(sharded_params[name].detach(), own, name)
 
     def _zero_grad(self) -> None:
@@ -359,13 +357,12 @@ class _Run:
         bounds = terms.bounds(self._twin)
         sharded_params = dict(self._model.named_parameters())
         for name, parameter in self._twin.named_parameters():
-            info, gradient = get_info(sharded_params[name]), sharded_params[name].grad
-            assert info is not None
+            gradient = sharded_params[name].grad
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if gradient is None:
                 assert not expected.any(), f"{name} has no gradient after {passes}"
                 continue
-            own = slice(*info.range)
+            own = slice(*sharded_params[name].layerzero.range)
             bound = torch.as_tensor(bounds[name]).expand_as(expected).reshape(-1)[own]
             expected = expected.view(-1)[own]
             assert_within(gradient, expected, bound, f"{name} after {passes}")
@@ -520,7 +517,7 @@ def _run_on(
 
 def _train_under_autocast(seeds: range) -> None:
     for seed in seeds:
-        with _named(seed):
+        with named(seed):
             run = _Run(seed, torch.float32)
             run.train_under_autocast(["nothing", "raise", "freeze"])
 
@@ -531,7 +528,7 @@ def test_random_models_share_casts_as_one_process_does(pytestconfig: pytest.Conf
 
 def _train(seeds: range) -> None:
     for seed in seeds:
-        with _named(seed):
+        with named(seed):
             _Run(seed).train(
                 [
                     "nothing",
@@ -547,15 +544,6 @@ def _train(seeds: range) -> None:
             )
 
 
-@contextlib.contextmanager
-def _named(seed: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"seed {seed}")
-        raise
-
-
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(5)), (4, range(100, 102))])
 def test_random_models_train_like_one_process(
     world_size: int, seeds: range, pytestconfig: pytest.Config
@@ -566,7 +554,7 @@ def test_random_models_train_like_one_process(
 def _train_on_a_device(seeds: range) -> None:
     group = make_plain_group(timedelta(seconds=60))
     for seed in seeds:
-        with _named(seed), simulated_device() as device:
+        with named(seed), simulated_device() as device:
             offload = OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0)
             _Run(seed, start="given", process_group=group, offload=offload).train(
                 ["nothing", "raise", "freeze"]
@@ -576,3 +564,19 @@ def _train_on_a_device(seeds: range) -> None:
 
 def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:
     _run_on(pytestconfig, 2, _train_on_a_device, range(200, 204))
+
+
+# Random sequences of what users do, failures included, leave the state of an unsharded model ------
+
+
+_A_GROUP = 16
+
+
+def test_random_actions_leave_the_state_of_an_unsharded_model(pytestconfig: pytest.Config) -> None:
+    num_runs = pytestconfig.getoption("--seeds")
+    if not num_runs:
+        run_ranks(2, run_machines, range(2), 12)
+        return
+    for first in range(0, num_runs, _A_GROUP):
+        seeds = range(first, min(first + _A_GROUP, num_runs))
+        run_ranks(2, run_machines, seeds, 30, timeout=600)

@@ -1,21 +1,41 @@
 """A forward call is an object: several may wait for their backward, in any order."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from layerzero import ZeRO3
-from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded, zero3
-from tests.harness.models import CASES, WIDTH, Block, Case, RepeatedModule, loss_of
-from tests.harness.ranks import run_ranks
+from layerzero import BackwardPrefetch, ZeRO3
+from tests.harness.checks import assert_bitwise, named
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_trains_alike,
+    sharded,
+    trained_alike,
+    zero3,
+)
+from tests.harness.models import (
+    CASES,
+    WIDTH,
+    Block,
+    Case,
+    Mlp,
+    RepeatedModule,
+    Transformer,
+    TransformerBlock,
+    loss_of,
+)
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     RunFn,
     Terms,
+    backward_of,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
@@ -117,71 +137,46 @@ def _assert_pattern_trains_alike(name: str, model: ZeRO3, plain: nn.Module, batc
     assert_trains_alike(model, plain, batches, run=run, reference_run=in_turn, regrouped=not is_one)
 
 
-def _pattern(name: str, options: dict) -> None:
-    for case_name in ("mlp", "repeated_module", "unused_parts", "tied_in_unit"):
-        case = CASES[case_name]
-        try:
-            _assert_pattern_trains_alike(
-                name,
-                sharded(case, **options),
-                seeded(case.build),
-                _micro_batches(case, steps=2, count=4),
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{case_name}: {error}") from error
-
-
-# Kept units are gathered once, whatever comes then: with the order furthest from the usual one.
-_KEPT = "last forward first"
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *(pytest.param(name, {}, id=name) for name in PATTERNS),
-        *(
-            pytest.param(
-                *(name, {"reshard_after_forward": False}),
-                id=f"{name}, kept",
-                marks=[pytest.mark.slow] * (name != _KEPT),
-            )
-            for name in PATTERNS
-        ),
-    ],
-)
-def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str, options: dict) -> None:
-    run_ranks(2, _pattern, name, options)
-
-
-def _pattern_without_sync(name: str) -> None:
-    case = CASES["mlp"]
-    model, plain, terms = sharded(case), seeded(case.build), Terms()
-    step = _micro_batches(case, steps=1, count=4)[0]
-    own = step[dist.get_rank()]
-    with model.no_sync():
-        PATTERNS[name](model, own[:3])
-    PATTERNS[name](model, own[3:])
-    backward_of_all_ranks(plain, step, _run(_in_turn), terms=terms)
-    assert_same_gradients(model, plain, terms)
-    batches = _micro_batches(case, steps=2, count=3, seed=1)
-    _assert_pattern_trains_alike(name, model, plain, batches)
+_KEPT = {"reshard_after_forward": False}
+_MODELS = ("mlp", "repeated_module", "unused_parts", "tied_in_unit")
 
 
 @pytest.mark.parametrize("name", PATTERNS)
+@on_ranks(2)
+def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str) -> None:
+    """Every model; where units are kept after forward, each pattern with one of them."""
+    kept = _MODELS[list(PATTERNS).index(name) % len(_MODELS)]
+    for case_name, options in [*((each, {}) for each in _MODELS), (kept, _KEPT)]:
+        case = CASES[case_name]
+        batches = _micro_batches(case, steps=2, count=3)
+        with named(f"{case_name}, {options}"):
+            model = sharded(case, **options)
+            _assert_pattern_trains_alike(name, model, seeded(case.build), batches)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@on_ranks(2)
 def test_a_pattern_may_run_under_no_sync(name: str) -> None:
-    run_ranks(2, _pattern_without_sync, name)
+    case = CASES["mlp"]
+    model, plain, terms = sharded(case), seeded(case.build), Terms()
+    step = _micro_batches(case, steps=1, count=3)[0]
+    own = step[dist.get_rank()]
+    with model.no_sync():
+        PATTERNS[name](model, own[:2])
+    PATTERNS[name](model, own[2:])
+    backward_of_all_ranks(plain, step, _run(_in_turn), terms=terms)
+    assert_same_gradients(model, plain, terms)
+    batches = _micro_batches(case, steps=1, count=3, seed=1)
+    _assert_pattern_trains_alike(name, model, plain, batches)
 
 
-def _patterns_change_between_steps() -> None:
+@on_ranks(2)
+def test_the_pattern_may_change_between_steps() -> None:
     case = CASES["mlp"]
     model, plain = sharded(case), seeded(case.build)
     for seed, name in enumerate([*PATTERNS, *reversed(PATTERNS)]):
         batches = _micro_batches(case, steps=1, count=3, seed=seed)
         _assert_pattern_trains_alike(name, model, plain, batches)
-
-
-def test_the_pattern_may_change_between_steps() -> None:
-    run_ranks(2, _patterns_change_between_steps)
 
 
 def _backward_twice(model: nn.Module, batch: Tensor) -> Tensor:
@@ -191,16 +186,13 @@ def _backward_twice(model: nn.Module, batch: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _retain_graph() -> None:
+@on_ranks(2)
+def test_backward_may_run_twice_with_retain_graph() -> None:
     for name in ("mlp", "repeated_module", "transformer"):
         case = CASES[name]
-        batches = batches_of(case, dist.get_world_size(), steps=3)
+        batches = batches_of(case, dist.get_world_size(), steps=2)
         # Doubling is exact, in whichever order it happens.
         assert_trains_alike(sharded(case), seeded(case.build), batches, run=_backward_twice)
-
-
-def test_backward_may_run_twice_with_retain_graph() -> None:
-    run_ranks(2, _retain_graph)
 
 
 def _backward_of_two_losses(model: nn.Module, batch: Tensor) -> Tensor:
@@ -212,16 +204,9 @@ def _backward_of_two_losses(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([first.detach(), second.detach()])
 
 
-def _two_losses() -> None:
-    case = CASES["mlp"]
-    batches = batches_of(case, dist.get_world_size(), steps=3)
-    assert_trains_alike(
-        sharded(case), seeded(case.build), batches, run=_backward_of_two_losses, regrouped=True
-    )
-
-
+@on_ranks(2)
 def test_two_losses_of_one_forward_may_go_back_in_turn() -> None:
-    run_ranks(2, _two_losses)
+    trained_alike(Mlp, Block, run=_backward_of_two_losses, regrouped=True)
 
 
 def _other_forward_between(model: nn.Module, batch: Tensor) -> Tensor:
@@ -233,17 +218,13 @@ def _other_forward_between(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([loss.detach(), other.square().sum()])
 
 
-def _forward_between() -> None:
-    case = CASES["mlp"]
-    batches = batches_of(case, dist.get_world_size(), steps=3)
-    assert_trains_alike(sharded(case), seeded(case.build), batches, run=_other_forward_between)
-
-
+@on_ranks(2)
 def test_a_forward_without_gradients_may_run_before_the_backward() -> None:
-    run_ranks(2, _forward_between)
+    trained_alike(Mlp, Block, run=_other_forward_between)
 
 
-def _called_as_often_as_the_batch_says() -> None:
+@on_ranks(2)
+def test_a_unit_may_be_called_another_number_of_times_each_step() -> None:
     model, plain = sharded(CASES["repeated_module"]), seeded(RepeatedModule)
     for times in (1, 4, 2, 0, 3):
         model.module.times = plain.times = times
@@ -251,17 +232,14 @@ def _called_as_often_as_the_batch_says() -> None:
         assert_trains_alike(model, plain, batches)
 
 
-def test_a_unit_may_be_called_another_number_of_times_each_step() -> None:
-    run_ranks(2, _called_as_often_as_the_batch_says)
-
-
-def _two_models() -> None:
+@on_ranks(2)
+def test_two_models_in_one_process_do_not_meet() -> None:
     """No state is shared between models of one process."""
     first_case, second_case = CASES["mlp"], CASES["unused_parts"]
     first, second = sharded(first_case), sharded(second_case)
     plain = seeded(first_case.build), seeded(second_case.build)
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    for step in batches_of(first_case, world_size, steps=3):
+    for step in batches_of(first_case, world_size, steps=2):
         losses = [loss_of(first(step[rank])), loss_of(second(step[rank]))]
         losses[0].backward()
         losses[1].backward()
@@ -281,10 +259,6 @@ def _two_models() -> None:
     assert_same_gradients(second, plain[1])
 
 
-def test_two_models_in_one_process_do_not_meet() -> None:
-    run_ranks(2, _two_models)
-
-
 class _ActorCritic(nn.Module):
     """Two heads on one trunk; the program calls the parts, never the whole."""
 
@@ -298,9 +272,7 @@ class _ActorCritic(nn.Module):
 
 
 def _together(model: nn.Module, x: Tensor) -> Tensor:
-    loss = loss_of(model.actor(model.trunk(x))) + loss_of(model.critic(model.trunk(x)))
-    loss.backward()
-    return loss.detach()
+    return loss_of(model.actor(model.trunk(x))) + loss_of(model.critic(model.trunk(x)))
 
 
 def _in_turn_over_one_trunk(model: nn.Module, x: Tensor) -> Tensor:
@@ -311,20 +283,15 @@ def _in_turn_over_one_trunk(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(losses).detach().sum()
 
 
-def _two_heads() -> None:
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
-    for run in (_together, _in_turn_over_one_trunk):
-        model = zero3(_ActorCritic, Block, nn.Linear)
-        # In turn, each backward reduces: sums over ranks come before those over backwards.
-        regrouped = run is _in_turn_over_one_trunk
-        assert_trains_alike(model, seeded(_ActorCritic), steps, run=run, regrouped=regrouped)
-
-
+@on_ranks(2)
 def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
-    run_ranks(2, _two_heads)
+    trained_alike(_ActorCritic, Block, nn.Linear, run=backward_of(_together))
+    # In turn, each backward reduces: sums over ranks come before those over backwards.
+    trained_alike(_ActorCritic, Block, nn.Linear, run=_in_turn_over_one_trunk, regrouped=True)
 
 
-def _shared_by_two_models() -> None:
+@on_ranks(2)
+def test_two_models_over_one_wrapped_part_are_refused() -> None:
     trunk = ZeRO3(Block())
     first = ZeRO3(nn.Sequential(trunk, nn.Linear(WIDTH, 1)))
     for again in (nn.Sequential(trunk, Block()), nn.Sequential(trunk.module, Block())):
@@ -335,5 +302,192 @@ def _shared_by_two_models() -> None:
     ZeRO3(nn.Sequential(trunk, Block()))(torch.ones(2, WIDTH))
 
 
-def test_two_models_over_one_wrapped_part_are_refused() -> None:
-    run_ranks(2, _shared_by_two_models)
+# Activation checkpointing: recomputation inside backward gives the same bits as no checkpoint -----
+
+
+class Checkpointed(nn.Module):
+    """An MLP whose recomputed part is `where`; with "nothing" it is the reference."""
+
+    def __init__(self, where: str, use_reentrant: bool, depth: int = 4) -> None:
+        super().__init__()
+        self.where = where
+        self.checkpoint = functools.partial(checkpoint, use_reentrant=use_reentrant)
+        self.use_reentrant = use_reentrant
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(_Block(self) for _ in range(depth)))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_PLACES[self.where](self, self.stem(x)))
+
+
+class _Block(Block):
+    """A block that recomputes its own inside, when its model says so."""
+
+    def __init__(self, model: Checkpointed) -> None:
+        super().__init__()
+        self.noise = nn.Dropout(0.3)
+        self.recompute_inside: Callable[..., Any] | None = None
+        if model.where in ("inside each unit", "inside and around"):
+            self.recompute_inside = model.checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute_inside is None:
+            return self.part(x)
+        return self.recompute_inside(self.part, x)
+
+    def part(self, x: Tensor) -> Tensor:
+        return x + self.noise(self.down(torch.tanh(self.up(x))))
+
+
+def _around_each(model: Checkpointed, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = model.checkpoint(block, x)
+    return x
+
+
+def _around_some(model: Checkpointed, x: Tensor) -> Tensor:
+    for index, block in enumerate(model.blocks):
+        x = model.checkpoint(block, x) if index % 2 else block(x)
+    return x
+
+
+def _around_several(model: Checkpointed, x: Tensor) -> Tensor:
+    return checkpoint_sequential(model.blocks, 2, x, use_reentrant=model.use_reentrant)
+
+
+def _around_all(model: Checkpointed, x: Tensor) -> Tensor:
+    return model.checkpoint(model.blocks, x)
+
+
+def _nested(model: Checkpointed, x: Tensor) -> Tensor:
+    def half(x: Tensor) -> Tensor:
+        x = model.checkpoint(model.blocks[0], x)
+        return model.checkpoint(model.blocks[1], x)
+
+    x = model.checkpoint(half, x)
+    return model.blocks[2:](x)
+
+
+def _same_unit_twice(model: Checkpointed, x: Tensor) -> Tensor:
+    for _ in range(2):
+        for block in model.blocks[:2]:
+            x = model.checkpoint(block, x)
+    return model.blocks[2:](x)
+
+
+_PLACES: dict[str, Callable[[Checkpointed, Tensor], Tensor]] = {
+    "around each unit": _around_each,
+    "around every other unit": _around_some,
+    "around several units": _around_several,
+    "around all units": _around_all,
+    "nested": _nested,
+    "one unit twice": _same_unit_twice,
+    "inside each unit": lambda model, x: model.blocks(x),
+    "inside and around": _around_each,
+}
+
+FLAVOURS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+def _train(where: str, use_reentrant: bool, options: dict) -> None:
+    # A reentrant recomputation is a backward pass of its own, and so is its reduction: two calls
+    # of one unit then add up after the mean over ranks and not before.
+    regrouped = where == "one unit twice" and use_reentrant
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        torch.manual_seed(int(1000 * batch.abs().sum()))  # dropout: the same in both models
+        return model(batch).square().sum()
+
+    build = functools.partial(Checkpointed, where, use_reentrant)
+    trained_alike(build, _Block, run=backward_of(loss_of), regrouped=regrouped, **options)
+
+
+@FLAVOURS
+@pytest.mark.parametrize("where", _PLACES)
+@on_ranks(2)
+def test_recomputation_changes_no_bit(where: str, use_reentrant: bool) -> None:
+    _train(where, use_reentrant, {})
+
+
+_OPTIONS = {
+    "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
+    "prefetch after": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "deep prefetch": {"forward_prefetch": 3, "limit_all_gathers": False},
+    "kept after forward": {"reshard_after_forward": False},
+    "one unit": {"auto_wrap_policy": None},
+}
+
+
+@pytest.mark.parametrize("number", range(len(_OPTIONS)), ids=list(_OPTIONS))
+@on_ranks(2)
+def test_recomputation_goes_with_every_prefetch(number: int) -> None:
+    """Each place in one flavour, each flavour in each option."""
+    for at, where in enumerate(("around each unit", "around several units", "inside each unit")):
+        use_reentrant = bool((number + at) % 2)
+        with named(f"{where}, use_reentrant={use_reentrant!r}"):
+            _train(where, use_reentrant, list(_OPTIONS.values())[number])
+
+
+@FLAVOURS
+@on_ranks(2)
+def test_the_whole_model_may_be_recomputed(use_reentrant: bool) -> None:
+    """A checkpoint around the call of the root itself."""
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        # The reentrant flavour needs an input that requires grad.
+        batch = batch.clone().requires_grad_()
+        return checkpoint(model, batch, use_reentrant=use_reentrant).square().sum()
+
+    trained_alike(Mlp, Block, run=backward_of(loss_of))
+
+
+def _without_dropout(use_reentrant: bool) -> nn.Module:
+    return Checkpointed("around each unit", use_reentrant).eval()
+
+
+@FLAVOURS
+@on_ranks(2)
+def test_recomputation_goes_with_several_forwards_before_backward(use_reentrant: bool) -> None:
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
+        losses = [model(batch * scale).square().sum() for scale in (1.0, 2.0, 3.0)]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).detach()
+
+    build = functools.partial(_without_dropout, use_reentrant)
+    trained_alike(build, _Block, run=run, regrouped=True)
+
+
+class _CheckpointedTransformer(Transformer):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, self.rotation, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+
+@FLAVOURS
+@on_ranks(2)
+def test_a_checkpointed_transformer_trains_bitwise_like_a_plain_one(use_reentrant: bool) -> None:
+    case = CASES["transformer"]
+    batches = batches_of(case, dist.get_world_size(), steps=2)
+    model = zero3(lambda: _CheckpointedTransformer(use_reentrant), TransformerBlock)
+    # Against the model without checkpoints: recomputation repeats the same arithmetic.
+    assert_trains_alike(model, seeded(Transformer), batches, optimizer="adamw")
+
+
+@FLAVOURS
+@on_ranks(2)
+def test_recomputation_goes_with_frozen_units(use_reentrant: bool) -> None:
+    def build() -> nn.Module:
+        model = _without_dropout(use_reentrant)
+        model.blocks[1].requires_grad_(False)
+        model.blocks[2].up.requires_grad_(False)
+        return model
+
+    trained_alike(build, _Block)

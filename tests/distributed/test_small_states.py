@@ -20,7 +20,7 @@ from layerzero.checkpoint import get_optimizer_state_dict, set_optimizer_state_d
 from layerzero.optim import SGD, AdamW, Lion, nonempty_parameters
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import zero3
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import full_parameters
 
 _MAKERS: dict[str, Callable[..., Any]] = {
@@ -66,21 +66,18 @@ def _state_of(model: ZeRO3, optimizer: Any) -> dict[str, Any]:
     return {**full_parameters(model), **flat}
 
 
-def _train(state: str) -> dict[str, dict[str, Any]]:
+def _train() -> dict[str, dict[str, Any]]:
     results = {}
-    for name, make in _MAKERS.items():
-        model = _model()
-        optimizer = make(model.parameters(), state=state)
-        _steps(model, optimizer, range(4))
-        if name == "adamw":
-            optimizer.state  # noqa: B018  # Shown: the next step starts from what is shown.
-        _steps(model, optimizer, range(4, 6))
-        results[name] = _state_of(model, optimizer)
+    for state in ("bfloat16", "8bit"):
+        for name, make in _MAKERS.items():
+            model = _model()
+            optimizer = make(model.parameters(), state=state)
+            _steps(model, optimizer, range(4))
+            if name == "adamw":
+                optimizer.state  # noqa: B018  # Shown: the next step starts from what is shown.
+            _steps(model, optimizer, range(4, 6))
+            results[f"{state} {name}"] = _state_of(model, optimizer)
     return results
-
-
-def _train_all() -> dict[str, Any]:
-    return {state: _train(state) for state in ("bfloat16", "8bit")}
 
 
 def _assert_same(actual: dict[str, Any], expected: dict[str, Any], what: str) -> None:
@@ -89,16 +86,12 @@ def _assert_same(actual: dict[str, Any], expected: dict[str, Any], what: str) ->
         assert_bitwise(torch.as_tensor(actual[key]), torch.as_tensor(value), f"{what}: {key}")
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
-)
-def test_weights_and_states_have_the_same_bits_at_every_world_size(world_size: int) -> None:
-    (one,) = run_ranks(1, _train_all)
-    for result in run_ranks(world_size, _train_all):
-        for state, by_name in result.items():
-            for name, values in by_name.items():
-                _assert_same(values, one[state][name], f"{world_size} ranks, {state} {name}")
+def test_weights_and_states_have_the_same_bits_at_every_world_size(ranks: KeptRanks) -> None:
+    (one,) = ranks(1, _train)
+    for world_size in (2, 3, 4):
+        for result in ranks(world_size, _train):
+            for name, values in result.items():
+                _assert_same(values, one[name], f"{world_size} ranks, {name}")
 
 
 def _save(folder: str) -> dict[str, Any]:
@@ -124,14 +117,18 @@ def _load(folder: str) -> dict[str, Any]:
     return after
 
 
-def test_a_checkpoint_goes_on_with_the_same_bits_at_another_world_size(tmp_path: Path) -> None:
-    saved = run_ranks(2, _save, str(tmp_path))[0]
-    for loaded in run_ranks(3, _load, str(tmp_path)):
+def test_a_checkpoint_goes_on_with_the_same_bits_at_another_world_size(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
+    saved = ranks(2, _save, str(tmp_path))[0]
+    for loaded in ranks(3, _load, str(tmp_path)):
         for state in ("bfloat16", "8bit"):
             _assert_same(loaded[state], saved[state], state)
 
 
-def _through_state_dicts() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_state_dicts_lose_no_bit(world_size: int) -> None:
     for state in ("float32", "bfloat16", "8bit"):
         models = [_model() for _ in range(3)]
         makers = [AdamW(m.parameters(), lr=1e-2, state=state) for m in models]  # type: ignore[arg-type]
@@ -157,12 +154,8 @@ def _through_state_dicts() -> None:
         _assert_same(_state_of(models[1], makers[1]), _state_of(models[0], makers[0]), state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_state_dicts_lose_no_bit(world_size: int) -> None:
-    run_ranks(world_size, _through_state_dicts)
-
-
-def _pauses() -> None:
+@on_ranks(3)
+def test_states_outlast_the_option_that_uses_them() -> None:
     """A state whose option is off stays, through loads and steps, until the option is on again."""
     for state in ("float32", "bfloat16", "8bit"):
         for turned_off in (slice(0, 1), slice(0, 2)):
@@ -185,12 +178,8 @@ def _pauses() -> None:
                     assert_bitwise(new, old, f"{state} {stays}")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_states_outlast_the_option_that_uses_them(world_size: int) -> None:
-    run_ranks(world_size, _pauses)
-
-
-def _one_overflows() -> None:
+@on_ranks(2)
+def test_ranks_agree_on_a_step_that_one_of_them_leaves_out() -> None:
     model = _model()
     optimizer = AdamW(model.parameters(), lr=1e-2, state="8bit")
     _steps(model, optimizer, range(2))
@@ -205,11 +194,8 @@ def _one_overflows() -> None:
     _steps(model, optimizer, range(2, 4))
 
 
-def test_ranks_agree_on_a_step_that_one_of_them_leaves_out() -> None:
-    run_ranks(2, _one_overflows)
-
-
-def _fail_in_the_exchange() -> None:
+@on_ranks(2)
+def test_a_failed_exchange_of_scales_is_final() -> None:
     model = _model()
     optimizer = AdamW(model.parameters(), lr=1e-2, state="8bit")
     _give_gradients(model, 0)
@@ -221,11 +207,8 @@ def _fail_in_the_exchange() -> None:
         model(torch.zeros(2, 19))
 
 
-def test_a_failed_exchange_of_scales_is_final() -> None:
-    run_ranks(2, _fail_in_the_exchange)
-
-
-def _step_in_backward() -> None:
+@on_ranks(3)
+def test_small_states_step_in_backward() -> None:
     for state in ("bfloat16", "8bit"):
         models = [_model(), _model()]
         # On most ranks, one has nothing of some units, and knows only the parameters it has.
@@ -240,7 +223,3 @@ def _step_in_backward() -> None:
             for optimizer in makers:
                 optimizer.zero_grad()
         _assert_same(full_parameters(models[0]), full_parameters(models[1]), state)
-
-
-def test_small_states_step_in_backward() -> None:
-    run_ranks(3, _step_in_backward)

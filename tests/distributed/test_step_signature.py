@@ -15,7 +15,7 @@ from layerzero import ZeRO3
 from tests.distributed import test_experts as experts
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.models import Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import seeded
 
 OPTIMIZERS: dict[str, Callable[[ZeRO3], torch.optim.Optimizer]] = {
@@ -71,29 +71,31 @@ def _signatures(settings: Sequence[dict[str, Any]], names: Sequence[str]) -> dic
     return found
 
 
-ONE: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {Block}}, {"auto_wrap_policy": {nn.Linear}}]
-FOUR: list[dict[str, Any]] = [
-    {"zero3_size": 2, "auto_wrap_policy": {Block}},
-    {"zero3_size": 2, "outer": "replicate"},
-]
+SETTINGS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"auto_wrap_policy": {Block}}, {"auto_wrap_policy": {nn.Linear}}],
+    3: [{}],
+    4: [
+        {"zero3_size": 2, "auto_wrap_policy": {Block}},
+        {"zero3_size": 2, "outer": "replicate"},
+    ],
+}
+"""By number of ranks."""
 
 
-def test_signatures_do_not_depend_on_units_and_ranks() -> None:
-    names = ["AdamW", "8bit"]
-    _check([(1, ONE[:1]), (2, ONE[1:2])], names)
-    run_ranks(2, _what_changes)
-
-
-@pytest.mark.slow
-def test_nor_on_modes_and_optimizers() -> None:
-    _check([(1, ONE), (2, ONE), (3, ONE[:2]), (4, FOUR)], list(OPTIMIZERS))
-
-
-def _check(runs: Sequence[tuple[int, Sequence[dict[str, Any]]]], names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((1, 2), ["AdamW", "8bit"]),
+        pytest.param(SETTINGS.keys(), list(OPTIMIZERS), marks=pytest.mark.slow),
+    ],
+    ids=["units", "modes and optimizers"],
+)
+def test_signatures_do_not_depend_on_units_and_ranks(
+    sizes: Sequence[int], names: list[str], ranks: KeptRanks
+) -> None:
     everywhere = [
-        found
-        for ranks, settings in runs
-        for found in run_ranks(ranks, _signatures, settings, names)
+        found for size in sizes for found in ranks(size, _signatures, SETTINGS[size], names)
     ]
     for name, signatures in everywhere[0].items():
         assert len(signatures) == 1, name
@@ -102,7 +104,8 @@ def _check(runs: Sequence[tuple[int, Sequence[dict[str, Any]]]], names: list[str
     assert len(set.union(*everywhere[0].values())) == len(everywhere[0]), "all differ"
 
 
-def _what_changes() -> None:
+@on_ranks(2)
+def test_every_change_changes_the_signature() -> None:
     model = _model()
     optimizer = OPTIMIZERS["AdamW"](model)
     seen = [model.step_signature()]
@@ -150,7 +153,9 @@ def _of_other_axes(kind: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor parallel", "experts"])
-def test_nor_on_tensor_parallel_ranks_and_experts(kind: str) -> None:
-    (expected,) = run_ranks(1, _of_other_axes, kind)
-    for found in run_ranks(4, _of_other_axes, kind):
+def test_signatures_do_not_depend_on_tensor_parallel_ranks_and_experts(
+    kind: str, ranks: KeptRanks
+) -> None:
+    (expected,) = ranks(1, _of_other_axes, kind)
+    for found in ranks(4, _of_other_axes, kind):
         assert found == expected * 2

@@ -11,7 +11,7 @@ from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
@@ -23,9 +23,11 @@ from tests.harness.reference import (
 )
 
 
-def _shows_the_originals() -> None:
-    for name, case in CASES.items():
-        model, plain = sharded(case), seeded(case.build)
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_full_parameters_have_the_original_names_shapes_and_values(world_size: int) -> None:
+    for name in (each for each in CASES if "_output" not in each):
+        model, plain = sharded(CASES[name]), seeded(CASES[name].build)
         sharded_params = dict(model.named_parameters())
         with model.summon_full_params():
             full = dict(model.named_parameters())
@@ -39,12 +41,23 @@ def _shows_the_originals() -> None:
         assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_full_parameters_have_the_original_names_shapes_and_values(world_size: int) -> None:
-    run_ranks(world_size, _shows_the_originals)
-
-
-def _writes_back(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"writeback": True},
+        {"writeback": False},
+        {"rank0_only": True},
+        {"rank0_only": True, "writeback": False},
+        {"offload_to_cpu": True},
+        {"rank0_only": True, "offload_to_cpu": True},
+        {"with_grads": True},
+        {"rank0_only": True, "with_grads": True},
+    ],
+    ids=str,
+)
+@on_ranks(3)
+def test_changes_are_written_back_or_not(options: dict[str, Any]) -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     writeback = options.get("writeback", True)
     rank0_only = options.get("rank0_only", False)
@@ -63,29 +76,8 @@ def _writes_back(options: dict[str, Any]) -> None:
     assert_trains_alike(model, plain, batches)
 
 
-_OPTIONS = {
-    "default": {},
-    "writeback": {"writeback": True},
-    "no writeback": {"writeback": False},
-    "rank 0 only": {"rank0_only": True},
-    "rank 0 only, no writeback": {"rank0_only": True, "writeback": False},
-    "on the CPU": {"offload_to_cpu": True},
-    "rank 0 only, on the CPU": {"rank0_only": True, "offload_to_cpu": True},
-    "with gradients": {"with_grads": True},
-    "rank 0 only, with gradients": {"rank0_only": True, "with_grads": True},
-}
-
-
-@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
-def test_changes_are_written_back_or_not(options: dict[str, Any]) -> None:
-    run_ranks(2, _writes_back, options)
-
-
-def test_changes_of_rank_0_reach_every_rank() -> None:
-    run_ranks(3, _writes_back, {"rank0_only": True})
-
-
-def _only_rank_0_sees_them() -> None:
+@on_ranks(2)
+def test_with_rank0_only_the_others_keep_their_shards() -> None:
     model = zero3(Mlp, Block)
     sharded_params = dict(model.named_parameters())
     with model.summon_full_params(rank0_only=True, writeback=False):
@@ -99,11 +91,8 @@ def _only_rank_0_sees_them() -> None:
             )
 
 
-def test_with_rank0_only_the_others_keep_their_shards() -> None:
-    run_ranks(2, _only_rank_0_sees_them)
-
-
-def _gradients() -> None:
+@on_ranks(2)
+def test_gradients_are_full_inside_and_written_back() -> None:
     for name in ("mlp", "unused_parts", "frozen_parts", "tied_across_units", "odd_shapes"):
         case = CASES[name]
         model, reference = sharded(case), plain(case)
@@ -126,11 +115,8 @@ def _gradients() -> None:
         assert_same_parameters(full_gradients(model), after, what=f"{name}: gradient of")
 
 
-def test_gradients_are_full_inside_and_written_back() -> None:
-    run_ranks(2, _gradients)
-
-
-def _without_gradients() -> None:
+@on_ranks(2)
+def test_without_with_grads_gradients_stay_out_of_it() -> None:
     model = zero3(Mlp, Block)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     forward_backward(model, batch)
@@ -140,11 +126,8 @@ def _without_gradients() -> None:
     assert_same_parameters(full_gradients(model), before, what="gradient of")
 
 
-def test_without_with_grads_gradients_stay_out_of_it() -> None:
-    run_ranks(2, _without_gradients)
-
-
-def _part_of_the_model() -> None:
+@on_ranks(2)
+def test_a_nested_wrapper_summons_its_own_parameters_only() -> None:
     def build() -> nn.Module:
         model = Mlp()
         model.blocks[1] = ZeRO3(model.blocks[1])
@@ -161,15 +144,12 @@ def _part_of_the_model() -> None:
     assert_same_values(model, plain)
 
 
-def test_a_nested_wrapper_summons_its_own_parameters_only() -> None:
-    run_ranks(2, _part_of_the_model)
-
-
 class _Stop(Exception):
     pass
 
 
-def _exception_inside() -> None:
+@on_ranks(2)
+def test_an_exception_inside_leaves_the_shards_in_place() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     sharded_params = dict(model.named_parameters())
     with pytest.raises(_Stop), model.summon_full_params():
@@ -179,11 +159,8 @@ def _exception_inside() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-def test_an_exception_inside_leaves_the_shards_in_place() -> None:
-    run_ranks(2, _exception_inside)
-
-
-def _forward_inside() -> None:
+@on_ranks(2)
+def test_a_forward_without_gradients_works_inside() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     with model.summon_full_params(), torch.no_grad():
@@ -193,11 +170,8 @@ def _forward_inside() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-def test_a_forward_without_gradients_works_inside() -> None:
-    run_ranks(2, _forward_inside)
-
-
-def _wrong_time() -> None:
+@on_ranks(2)
+def test_inside_forward_backward_or_itself_it_is_refused() -> None:
     model = zero3(Mlp, Block)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     with model.summon_full_params():
@@ -225,11 +199,8 @@ def _wrong_time() -> None:
     assert_trains_alike(model, seeded(Mlp), batches)
 
 
-def test_inside_forward_backward_or_itself_it_is_refused() -> None:
-    run_ranks(2, _wrong_time)
-
-
-def _main_dtype() -> None:
+@on_ranks(2)
+def test_full_parameters_come_from_the_main_weights() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = zero3(Transformer, TransformerBlock, mixed_precision=precision)
     with model.summon_full_params():
@@ -238,11 +209,8 @@ def _main_dtype() -> None:
     assert_same_parameters(full, full_parameters(seeded(Transformer)))
 
 
-def test_full_parameters_come_from_the_main_weights() -> None:
-    run_ranks(2, _main_dtype)
-
-
-def _after_eval_and_training() -> None:
+@on_ranks(2)
+def test_it_shows_the_newest_values() -> None:
     """What an evaluation left resident does not hide an optimizer step."""
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
@@ -256,7 +224,3 @@ def _after_eval_and_training() -> None:
         for parameter in plain.parameters():
             parameter.add_(1)
     assert_same_values(model, plain)
-
-
-def test_it_shows_the_newest_values() -> None:
-    run_ranks(2, _after_eval_and_training)

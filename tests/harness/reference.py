@@ -215,16 +215,14 @@ def _exchanged(
     ]
     parts = [exists, *(value.detach().reshape(-1).view(torch.uint8) for value in values)]
     sent = torch.cat(parts)
-    received = sent.new_empty(dist.get_world_size(group) * sent.numel())
-    dist.all_gather_into_tensor(received, sent, group)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group)
     return [
         [
             part.clone().view(parameter.dtype).view(parameter.shape) if exist else None
             for exist, part, parameter in zip(flags.tolist(), rest, parameters, strict=True)
         ]
-        for flags, *rest in (
-            each.split([part.numel() for part in parts]) for each in received.split(sent.numel())
-        )
+        for flags, *rest in (each.split([part.numel() for part in parts]) for each in received)
     ]
 
 
