@@ -57,23 +57,10 @@ void check_ranges(const StepFlatArguments& flat) {
         if (blocks > flat.scale_numels[s] - range[kBlock])
           refuse("flat_step_: range ", i, " needs scales up to ", range[kBlock] + blocks,
                  ", there are ", flat.scale_numels[s]);
-    if (range[kEdge] >= 0 || job.mode == kMeasure) {
-      if (range[kEdge] < 0 || blocks > 1 || (range[kEdge] + 1) * job.num_states > flat.num_edges)
-        refuse("flat_step_: range ", i, " has edge ", range[kEdge], " of ",
-               job.num_states == 0 ? 0 : flat.num_edges / job.num_states, " and covers ", blocks,
-               " blocks");
-    }
   }
 }
 
 void step_flat(const StepJob& job) {
-  if (job.mode == kMeasure) {
-    for (int64_t i = 0; i < job.num_ranges; ++i) {
-      const int64_t* const range = job.table + i * kStepColumns;
-      step_run(job, range, 0, range[kNumel]);
-    }
-    return;
-  }
   parallel_units(job.main_numel, kStepChunk, kMinPerThread, &job,
                  [](const void* context, int64_t begin, int64_t end) {
                    const StepJob& own = *static_cast<const StepJob*>(context);

@@ -42,20 +42,19 @@ StepForm form_of(const Handle& state, layerzero_dtype main) {
 
 }  // namespace
 
-// (kind, main, grad, states, scales, edges, table, rows, factor, grad_scale, seed, mode), of
-// which all tensors but factor are lists with an entry, of states and scales `num_states` entries,
+// (kind, main, grad, states, scales, table, rows, factor, grad_scale, seed, mode), of which
+// all tensors but factor are lists with an entry, of states and scales `num_states` entries,
 // for each flat parameter.
 StepArguments::StepArguments(StableIValue* stack)
     : main(stack[1]),
       grad(stack[2]),
       states(stack[3]),
       scales(stack[4]),
-      edges(stack[5]),
-      table(stack[6]),
-      rows(stack[7]),
-      factor_tensor(unbox<AtenTensorHandle>(stack[8])) {
+      table(stack[5]),
+      rows(stack[6]),
+      factor_tensor(unbox<AtenTensorHandle>(stack[7])) {
   const size_t count = main.tensors.size();
-  for (const TensorList* const list : {&grad, &edges, &table, &rows})
+  for (const TensorList* const list : {&grad, &table, &rows})
     if (list->tensors.size() != count)
       refuse(kOp, ": got a list of ", list->tensors.size(), " tensors beside ", count, " of main");
   if (count == 0) return;
@@ -72,9 +71,9 @@ StepArguments::StepArguments(StableIValue* stack)
   shared.kind = kind;
   shared.num_states = static_cast<int>(num_states);
   shared.factor = 1.0f;
-  shared.grad_scale = static_cast<float>(unbox<double>(stack[9]));
-  shared.seed = unbox<int64_t>(stack[10]);
-  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[11]));
+  shared.grad_scale = static_cast<float>(unbox<double>(stack[8]));
+  shared.seed = unbox<int64_t>(stack[9]);
+  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[10]));
   for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
@@ -122,9 +121,6 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
     }
   }
 
-  expect_dtype(edges.tensors[i], aoti_torch_dtype_float32(), "edges", "float32");
-  job.edges = static_cast<float*>(memory(edges.tensors[i], "edges", device, 4));
-  flat.num_edges = numel_of(edges.tensors[i]);
   const int64_t table_numel = numel_of(table.tensors[i]);
   expect_dtype(table.tensors[i], aoti_torch_dtype_int64(), "table", "int64");
   if (table_numel % kStepColumns != 0)

@@ -12,7 +12,6 @@ struct StepFlatArguments {
   Output main;
   int64_t grad_numel = 0;
   int64_t state_numel = 0;
-  int64_t num_edges = 0;
   int64_t num_rows = 0;
   int64_t scale_numels[3] = {};
 };
@@ -21,7 +20,7 @@ struct StepFlatArguments {
 struct StepArguments {
   explicit StepArguments(StableIValue* stack);
 
-  TensorList main, grad, states, scales, edges, table, rows;
+  TensorList main, grad, states, scales, table, rows;
   Handle factor_tensor;
   std::vector<StepFlatArguments> flats;
   const float* factor = nullptr;  // on main's device; null: 1

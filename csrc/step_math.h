@@ -20,8 +20,8 @@ namespace layerzero {
 
 enum StepKind { kAdamW = 0, kSgd = 1, kLion = 2 };
 
-// What a call does. Without ends: no element counts as one of the last of a tensor.
-enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1, kMeasure = 2 };
+// Without ends: no element counts as one of the last of a tensor.
+enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1 };
 
 // Columns of `table`: int64, one row for each range of elements.
 //   kMain, kGrad, kState  where the range begins in main, in grad, in the states
@@ -29,8 +29,7 @@ enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1, kMeasure = 2 };
 //   kRow                  its row of `rows`
 //   kIndex, kKey          index of its first element in the whole parameter, and which that is
 //   kBlock                where its scales begin
-//   kEdge                 row of `edges` with the scales of its only block; -1: its own magnitudes
-enum StepColumn { kMain, kGrad, kState, kNumel, kRow, kIndex, kKey, kBlock, kEdge, kStepColumns };
+enum StepColumn { kMain, kGrad, kState, kNumel, kRow, kIndex, kKey, kBlock, kStepColumns };
 
 // Columns of `rows`: float64, what the ranges of one parameter group and step number share.
 enum RowColumn { kRowSign = 8, kRowFlag = 9, kRowStep = 10, kRowColumns = 11 };
@@ -46,7 +45,6 @@ struct StepFlat {
   const char* grad;
   char* states[kMaxStates];
   float* scales[kMaxStates];
-  float* edges;  // [E, states]
   const int64_t* table;
   int64_t main_numel;
   int64_t num_ranges;

@@ -603,8 +603,8 @@ def _import_watchers() -> None:
 
 def gradients_to_clip(model: ZeRO3) -> Clipped:
     """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
-    from layerzero.optim.clip import clipped, refuse_used
+    from layerzero.optim.clip import Clipped, refuse_used
 
     root = model._root_state
     refuse_used(root)
-    return clipped(root, model._subtree(), model._kept_whole)
+    return Clipped(root, [*model._subtree()], model._kept_whole)

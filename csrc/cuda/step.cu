@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kBlockThreads,
                    LaneStates<Of> kept;
                    const bool wide = is_wide<Of>(call, flat, options, segment);
                    step_lane<Of>(call, flat, options, segment, wide, lane, kept);
-                   if (!has_second_half<Of>(call)) return;
+                   if (Of::form(call) != kQuantForm) return;
                    LZ_UNROLL
                    for (int state = 0; state < Of::kStates; ++state)
                      for (int step = kWarpThreads / 2; step > 0; step /= 2) {

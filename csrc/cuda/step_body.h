@@ -387,7 +387,6 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
     LZ_UNROLL
     for (int k = 0; k < kLaneNumel; ++k) g[k] = div(g[k], scale);
   }
-  const bool measures = Of::phase(call) == kMeasure;
   LZ_UNROLL
   for (int k = 0; k < kLaneNumel; ++k) {
     const int i = place_of<kWide>(lane, k);
@@ -397,7 +396,7 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
     LZ_UNROLL
     for (int state = 0; state < Of::kStates; ++state) s[state] = &kept.values[state][k];
     update<Of>(call, row, i >= segment.last_from, g[k], p[k], s);
-    if (form == kQuantForm || measures) {
+    if (form == kQuantForm) {
       LZ_UNROLL
       for (int state = 0; state < Of::kStates; ++state) {
         const uint32_t own = magnitude_bits(static_cast<float>(*s[state]));
@@ -405,7 +404,6 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
       }
     }
   }
-  if (measures) return;
   with_format<Of::kMainDtype>(call.dtype, [&](auto format) {
     using Own = decltype(format);
     store_lane<typename Own::Bits, kWide>(main, lane, count,
@@ -443,12 +441,7 @@ LZ_BODY void step_lane(const StepCall& call, const StepFlat& flat,
   step_elements<Of, false>(call, flat, options, segment, lane, kept);
 }
 
-template <class Of>
-LZ_BODY bool has_second_half(const StepCall& call) {
-  return Of::form(call) == kQuantForm || Of::phase(call) == kMeasure;
-}
-
-// After `kept.largest` is that of all lanes: writes codes and scales, or what was measured.
+// After `kept.largest` is that of all lanes: writes codes and scales of states of 8 bits.
 template <class Of>
 LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
                          const StepOptions<typename Of::T>& options, const Segment& segment,
@@ -458,13 +451,7 @@ LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
   LZ_UNROLL
   for (int state = 0; state < Of::kStates; ++state) {
     if (state >= num_states) continue;
-    float scale = step_bits<float>(kept.largest[state]);
-    if (Of::phase(call) == kMeasure) {
-      if (lane == 0) flat.edges[segment.range[kEdge] * call.num_states + state] = scale;
-      continue;
-    }
-    if (segment.range[kEdge] >= 0)
-      scale = flat.edges[segment.range[kEdge] * call.num_states + state];
+    const float scale = step_bits<float>(kept.largest[state]);
     if (lane == 0) flat.scales[state][segment.block()] = scale;
     const bool is_signed = state_is_signed(Of::kind(call), state);
     const float inverse = quant_inverse(scale);

@@ -191,8 +191,6 @@ def flat_step_(
     """
     joined = step_reference.join_steps(steps)
     torch.ops.layerzero.flat_step_.default(kind, *joined, grad_scale, seed, phase)
-    if phase == step_reference.MEASURE:
-        return
     for tensors in steps:
         _note_written(tensors.main)
 

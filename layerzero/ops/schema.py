@@ -41,8 +41,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
         _checks(reference.check_ordered_sum, 0, 1),
     ),
     "flat_step_(int kind, Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
-    "Tensor(c!)[] scales, Tensor(d!)[] edges, Tensor[] table, Tensor[] rows, Tensor factor, "
-    "float grad_scale, int seed, int phase) -> ()": (
+    "Tensor(c!)[] scales, Tensor[] table, Tensor[] rows, Tensor factor, float grad_scale, "
+    "int seed, int phase) -> ()": (
         step_reference.flat_step_,
         _fake_flat_step,
     ),

@@ -25,9 +25,9 @@ import torch
 from layerzero.ops.reference import DTYPES, compute_dtype
 
 ADAMW, SGD, LION = range(3)
-COLUMNS = 9
-MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK, EDGE = range(COLUMNS)
-WITH_ENDS, WITHOUT_ENDS, MEASURE = range(3)
+COLUMNS = 8
+MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK = range(COLUMNS)
+WITH_ENDS, WITHOUT_ENDS = range(2)
 ROW_COLUMNS = 11
 SIGN, FLAG, STEP = 8, 9, 10
 QUANT_NUMEL = 256
@@ -48,9 +48,6 @@ class StepTensors(NamedTuple):
     """Written; float32 (float64 for float64), bfloat16 or uint8, one dtype for all."""
     scales: Sequence[torch.Tensor]
     """A float32 tensor for each uint8 state, with an entry for each block; written."""
-    edges: torch.Tensor
-    """Float32 [E, states]: scales of blocks of which this rank has a part. Read, or written in
-    phase `MEASURE`, which writes nothing else."""
     table: torch.Tensor
     """Int64 [R, COLUMNS], rising in main; on main's device."""
     rows: torch.Tensor
@@ -95,7 +92,7 @@ def flat_step_(kind: int, *arguments: Any) -> None:
 
 def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> None:
     main, grad, factor = tensors.main, tensors.grad, tensors.factor
-    states, scales, edges = tensors.states, tensors.scales, tensors.edges
+    states, scales = tensors.states, tensors.scales
     dtype = compute_dtype(main.dtype)
     values = tensors.rows.tolist()
     for number, options in enumerate(values):
@@ -123,12 +120,8 @@ def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: 
         if phase == WITH_ENDS and not (states and states[0].dtype.itemsize < 4):
             last = torch.arange(numel, device=main.device) >= numel // 8 * 8
         p, now = _UPDATES[kind](options, given, main[part].to(dtype), now, last)
-        if phase == MEASURE:
-            for i in range(count):
-                edges.view(-1, len(states))[row[EDGE], i] = largest(now[i])
-            continue
         main[part] = p.to(main.dtype)
-        store_states(kind, now, states, scales, edges, row, int(options[STEP]), seed)
+        store_states(kind, now, states, scales, row, int(options[STEP]), seed)
 
 
 def num_states(kind: int, options: list[float], given: int) -> int:
@@ -144,7 +137,6 @@ def store_states(
     values: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
-    edges: torch.Tensor,
     row: list[int],
     step: int,
     seed: int,
@@ -157,8 +149,6 @@ def store_states(
         if target.dtype == torch.uint8:
             blocks = _Blocks.of(row, value.device)
             scale = blocks.largest(value)
-            if row[EDGE] >= 0:
-                scale = edges.view(-1, len(states))[row[EDGE], i].reshape(1)
             scales[i][blocks.first : blocks.first + blocks.count] = scale
             target.copy_(quantize(value, scale[blocks.index], is_signed(kind, i), random))
         elif target.dtype == torch.bfloat16 and value.dtype == torch.float32:
@@ -251,11 +241,6 @@ class _Blocks:
         bits = values.abs().view(torch.int32)
         zeros = torch.zeros(self.count, dtype=torch.int32, device=values.device)
         return zeros.scatter_reduce(0, self.index, bits, "amax").view(torch.float32)
-
-
-def largest(values: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude; NaN if there is one."""
-    return values.abs().view(torch.int32).amax().view(torch.float32)
 
 
 # -- arithmetic -----------------------------------------------------------------------------------

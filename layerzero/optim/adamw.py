@@ -25,12 +25,11 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
         foreach, fused: have no effect: there is one implementation, with the bits of torch's fused.
         capturable, differentiable: False.
         state: dtype of the two averages. "float32": 8 bytes an element (float64 for float64
-            parameters). "bfloat16": 4 bytes. "8bit": 2 bytes, and a scale for each 256 elements;
-            `step` is then collective, one small all-gather for the blocks that borders of shards
-            cut. Both round at random, so that small changes add up.
+            parameters). "bfloat16": 4 bytes. "8bit": 2 bytes, and a scale for each 256 elements.
+            Both round at random, so that small changes add up.
         seed: of the random bits. They depend on it, the parameter's name, the index in the whole
-            parameter and the step: for the same gradients, weights and states in bfloat16 or 8 bits
-            have the same bits at every world size.
+            parameter and the step: for the same gradients, weights and states have the same bits at
+            every world size, but for 8-bit states of blocks that a border between shards cuts.
 
     Raises:
         ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,25 +31,10 @@ class Clipped(NamedTuple):
     """Units with sharded parameters."""
     replicated: Sequence[nn.Parameter]
     """Ignored parameters, of which every rank has a full copy."""
-    only: Container[int] | None
-    """Ids of the sharded parameters to include; None: all in `units`."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        found = [p for unit in self.units for h in unit.handles for p in h.sharded_params]
-        if self.only is not None:
-            found = [parameter for parameter in found if id(parameter) in self.only]
-        return [*self.replicated, *found]
-
-
-def clipped(
-    root: RootState,
-    units: Iterable[Unit],
-    replicated: Sequence[nn.Parameter],
-    only: Container[int] | None = None,
-) -> Clipped:
-    """The sharded parameters of units, those in `only`, and replicated ones."""
-    return Clipped(root, [*units], replicated, only)
+        return [*self.replicated, *(p for unit in self.units for p in unit.sharded_params)]
 
 
 def refuse_used(root: RootState) -> None:
@@ -89,11 +74,9 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
             "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
         )
     # From all parameters, not only those with a gradient here: the same on every rank.
-    parameters = of.parameters
-    dtype = sum_dtype(*{parameter.dtype for parameter in parameters})
-    gradient_of = {p: p.grad for p in parameters}.get
+    dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
     whole = [Part(p, p.grad) for p in of.replicated if p.grad is not None and p.grad.numel()]
-    given = sharded_parts(of.units, gradient_of)
+    given = sharded_parts(of.units, lambda parameter: parameter.grad)
     power = global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
     return root_of_power(power, norm_type)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, ClassVar, Literal, cast
 
@@ -11,17 +11,23 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
-from torch.overrides import TorchFunctionMode
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.optim.checks import check_options, check_parameters, claim, name_of
-from layerzero.optim.clip import clip_factor, clipped, grad_norm, refuse_used
-from layerzero.optim.edges import EdgeExchange, make_exchanges
+from layerzero.optim.clip import clip_factor, refuse_used
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
-from layerzero.optim.in_backward import wanted_of, whole_groups
-from layerzero.optim.norm import Part, all_finite, global_power, norms_of
-from layerzero.optim.quant_state import QuantState, measure
+from layerzero.optim.in_backward import is_narrowed, whole_groups
+from layerzero.optim.norm import (
+    Part,
+    all_finite,
+    checked_norm_type,
+    global_power,
+    norms_of,
+    root_of_power,
+    sharded_parts,
+)
+from layerzero.optim.quant_state import QuantState
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.step.root import RootState
 
@@ -47,8 +53,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     _states: dict[Any, Any]
     _is_shown: bool
     """Whether `state` shows all states; those of 8 bits only if somebody asked."""
-    _is_seen: bool
-    """Whether somebody has asked for `state`, and may have written to what it shows."""
 
     def _set_up(self, state: str, seed: int, **unsupported: bool) -> None:
         """To be called before the `__init__` of torch's class.
@@ -78,12 +82,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._flats: list[FlatState] | None = None
         self._made_keys: Sequence[str] = ()
-        self._flat_of: dict[int, FlatState] = {}
         self._given: list[list[nn.Parameter]] = []
         self._factor: torch.Tensor | None = None
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
-        self._exchanges: dict[tuple[int, ...], list[EdgeExchange]] = {}
 
     # Arguments ------------------------------------------------------------------------------
 
@@ -132,7 +134,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         # Not through `__dict__`, which a property of the class hides.
         self.state = given.pop("state", {})
         super().__setstate__(given)
-        self._is_seen = False  # By torch alone.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, of an optimizer of the same parameters on the same ranks.
@@ -145,11 +146,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flats = None
 
     # Steps ----------------------------------------------------------------------------------
-
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Whether a step is collective, also on a rank that has no parameter to step."""
-        return self._state_dtype == "8bit"
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
         """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
@@ -166,10 +162,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient. Not collective, except with 8-bit states.
-
-        Those need every rank: a step that one leaves out for its `found_inf` is left out by all,
-        and where a rank does not call `step` at all, the others raise after the timeout.
+        """Step every parameter that has a gradient. Not collective.
 
         `.grad` is not changed: the factor of `clip_grad_norm_` and the scale of a `GradScaler` are
         applied on the way. With a `GradScaler`, blocks the host to read whether there is an
@@ -183,9 +176,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        wanted = wanted_of(self)
-        root = None if wanted is not None else self._root()
-        if root is not None and root.context.in_backward:
+        root = self._root()
+        if root is not None and root.context.in_backward and not is_narrowed(self):
             raise RuntimeError(
                 f"{type(self).__name__}.step() inside a backward pass: gradients are complete once "
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
@@ -197,54 +189,21 @@ class FlatOptimizer(torch.optim.Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         flats = self._all_flats(to_step=True)
-        if wanted is not None:
-            chosen = {id(self._flat_of.get(id(each))) for each in wanted}
-            flats = [flat for flat in flats if id(flat) in chosen]
+        wanted = None
+        if is_narrowed(self):
+            wanted = {each for group in self.param_groups for each in group["params"]}
+            flats = [flat for flat in flats if any(each.parameter in wanted for each in flat.held)]
         rows = self._rows()
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
             if step is not None:
                 taken.append((flat, step))
-                if step.gradient.is_copy and not self.needs_all_ranks:
+                if step.gradient.is_copy:
                     take_steps(taken)  # Not later: the copies of all would take memory.
-        if self.needs_all_ranks:
-            measure(taken)
-            if self._agree(flats, wanted, stops):
-                taken.clear()
         take_steps(taken)
         self._show()
         return loss
-
-    def _agree(
-        self, flats: list[FlatState], wanted: Container[nn.Parameter] | None, stops: bool | None
-    ) -> bool:
-        """Have all ranks use the same scales for blocks of 8-bit states that several ranks share.
-
-        Collective. Returns whether any rank does not step.
-        """
-        root = self._root()
-        if root is None:
-            if any(group["params"] for group in self.param_groups):
-                return bool(stops)  # A copy, whose parameters belong to no model.
-            raise RuntimeError(
-                f"{type(self).__name__}.step: with state='8bit' all ranks exchange scales, but "
-                "this one was given no parameters; give it all, also those without elements here"
-            )
-        chosen = [
-            handle
-            for unit in root.units
-            for handle in unit.handles
-            if wanted is None or any(each in wanted for each in handle.sharded_params)
-        ]
-        key = tuple(map(id, chosen))
-        exchanges = self._exchanges.get(key)
-        if exchanges is None:
-            exchanges = self._exchanges[key] = make_exchanges(chosen)
-        edges = [(h, flat.edges) for flat in flats if (h := flat.handle) is not None]
-        # All of them, also after the first that stops: ranks must issue the same collectives.
-        stopped = [exchange.run(root, edges, stops) for exchange in exchanges]
-        return bool(stops) or any(stopped)
 
     def _rows(self) -> Callable[[Pairs], torch.Tensor]:
         made: dict[Pairs, torch.Tensor] = {}
@@ -280,23 +239,18 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         8-bit states are shown in float32, exactly; writes into what is shown count.
         """
-        self._is_seen = True
-        return self._whole_state()
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._states = state
-        self._flats = None
-        # The one that torch's `__init__` makes before all else is nobody's.
-        self._is_shown, self._is_seen = True, "param_groups" in self.__dict__
-
-    def _whole_state(self) -> Any:
         if self._state_dtype == "8bit" and not self._is_shown:
             self._is_shown = True
             for flat in self._flats or ():
                 flat.widen()
             self._show()
         return self._states
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._states = state
+        self._flats = None
+        self._is_shown = True
 
     def _all_flats(self, to_step: bool = False) -> list[FlatState]:
         """The flat states, as the parameter groups and the visible state are now.
@@ -309,7 +263,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._flats is not None
             and len(self._made_keys) >= len(self._keys())
             and _are_same(groups, self._given)
-            and (not (self._is_seen and self._is_shown) or self._shows_what_is())
+            and (not self._is_shown or self._shows_what_is())
             and not (to_step and not all(flat.is_intact() for flat in self._flats))
         )
         if not is_known:
@@ -335,10 +289,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
 
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
-        old = dict(self._whole_state())
+        old = dict(self.state)
         owner = self._owner()
         self._given = [[*group] for group in groups]
-        self._exchanges = {}
         # A state that no group uses any more stays, as torch's does: its option may come back.
         held = {key for own in old.values() for key in own} | {*self._keys()}
         count = max((i + 1 for i, key in enumerate(self._all_keys) if key in held), default=0)
@@ -351,7 +304,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
         for flat in self._flats:
             flat.take(old)
-        self._flat_of = {id(each.parameter): f for f in self._flats for each in f.held}
         self._show()
 
     def _show(self) -> None:
@@ -425,12 +377,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
+        norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
         flats = self._all_flats()
         if norm_type != 2 or root.tensor_parallel_groups:
-            members = [each for group in self.param_groups for each in group["params"]]
-            whole = [each for each in members if get_info(each) is None]
-            of = clipped(root, root.units, whole, only={id(each) for each in members})
-            return grad_norm(of, norm_type)
+            members = {each: each.grad for group in self.param_groups for each in group["params"]}
+            whole = [
+                Part(each, grad)
+                for each, grad in members.items()
+                if get_info(each) is None and grad is not None and grad.numel()
+            ]
+            dtype = sum_dtype(*{each.dtype for each in members})
+            parts = sharded_parts(root.units, members.get)
+            power = global_power(root, parts, whole, norm_type, dtype, "gradient norm")
+            return root_of_power(power, norm_type)
         whole_grads: list[torch.Tensor] = []
         # All placements of the model, also without a gradient: every rank runs the same gathers.
         sharded: dict[int, tuple[Placement, list[torch.Tensor]]] = {
@@ -485,16 +444,8 @@ def _scale_of_gradients(
     return scaler._scale if stage is OptState.READY else None
 
 
-class _Unequal(TorchFunctionMode):
-    """Has every two tensors differ, those of equal values too."""
-
-    def __torch_function__(self, *_: Any) -> bool:
-        return False
-
-
 def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:
     """Whether they hold the same tensors."""
-    # Lists ask items for equality only where they are not the same object, and leave those that are
-    # alone: to count a reference to each would take most of the host's time for a step.
-    with _Unequal():
-        return groups == known
+    return [*map(len, groups)] == [*map(len, known)] and all(
+        map(is_, chain.from_iterable(groups), chain.from_iterable(known))
+    )

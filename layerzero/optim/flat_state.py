@@ -38,9 +38,8 @@ _address_of = torch.Tensor.data_ptr
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
 """Returns `rows` of `flat_step_` for these (group, step number)."""
-_Ranges = tuple[torch.Tensor, torch.Tensor, Pairs]
-"""`table` of `flat_step_`, its rows that have an edge, and the (group, steps more than the least)
-of each row that it uses."""
+_Ranges = tuple[torch.Tensor, Pairs]
+"""`table` of `flat_step_`, and the (group, steps more than the least) of each row that it uses."""
 
 
 class Held(NamedTuple):
@@ -52,8 +51,6 @@ class Held(NamedTuple):
     """In the main shard."""
     start: int
     """Index of its first element in the whole parameter."""
-    total: int
-    """Elements of the whole parameter."""
     key: int
     """Number that stands for the whole parameter, the same on every rank and in every run."""
 
@@ -63,15 +60,12 @@ class Step(NamedTuple):
 
     gradient: Gradient
     tensors: StepTensors
-    cut: torch.Tensor
-    """The rows of its `table` for blocks of which other ranks have a part."""
     grad_scale: float
     seed: int
 
 
 def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
-    """Take steps, those on one device in one call, and empty the list. Not collective; `edges` have
-    what is the largest on all ranks."""
+    """Take steps, those on one device in one call, and empty the list."""
     calls: dict[tuple[torch.device, int], list[Step]] = {}
     for flat, step in taken:
         calls.setdefault((step.tensors.main.device, flat.phase), []).append(step)
@@ -289,15 +283,14 @@ class FlatState:
             return None
         if self.steps._version != self._steps_version:
             self._read_steps()
-        table, cut, keys = self._table_for(gradient)
+        table, keys = self._table_for(gradient)
         pairs = tuple((group, self._first + lag + 1) for group, lag in keys)
         factors = _NONE if factor is None else factor.to(self.main.device)
         states, scales = self._states()
         tensors = StepTensors(
-            *(self.main.data, gradient.flat, states, scales, self.edges),
-            *(table, rows_of(pairs), factors),
+            *(self.main.data, gradient.flat, states, scales, table, rows_of(pairs), factors)
         )
-        return Step(gradient, tensors, cut, grad_scale, seed)
+        return Step(gradient, tensors, grad_scale, seed)
 
     def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
         """The gradients of its parameters, of those only if they are given, in one buffer; None:
@@ -311,12 +304,6 @@ class FlatState:
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The states to step, and their scales."""
         return self.tensors, []
-
-    @property
-    def edges(self) -> torch.Tensor:
-        """[2, states]: of the block that the rank before also has a part of, and of the one that
-        the rank after has."""
-        return _NONE
 
     @property
     def phase(self) -> int:
@@ -351,20 +338,18 @@ class FlatState:
         ):
             held = self.held[self._members[number]]
             row = row_of.setdefault((held.group, self._lags[number]), len(row_of))
-            if held.parameter.numel():
-                table += self._ranges(held, number, offset, row)
+            if numel := held.parameter.numel():
+                of_state = self._places[number], numel, row, held.start, held.key
+                table.append([held.offset, offset, *of_state, self._block_of(number)])
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
-        cut = ranges[ranges[:, step_reference.EDGE] >= 0]
-        device = self.main.device
-        made = ranges.to(device), cut.to(device), tuple(row_of)
+        made = ranges.to(self.main.device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
         return made
 
-    def _ranges(self, held: Held, number: int, offset: int, row: int) -> list[list[int]]:
-        """Rows of `table` for a parameter."""
-        place, numel = self._places[number], held.parameter.numel()
-        return [[held.offset, offset, place, numel, row, held.start, held.key, 0, -1]]
+    def _block_of(self, number: int) -> int:
+        """Where the scales of a member begin."""
+        return 0
 
 
 def _key_of(name: str) -> int:
@@ -385,8 +370,7 @@ def places_of(
             group = group_of.pop(id(parameter), None)
             info = get_info(parameter)
             if group is not None and info is not None:
-                total = handle.layout.numels[owned.param]
-                place = owned.offset, owned.start, total, _key_of(info.fqn)
+                place = owned.offset, owned.start, _key_of(info.fqn)
                 held.append(Held(parameter, group, *place))
         if held:
             handle.reset_sharded_params(unit.label)
@@ -395,4 +379,4 @@ def places_of(
         for index, parameter in enumerate(members):
             if id(parameter) in group_of:
                 key = _key_of(f"parameter {index} of group {number}")
-                yield [Held(parameter, number, 0, 0, parameter.numel(), key)], None
+                yield [Held(parameter, number, 0, 0, key)], None

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from layerzero.step.unit import Unit
 
-_Groups = list[list[nn.Parameter]]
-_Wanted = set[nn.Parameter]
-_narrowed: WeakKeyDictionary[torch.optim.Optimizer, tuple[_Groups, _Wanted]] = WeakKeyDictionary()
-"""Optimizers that are running a step with only some of their parameters: all of these, and what the
-step is for."""
+_WHOLE = "_layerzero_whole_groups"
+"""Attribute of an optimizer while it steps with only some of its parameters: all of these."""
 
 
 def is_narrowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its groups currently lack some of their parameters."""
-    return optimizer in _narrowed
+    return _WHOLE in optimizer.__dict__
 
 
-def whole_groups(optimizer: torch.optim.Optimizer) -> _Groups:
+def whole_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     """All parameters of its groups, also those that they currently lack."""
-    known = _narrowed.get(optimizer)
-    return [group["params"] for group in optimizer.param_groups] if known is None else known[0]
-
-
-def wanted_of(optimizer: torch.optim.Optimizer) -> _Wanted | None:
-    """The parameters that a step with some of them is for; None: it is an ordinary step.
-
-    Of a unit it has all parameters, also those that the optimizer does not have: the same on every
-    rank.
-    """
-    known = _narrowed.get(optimizer)
-    return None if known is None else known[1]
+    known: list[list[nn.Parameter]] | None = optimizer.__dict__.get(_WHOLE)
+    return [group["params"] for group in optimizer.param_groups] if known is None else known
 
 
 class StepInBackward:
@@ -58,36 +44,20 @@ class StepInBackward:
                 "whole tensors, for all units together; call its step() after backward"
             )
         self.optimizer = optimizer
-        self._sharded_params = [
-            sharded_param for unit in units for sharded_param in unit.sharded_params
-        ]
+        self._sharded_params = {each for unit in units for each in unit.sharded_params}
 
     def step_unit(self, unit: Unit | None) -> None:
-        """Step the parameters of a unit; None, at the end: those that belong to no unit."""
-        if unit is not None:
-            self.step(unit.sharded_params)
-        else:
-            self.step_others(self._sharded_params)
-
-    def step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Run one step on those of `parameters` that the optimizer has."""
-        self._step(set(parameters), getattr(self.optimizer, "needs_all_ranks", False))
-
-    def step_others(self, done: Iterable[nn.Parameter]) -> None:
-        """Run one step on all of its parameters except `done`."""
-        everything = {each for group in self.optimizer.param_groups for each in group["params"]}
-        self._step(everything - set(done), False)
-
-    def _step(self, wanted: _Wanted, needs_all_ranks: bool) -> None:
-        groups = self.optimizer.param_groups
-        everything = [group["params"] for group in groups]
-        _narrowed[self.optimizer] = everything, wanted
-        for group, parameters in zip(groups, everything, strict=True):
-            group["params"] = [parameter for parameter in parameters if parameter in wanted]
+        """Step those of a unit's parameters that the optimizer has; None, at the end: those that
+        belong to no unit."""
+        of_units = self._sharded_params if unit is None else {*unit.sharded_params}
+        groups, whole = self.optimizer.param_groups, whole_groups(self.optimizer)
+        self.optimizer.__dict__[_WHOLE] = whole
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = [p for p in parameters if (p in of_units) is (unit is not None)]
         try:
-            if needs_all_ranks or any(group["params"] for group in groups):
+            if any(group["params"] for group in groups):
                 self.optimizer.step()
         finally:
-            _narrowed.pop(self.optimizer, None)
-            for group, parameters in zip(groups, everything, strict=True):
+            del self.optimizer.__dict__[_WHOLE]
+            for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,10 @@ from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.after_failure import skipping_models
 from layerzero.optim.flat_optimizer import FlatOptimizer
-from layerzero.optim.joined import scaler_call
+from layerzero.optim.sharded_params import live_roots, owner_of_each
+
+ScalerCall = Literal["unscale_", "step", "update"]
+InJoin = Callable[..., AbstractContextManager[None]]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -36,6 +41,9 @@ class GradScaler(torch.amp.GradScaler):
         timeout: timeout of the collective; None: as for `ZeRO3`.
         **options: passed to `torch.amp.GradScaler`.
     """
+
+    in_join: InJoin | None = None
+    """What a join that has this scaler puts around (scaler, call, optimizer, new_scale)."""
 
     def __init__(
         self,
@@ -60,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
             CollectiveError: a rank did not take part within the timeout.
         """
         if self.is_enabled():
-            with scaler_call(self, "unscale_", optimizer):
+            with self._with_ranks_of_join("unscale_", optimizer):
                 self._unscale(optimizer)
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -113,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
-        with scaler_call(self, "step", optimizer):
+        with self._with_ranks_of_join("step", optimizer):
             if not isinstance(optimizer, FlatOptimizer):
                 stage = self._per_optimizer_states[id(optimizer)]["stage"]
                 if stage is torch.amp.grad_scaler.OptState.READY:
@@ -121,12 +129,45 @@ class GradScaler(torch.amp.GradScaler):
                     self.unscale_(optimizer)
             return super().step(optimizer, *args, **kwargs)
 
+    def _with_ranks_of_join(
+        self,
+        call: ScalerCall,
+        optimizer: torch.optim.Optimizer | None,
+        new_scale: float | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context around a call, in which the ranks of a join take part together.
+
+        Raises:
+            NotImplementedError: the model is in a join that does not have this scaler.
+        """
+        if self.in_join is not None:
+            return self.in_join(self, call, optimizer, new_scale)
+        if optimizer is not None and any(root.join is not None for root in live_roots()):
+            owners = owner_of_each()
+            members = (each for group in optimizer.param_groups for each in group["params"])
+            if any(id(p) in owners and owners[id(p)].root.join is not None for p in members):
+                refuse_scaler(optimizer)
+        return nullcontext()
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         if not self.is_enabled():
             return
         number = None if new_scale is None else float(new_scale)
-        with scaler_call(self, "update", new_scale=number):
+        with self._with_ranks_of_join("update", None, number):
             super().update(new_scale)
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
+    """Refuse gradient scaling in a join that does not have the scaler.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{type(optimizer).__name__}: a gradient scaler that the join does not have, so ranks "
+        "without batches would not scale; pass a layerzero.GradScaler to layerzero.join, or train "
+        "in bfloat16 (MixedPrecision)"
+    )
 
 
 def _note_unscaled(optimizer: torch.optim.Optimizer) -> None:

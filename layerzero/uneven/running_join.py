@@ -11,10 +11,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim.clip import clip_grad_norm_, clipped
+from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.joined import ScalerCall, joined, joined_scalers, refuse_scaler
-from layerzero.optim.scaler import scaler_that_calls
+from layerzero.optim.scaler import ScalerCall, refuse_scaler, scaler_that_calls
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.optional_units import OptionalUnits
@@ -74,8 +73,8 @@ class RunningJoin(Extension):
                 join.come_to_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
 
         self._step_hook = register_optimizer_step_pre_hook(before_step)
-        joined.update(state.optimizers.all)
-        joined_scalers.update(dict.fromkeys(state.scalers.all, self))
+        for scaler in state.scalers.all:
+            scaler.in_join = self.scaler_call
 
     def leave(self) -> None:
         """The join is over, with or without an error. Not collective; may be called again."""
@@ -86,9 +85,8 @@ class RunningJoin(Extension):
         self._step_hook.remove()
         self._run_together()
         root.extensions.remove(self)
-        joined.difference_update(self.state.optimizers.all)
         for scaler in self.state.scalers.all:
-            joined_scalers.pop(scaler, None)
+            scaler.in_join = None
 
     @property
     def is_open(self) -> bool:
@@ -242,7 +240,7 @@ class RunningJoin(Extension):
         optimizer: torch.optim.Optimizer | None,
         new_scale: float | None,
     ) -> Iterator[None]:
-        """Around a call of one of the join's scalers; see `JoinOfScaler`."""
+        """Around a call of one of the join's scalers."""
         index = 0 if optimizer is None else self._index_of(optimizer)
         if self.state.is_following or index is None:
             yield
@@ -346,4 +344,4 @@ class RunningJoin(Extension):
         units = [unit for unit in self._units if id(unit) in inside]
         whole = [each for each in module.parameters() if get_info(each) is None]
         max_norm, norm_type = number_of(request.first), number_of(request.second)
-        clip_grad_norm_(clipped(self._root, units, whole), max_norm, norm_type)
+        clip_grad_norm_(Clipped(self._root, units, whole), max_norm, norm_type)

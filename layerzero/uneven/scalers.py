@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layerzero.optim.joined import ScalerCall
-from layerzero.optim.scaler import GradScaler
+from layerzero.optim.scaler import GradScaler, ScalerCall
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.requests import Kind, Request, bits_of, number_of
 

@@ -13,9 +13,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from layerzero import ZeRO3, rewrap
 from layerzero.optim import decay_groups
-from tests.harness.compare import zero3
-from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.compare import sharded, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import run_ranks
+from tests.harness.reference import seeded
 
 
 class Convolved(nn.Module):
@@ -88,7 +89,24 @@ def _names(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
     return [[name_of[id(p)] for p in group["params"]] for group in groups]
 
 
+def _as_unsharded() -> None:
+    for name in ("mlp", "odd_shapes", "tied_across_units", "frozen_parts"):
+        case = CASES[name]
+        model, plain = sharded(case), seeded(case.build)
+        own, expected = (_names(each, decay_groups(each, 0.3)) for each in (model, plain))
+        assert own == expected, name
+        trainable = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+        assert set(own[0]) == {n for n, p in trainable.items() if p.ndim >= 2}
+        assert set(own[1]) == trainable.keys() - set(own[0])
+        torch.optim.AdamW(decay_groups(model, 0.3))
+
+
 def _rules() -> None:
+    model = zero3(Mlp, Block)
+    decayed, others = _names(model, decay_groups(model, no_decay=["blocks.1", "stem.weight"]))
+    assert {"blocks.1.up.weight", "stem.weight"} < {*others} and "blocks.0.up.weight" in decayed
+    assert _names(model, decay_groups(model, no_decay=[Block]))[0] == ["stem.weight", "head.weight"]
+    assert decay_groups(model, min_ndim=0)[1]["params"] == []
     for model in (Mlp(), zero3(Mlp, Block)):
         everything = dict(model.named_parameters())
         found = decay_groups(model, no_decay="*.up.weight")
@@ -143,6 +161,7 @@ def _refusals() -> None:
         (ValueError, "min_ndim: .* got -1", {"min_ndim": -1}),
         (TypeError, "no_decay: expected names", {"no_decay": 3}),
         (TypeError, "no_decay: .* got None", {"no_decay": [None]}),
+        (TypeError, "no_decay: .*classes of modules", {"no_decay": [torch.Tensor]}),
         (ValueError, "no_decay: 'LayerNorm' matches no", {"no_decay": [nn.LayerNorm]}),
         (ValueError, r"no_decay: 'bolcks\.\*' matches no", {"no_decay": "bolcks.*"}),
         (TypeError, "lr: expected a mapping", {"lr": 0.1}),
@@ -166,6 +185,7 @@ def _refusals() -> None:
 
 def _everything() -> None:
     _marks_survive()
+    _as_unsharded()
     _rules()
     _groups_of_unsharded()
     _refusals()

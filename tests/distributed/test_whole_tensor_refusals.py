@@ -18,7 +18,6 @@ from layerzero.optim import WholeTensorOptimizer
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 from tests.harness.reference import seeded
-from tests.harness.whole_optimizers import GlobalNorm
 
 Make = Callable[[ZeRO3], Any]
 
@@ -26,14 +25,6 @@ Make = Callable[[ZeRO3], Any]
 class NeedsClosure(SGD):
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         return super().step(closure)
-
-
-class Communicates(SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                dist.all_reduce(parameter.grad)
-        super().step()
 
 
 class OwnGroups(SGD):
@@ -155,11 +146,6 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
         TypeError,
         "WholeTensorOptimizer needs",
     ),
-    "all tensors together": (
-        lambda m: WholeTensorOptimizer(m.parameters(), GlobalNorm),
-        TypeError,
-        "GlobalNorm updates a tensor by what other tensors are",
-    ),
     "groups of its own": (
         lambda m: WholeTensorOptimizer(m.parameters(), OwnGroups, lr=0.1),
         TypeError,
@@ -169,11 +155,6 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
         lambda m: WholeTensorOptimizer(m.parameters(), layerzero.optim.AdamW),
         TypeError,
         r"AdamW works on shards; pass model.parameters\(\) to it directly",
-    ),
-    "communicates": (
-        lambda m: WholeTensorOptimizer(m.parameters(), Communicates, lr=0.1),
-        TypeError,
-        "Communicates communicates in its step",
     ),
     "vectors": (
         lambda m: WholeTensorOptimizer(m.parameters(), Muon),

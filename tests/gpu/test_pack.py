@@ -354,7 +354,7 @@ def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool
         index = random.randrange(2000)
         if aligned:
             main, grad, place, index = (-(-x // 64) * 64 for x in (main, grad, place, index))
-        table.append([main, grad, place, numel, len(table) % 2, index, numel, blocks, -1])
+        table.append([main, grad, place, numel, len(table) % 2, index, numel, blocks])
         blocks += (index + numel - 1) // 256 - index // 256 + 1
         main, grad, place = main + numel, grad + numel, place + numel
     # Two states in odd cases: such a step of AdamW has kernels of its own.
@@ -367,7 +367,7 @@ def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool
     return StepTensors(
         *(torch.randn(main).to(dtype), torch.randn(grad).to(dtype)),
         *([each.clone() for each in states], [each.clone() for each in scales]),
-        *(torch.empty(0), torch.tensor(table), torch.tensor([row, amsgrad], dtype=torch.float64)),
+        *(torch.tensor(table), torch.tensor([row, amsgrad], dtype=torch.float64)),
         torch.tensor([0.5]),
     )
 
@@ -375,7 +375,7 @@ def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool
 def on_device(step: StepTensors, device: torch.device) -> StepTensors:
     states, scales = ([x.to(device) for x in each] for each in (step.states, step.scales))
     moved = StepTensors(*(x.to(device) for x in step[:2]), states, scales, *step[4:])
-    others = {name: getattr(step, name).to(device) for name in ("edges", "table", "factor")}
+    others = {name: getattr(step, name).to(device) for name in ("table", "factor")}
     return moved._replace(**others)
 
 

@@ -97,21 +97,6 @@ def _dequantized(codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
     return (codes.float() / 127 * scales).view(-1)[: like.numel()].view(like.shape)
 
 
-class GlobalNorm(Optimizer):
-    """Divides by the norm of all gradients together, as no owner could."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
-            norm = sum(p.grad.square().sum() for p in held) ** 0.5
-            for parameter in held:
-                parameter.sub_(parameter.grad * (group["lr"] / norm))
-
-
 class CountsInATensor(Optimizer):
     """Its steps, in a tensor of its own: several calls of `step` would count several."""
 

@@ -54,7 +54,7 @@ struct Block {
 
 struct Memory {
   Block main, grad, states[3];
-  std::vector<float> scales[3], edges;
+  std::vector<float> scales[3];
 };
 
 void fill(Block& block, int dtype, int64_t numel) {
@@ -75,7 +75,6 @@ StepFlat flat_of(const Setting& setting, Memory& memory, const std::vector<int64
     flat.states[i] = memory.states[i].data();
     flat.scales[i] = memory.scales[i].data();
   }
-  flat.edges = memory.edges.data();
   flat.table = table.data();
   flat.main_numel = numel;
   flat.num_ranges = static_cast<int64_t>(table.size()) / kStepColumns;
@@ -94,7 +93,7 @@ void run_warp(const StepCall& call, const StepFlat& flat, const Segment& segment
     for (int state = 0; state < Of::kStates; ++state)
       if (lanes[lane].largest[state] > largest[state]) largest[state] = lanes[lane].largest[state];
   }
-  if (!has_second_half<Of>(call)) return;
+  if (Of::form(call) != kQuantForm) return;
   for (int lane = 0; lane < kWarpThreads; ++lane) {
     memcpy(lanes[lane].largest, largest, sizeof(largest));
     finish_lane<Of>(call, flat, options, segment, wide, lane, lanes[lane]);
@@ -177,19 +176,11 @@ void run_plain(const StepCall& call, const StepFlat& flat, const std::vector<dou
           if (own > largest[state]) largest[state] = own;
         }
         now.insert(now.end(), s, s + kMaxStates);
-        if (call.phase == kMeasure) continue;
         store_as<T>(flat.main, call.dtype, range[kMain] + end, p);
       }
       for (int s = 0; s < num_states; ++s) {
-        float scale = step_bits<float>(largest[s]);
-        if (call.phase == kMeasure) {
-          flat.edges[range[kEdge] * call.num_states + s] = scale;
-          continue;
-        }
-        if (call.form == kQuantForm) {
-          if (range[kEdge] >= 0) scale = flat.edges[range[kEdge] * call.num_states + s];
-          flat.scales[s][block] = scale;
-        }
+        const float scale = step_bits<float>(largest[s]);
+        if (call.form == kQuantForm) flat.scales[s][block] = scale;
         for (int64_t i = begin; i < end; ++i) {
           const int64_t index = range[kIndex] + i;
           const int64_t place = range[kState] + i;
@@ -238,19 +229,14 @@ struct Case {
     const int state_size = setting.form == kQuantForm    ? 1
                            : setting.form == kBfloatForm ? 2
                                                          : full_size;
-    int64_t grads = 0, places = 0, blocks = 0, edges = 0;
+    int64_t grads = 0, places = 0, blocks = 0;
     const auto round = [&](int64_t at) { return aligned ? (at + 15) / 16 * 16 : at; };
     for (int r = 0; r < num_ranges; ++r) {
-      const bool is_edge =
-          setting.form == kQuantForm && (setting.phase == kMeasure || below(4) == 0);
       numel = round(numel + below(40));
-      int64_t index = round(below(2) ? below(2000) : (int64_t{1} << 32) - 300);
-      int64_t count = 1 + below(aligned ? 3000 : 900);
-      if (setting.phase == kMeasure || is_edge)
-        count = 1 + below(kQuantNumel - index % kQuantNumel);
+      const int64_t index = round(below(2) ? below(2000) : (int64_t{1} << 32) - 300);
+      const int64_t count = 1 + below(aligned ? 3000 : 900);
       table.insert(table.end(), {numel, grads, places, count, below(num_rows), index, below(1000),
-                                 blocks, is_edge || setting.phase == kMeasure ? edges : -1});
-      edges += is_edge || setting.phase == kMeasure;
+                                 blocks});
       blocks += (index + count - 1) / kQuantNumel - index / kQuantNumel + 1;
       numel += count;
       grads = round(grads + count);
@@ -279,7 +265,6 @@ struct Case {
       one.states[s].resize(places, state_size, aligned ? 0 : below(4));
       one.scales[s].assign(static_cast<size_t>(blocks), 0.5f);
     }
-    one.edges.assign(static_cast<size_t>(edges * setting.num_states), 1000.0f);
     two = one;
   }
 };
@@ -314,7 +299,7 @@ void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) 
     run_plain<T>(call, flat_of(setting, each.two, each.table, each.numel), *each.used);
     Memory& one = each.one;
     Memory& two = each.two;
-    bool good = same(one.main, two.main) && same(one.edges, two.edges);
+    bool good = same(one.main, two.main);
     for (int s = 0; s < setting.num_states; ++s)
       good = good && same(one.states[s], two.states[s]) && same(one.scales[s], two.scales[s]);
     if (good) continue;
@@ -331,7 +316,7 @@ int main() {
     for (int form = kFullForm; form <= kQuantForm; ++form)
       for (int dtype : {LZ_FLOAT32, LZ_FLOAT16, LZ_BFLOAT16})
         for (const bool many : {false, true})
-          for (int phase = 0; phase <= kMeasure; ++phase)
+          for (int phase = 0; phase <= kStepWithoutEnds; ++phase)
             for (int num_states : {1, 2, 3}) {
               if ((kind == kAdamW) != (num_states > 1)) continue;
               const int num_flats = many && phase == 0 ? 40 : 2;

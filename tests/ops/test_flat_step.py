@@ -18,12 +18,12 @@ from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
 KINDS = {R.ADAMW: 3, R.SGD: 1, R.LION: 1}
 NUMEL = 3000
 EMPTY = torch.empty(0)
-# A cut block, a small range, a large one, and one whose random bits change half way (2**32).
+# A part of a block, a small range, a large one, and one whose random bits change half way (2**32).
 TABLE = [
-    [0, 5, 3, 1, 0, 300, 11, 0, 0],
-    [8, 8, 4, 1000, 0, 512, -7, 1, -1],
-    [1010, 1012, 1004, 30, 1, 1000, 99, 6, -1],
-    [1100, 1100, 1034, 1899, 1, (1 << 32) - 512, 123456789, 9, -1],
+    [0, 5, 3, 1, 0, 300, 11, 0],
+    [8, 8, 4, 1000, 0, 512, -7, 1],
+    [1010, 1012, 1004, 30, 1, 1000, 99, 6],
+    [1100, 1100, 1034, 1899, 1, (1 << 32) - 512, 123456789, 9],
 ]
 
 
@@ -73,19 +73,13 @@ def run_steps(
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(NUMEL, generator=generator).to(dtype)
     states = [torch.zeros(NUMEL, dtype=state_dtype) for _ in range(KINDS[kind])]
-    is_quant = state_dtype == torch.uint8
-    scales = [torch.zeros(40) for _ in states] if is_quant else []
-    edges = torch.zeros(1, len(states))
+    scales = [torch.zeros(40) for _ in states] if state_dtype == torch.uint8 else []
     table, factors = torch.tensor(TABLE), EMPTY if factor is None else torch.tensor([factor])
     for step in (1, 2, 3):
         grad = (torch.randn(NUMEL + 10, generator=generator) * 10.0 ** (step - 2)).to(dtype)
-        given = (kind, main, grad, states, scales, edges)
-        rest = (rows_of(kind, step), factors, grad_scale, 3)
-        if is_quant:
-            call_step(implementation, *given, table[:1], *rest, R.MEASURE)
-            edges *= 2  # As if another rank had more.
-        call_step(implementation, *given, table, *rest, R.WITH_ENDS)
-    return [main, *states, *scales, edges]
+        given = (main, grad, states, scales, table, rows_of(kind, step), factors)
+        call_step(implementation, kind, *given, grad_scale, 3, R.WITH_ENDS)
+    return [main, *states, *scales]
 
 
 def settings() -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
@@ -117,7 +111,7 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
             rows = rows_of(R.ADAMW, 1 + i // 2)
             table = torch.tensor(TABLE[1:])[: i + 1]
             tensors = (torch.randn(NUMEL), torch.randn(NUMEL + 10), states, scales)
-            steps.append(R.StepTensors(*tensors, torch.zeros(0), table, rows, torch.tensor([0.5])))
+            steps.append(R.StepTensors(*tensors, table, rows, torch.tensor([0.5])))
         return steps
 
     together, apart = made(), made()
@@ -131,11 +125,11 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
             assert_same_bits(got, want)
     assert not torch.equal(together[3].main, made()[3].main)
     lists = [*joined]
-    for place in range(7):
+    for place in range(6):
         shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
         with pytest.raises(ValueError, match="flat_step_"):
             call(implementation, "flat_step_", R.ADAMW, *shorter, 1.0, 3, R.WITH_ENDS)
-    call(implementation, "flat_step_", R.ADAMW, *[[]] * 7, EMPTY, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", R.ADAMW, *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -152,7 +146,7 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             [theirs], 1e-2, (beta1, 0.99), weight_decay=0.1, amsgrad=amsgrad, maximize=maximize,
             fused=True,
         )  # fmt: skip
-        table = torch.tensor([[0, 0, 0, numel, 0, 0, 0, 0, -1]])
+        table = torch.tensor([[0, 0, 0, numel, 0, 0, 0, 0]])
         for step in range(1, 51):
             grad = torch.randn(numel, generator=generator) * 10.0 ** (step % 5 - 2)
             theirs.grad = grad.clone()
@@ -160,33 +154,12 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             sign = -1.0 if maximize else 1.0
             row = adamw_row(1e-2, beta1, 0.99, 0.1, step, amsgrad, sign)
             rows = torch.tensor([row], dtype=torch.float64)
-            none = (EMPTY, table, rows, EMPTY)
-            call_step(
-                implementation,
-                R.ADAMW, ours, grad, states, [], *none, 1.0, 0, R.WITH_ENDS,
-            )  # fmt: skip
+            given = (R.ADAMW, ours, grad, states, [], table, rows, EMPTY)
+            call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         assert_same_bits(ours, theirs.detach())
         kept = optimizer.state[theirs]
         for state, key in zip(states, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), strict=False):
             assert_same_bits(state, kept[key])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_measuring_writes_the_magnitudes_and_nothing_else(
-    implementation: str, state: torch.dtype
-) -> None:
-    main, grad, states = torch.ones(9), torch.randn(9), [torch.ones(9).to(state)]
-    scales = [torch.ones(1)] if state == torch.uint8 else []
-    edges = torch.zeros(1, 1)
-    table = torch.tensor([[0, 0, 0, 9, 0, 0, 0, 0, 0]])
-    before = [each.clone() for each in (main, states[0])]
-    given = (R.LION, main, grad, states, scales, edges, table, rows_of(R.LION, 1)[:1])
-    call_step(implementation, *given, EMPTY, 1.0, 0, R.MEASURE)
-    for now, then in zip((main, states[0]), before, strict=True):
-        assert_same_bits(now, then)
-    value = R.dequantize(states[0], torch.ones(9), True) if scales else states[0].float()
-    assert_same_bits(edges[0, 0], (value * 0.99 + grad * 0.01).abs().amax())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
@@ -194,7 +167,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
     threads = torch.get_num_threads()
     numel = 100_003
     table = torch.tensor(
-        [[0, 0, 0, 50_001, 0, 77, 5, 0, -1], [50_001, 50_001, 50_001, 50_002, 0, 3, 9, 250, -1]]
+        [[0, 0, 0, 50_001, 0, 77, 5, 0], [50_001, 50_001, 50_001, 50_002, 0, 3, 9, 250]]
     )
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 3, False, 1.0)], dtype=torch.float64)
 
@@ -203,7 +176,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         main, grad = torch.randn(numel), torch.randn(numel)
         states = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
         scales = [torch.zeros(500) for _ in states] if dtype == torch.uint8 else []
-        given = (R.ADAMW, main, grad, states, scales, EMPTY, table, rows, EMPTY)
+        given = (R.ADAMW, main, grad, states, scales, table, rows, EMPTY)
         call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         return [main, *states, *scales, sum_squares(grad).reshape(1)]
 
@@ -236,11 +209,11 @@ def test_rounding_at_random_is_right_on_average() -> None:
     numel = 200_000
     for value in (1.0 + 1 / 1000, -3.3):
         values = torch.full((numel,), value)
-        row = [0, 0, 0, numel, 0, 0, 1, 0, -1]
+        row = [0, 0, 0, numel, 0, 0, 1, 0]
         for dtype in (torch.bfloat16, torch.uint8):
             state, scale = torch.zeros(numel, dtype=dtype), torch.zeros(-(-numel // 256))
             values[::256] = 4.0  # The largest of each block.
-            R.store_states(R.LION, [values], [state], [scale], EMPTY, row, 1, 0)
+            R.store_states(R.LION, [values], [state], [scale], row, 1, 0)
             wide = state.float()
             if dtype == torch.uint8:
                 wide = R.dequantize(state, torch.full((numel,), 4.0), signed=True)
@@ -267,9 +240,9 @@ def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.
 def test_what_does_not_fit_is_refused_before_anything_is_written(implementation: str) -> None:
     main, grad = torch.ones(10), torch.ones(10)
     states = [torch.zeros(10), torch.zeros(10)]
-    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
+    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0]])
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
-    good = [R.ADAMW, main, grad, states, [], EMPTY, table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
+    good = [R.ADAMW, main, grad, states, [], table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
     amsgrad = rows.clone()
     amsgrad[0, R.FLAG] = 1.0
     outside = table.clone()
@@ -280,17 +253,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
         (3, [states[0]]),
         (3, [states[0], states[1].bfloat16()]),
         (3, [states[0], torch.zeros(9)]),
-        (6, outside),
-        (6, table.int()),
-        (7, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
-        (7, rows.float()),
-        (7, amsgrad),
+        (5, outside),
+        (5, table.int()),
+        (6, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
+        (6, rows.float()),
+        (6, amsgrad),
     ]:
         arguments = [*good]
         arguments[place] = value
         with pytest.raises(ValueError, match="flat_step_"):
             call_step(implementation, *arguments)
-    momentum = [R.SGD, main, grad, [], [], EMPTY, table, rows_of(R.SGD, 2), *good[8:]]
+    momentum = [R.SGD, main, grad, [], [], table, rows_of(R.SGD, 2), *good[7:]]
     with pytest.raises(ValueError, match="row 0 needs 1 states, got 0"):
         call_step(implementation, *momentum)
     assert torch.equal(main, torch.ones(10)) and not states[0].any()
@@ -300,10 +273,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
 
 def test_the_ops_pass_opcheck() -> None:
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
-    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0, -1]])
+    table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0]])
     tensors = R.StepTensors(
         *(torch.ones(10), torch.ones(10), [torch.zeros(10), torch.zeros(10)], []),
-        *(EMPTY, table, rows, EMPTY),
+        *(table, rows, EMPTY),
     )
     joined = R.join_steps(
         [tensors, tensors._replace(main=torch.ones(10), states=[torch.ones(10)] * 2)]

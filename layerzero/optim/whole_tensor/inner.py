@@ -1,16 +1,10 @@
-"""The user's optimizer over whole tensors: how it is made, and how it steps bucket by bucket.
-
-Note [Several calls make one step]
-    The optimizer's `step` is called once for each bucket, with the tensors of that bucket alone in
-    its groups. Some classes count steps in a group or in an attribute; so before each call but the
-    first, both get the values from before the first. A group without tensors in a call holds a
-    stand-in without a gradient, which every optimizer skips.
-"""
+"""The user's optimizer over whole tensors. A group of which this rank owns nothing holds a stand-in
+without a gradient, which every optimizer skips: all ranks have the same groups, and step them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +16,6 @@ from layerzero.optim.whole_tensor.owners import info_of
 
 Group = dict[str, Any]
 _NOT_OPTIONS = ("params", "param_names")
-_PLAIN = (type(None), bool, int, float, complex, str)
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
@@ -145,7 +138,6 @@ class Inner:
             groups: with whole tensors in "params"; may be empty lists.
             stand_ins: one for each group.
         """
-        self._stand_ins = list(stand_ins)
         self.optimizer = factory.make(
             [
                 {**group, "params": group["params"] or [stand_in]}
@@ -157,11 +149,9 @@ class Inner:
         self.optimizer.add_param_group(
             {**options_of(group), "params": group["params"] or [stand_in]}
         )
-        self._stand_ins.append(stand_in)
 
     def keep_groups(self, number: int) -> None:
         """Drop groups after the first `number`, which another rank could not add."""
-        del self._stand_ins[number:]
         del self.optimizer.param_groups[number:]
 
     def load(self, state_dict: Mapping[str, Any], tensors: Sequence[nn.Parameter | None]) -> None:
@@ -185,58 +175,17 @@ class Inner:
             groups.append({**options_of(saved), "params": [*range(start, end)]})
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def begin_step(self, groups: Sequence[Group]) -> Step:
-        """Give each group the options of `groups`, and begin the calls of one step."""
+    def step(self, groups: Sequence[Group]) -> Exception | None:
+        """Step with the options of `groups`, and drop the gradients. Returns the error of the step:
+        the values of the other ranks have to travel first."""
         for own, given in zip(self.optimizer.param_groups, groups, strict=True):
             own.update(options_of(given))
-        return Step(self.optimizer, self._stand_ins)
-
-
-class Step:
-    """The calls of one step; see Note [Several calls make one step]."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Sequence[nn.Parameter]) -> None:
-        self._optimizer = optimizer
-        self._stand_ins = stand_ins
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._options = [options_of(group) for group in optimizer.param_groups]
-        own = vars(optimizer).items()
-        self._attributes = {name: value for name, value in own if isinstance(value, _PLAIN)}
-        self._was_called = False
-        self._error: Exception | None = None
-
-    def call(self, tensors: Iterable[nn.Parameter]) -> None:
-        """Step these tensors; their gradients are set, and dropped here. Keeps an error."""
-        wanted = list(tensors)
-        if wanted and self._error is None:
-            self._call({id(tensor) for tensor in wanted})
-        for tensor in wanted:
-            tensor.grad = None
-
-    def end(self) -> None:
-        """Call once with stand-ins if there was no call, so that counters of groups stay equal.
-
-        Raises:
-            Exception: the first that a call raised.
-        """
-        if self._error is None and not self._was_called:
-            self._call(set())
-        if self._error is not None:
-            raise self._error
-
-    def _call(self, wanted: set[int]) -> None:
-        groups = self._optimizer.param_groups
-        if self._was_called:
-            for group, options in zip(groups, self._options, strict=True):
-                group.update(options)
-            vars(self._optimizer).update(self._attributes)
-        self._was_called = True
-        for group, members, stand_in in zip(groups, self._groups, self._stand_ins, strict=True):
-            group["params"] = [p for p in members if id(p) in wanted] or [stand_in]
         try:
-            self._optimizer.step()
+            self.optimizer.step()
         except Exception as error:
-            self._error = error
+            return error
         finally:
-            for group, members in zip(groups, self._groups, strict=True):
-                group["params"] = members
+            for group in self.optimizer.param_groups:
+                for tensor in group["params"]:
+                    tensor.grad = None
+        return None

@@ -26,8 +26,7 @@ from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of, stand_in_for
-from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners, info_of
-from layerzero.optim.whole_tensor.trial_steps import steps_bucket_by_bucket
+from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
 from layerzero.step.states import TrainingState
@@ -99,7 +98,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._contents: dict[FlatParamHandle, tuple[list[int], int]] = {}
         self._buckets: dict[tuple[int, ...], stepping.Buckets] = {}
         self._inner: Inner | None = None
-        self._is_bucketed = True
         self.inner = None
         self.owned = {}
         prototype, self._limit = self._agree_on(given, bucket_bytes)
@@ -149,7 +147,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             limit = parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
             given.check(self._members, self)
             prototype = factory.make_prototype(given.groups)
-            self._is_bucketed = self._is_bucketed and self._fits(factory, given)
             first = f"{factory.cls.__qualname__}, bucket_bytes={limit}"
             rows = [first, *given.rows(self._cost, factory.options)]
         except Exception as caught:
@@ -161,22 +158,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         assert prototype is not None, "else there is an error"
         arguments.refuse_differences(given.root, rows)
         return prototype, limit
-
-    @staticmethod
-    def _fits(factory: Factory, given: arguments.Given) -> bool:
-        """Whether the class steps bucket by bucket.
-
-        Raises:
-            TypeError: it needs all tensors together, and other ranks own some.
-        """
-        owners = given.owners.values()
-        if all(each.placement.num_ranks == 1 and not each.is_tensor_parallel for each in owners):
-            return False
-        kinds: dict[int, Group] = {}
-        for group in given.groups:
-            for parameter in group["params"]:
-                kinds.setdefault(info_of(parameter).ndim, group)
-        return all(steps_bucket_by_bucket(factory, group, ndim) for ndim, group in kinds.items())
 
     def _extend(
         self,
@@ -208,7 +189,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _fetch(self, root: RootState, members: Sequence[Member], numbers: Iterable[int]) -> None:
         """Bring values of shards to their owners. Collective."""
         buckets = stepping.buckets_of(members, numbers, self._limit)
-        stepping.fetch_values(root, members, buckets)
+        stepping.exchange_all(root, members, buckets, "values to owners")
 
     def _extend_inner(self, groups: Sequence[Group]) -> None:
         whole: list[Group] = []
@@ -307,17 +288,16 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             buckets = stepping.buckets_of(members, agreed.present, self._limit)
             self._buckets = {agreed.present: buckets}
         assert self._inner is not None
-        step = self._inner.begin_step(self.param_groups)
-        stepping.run_step(root, members, self._buckets[agreed.present], step, self._is_bucketed)
-        try:
-            step.end()
-        finally:
-            self._contents = self._contents_now(root)
-            for own_group, group in zip(
-                self.param_groups, self._inner.optimizer.param_groups, strict=True
-            ):
-                own_group.update(options_of(group))
-            self._show_state()
+        buckets = self._buckets[agreed.present]
+        stepping.exchange_all(root, members, buckets, "gradients to owners")
+        error = self._inner.step(self.param_groups)
+        stepping.exchange_all(root, members, buckets, "values from owners")
+        self._contents = self._contents_now(root)
+        for own, group in zip(self.param_groups, self._inner.optimizer.param_groups, strict=True):
+            own.update(options_of(group))
+        self._show_state()
+        if error is not None:
+            raise error
 
     def _model_between_steps(self) -> RootState:
         """The root state of the model; it changes when the model becomes part of another.

@@ -156,19 +156,18 @@ class Member:
     def fqn(self) -> str:
         return info_of(self.parameter).fqn
 
-    def gradient(self) -> torch.Tensor:
-        """This rank's piece of the gradient, flat."""
-        assert self.parameter.grad is not None, "only gradients that exist are sent"
-        return self.parameter.grad.detach().reshape(-1)
+    def piece(self, of_gradient: bool) -> torch.Tensor:
+        """This rank's piece of the gradient or of the values, flat."""
+        given = self.parameter.grad if of_gradient else self.parameter
+        assert given is not None, "only gradients that exist are sent"
+        return given.detach().reshape(-1)
 
-    def staged_values(self) -> Staged | None:
-        """The blocks of the whole tensor; None if this rank does not own it."""
-        return None if self.tensor is None else Staged(self.tensor.detach(), self.blocks)
-
-    def staged_gradient(self) -> Staged | None:
-        """Memory for the whole gradient, which may be this rank's piece itself."""
-        if self.tensor is None:
-            return None
+    def staged(self, of_gradient: bool) -> Staged:
+        """The blocks of the whole values, or of memory for the whole gradient, which may be this
+        rank's piece itself. On the owner alone."""
+        assert self.tensor is not None, "owned"
+        if not of_gradient:
+            return Staged(self.tensor.detach(), self.blocks)
         self.tensor.requires_grad_(self.parameter.requires_grad)
         piece = self.parameter.grad
         if self.whole.lies_with_owner and piece is not None:

@@ -1,35 +1,31 @@
-"""One step: what all ranks agree on before it, and the pipeline of its buckets.
+"""What all ranks agree on before a step, and the exchanges of a step.
 
-    bucket 1   gather |compute| return
-    bucket 2           gather |compute| return       gather: gradients travel to owners
-    bucket 3                   gather |compute| ...  return: values travel to shards
+    gradients to owners    bucket 1   bucket 2   bucket 3
+    the given optimizer's step, once                       on all whole tensors of the rank
+    values from owners                                     bucket 1   bucket 2   bucket 3
 
-The gradients of one bucket travel while another is computed, and so do its values. All ranks issue
-the collectives in the same order. Packing and unpacking run on the compute stream, and only the
-all-to-all on the unshard stream: all buffers belong to compute, which has waited for the all-to-all
-before it frees them.
+One bucket is packed while the one before travels. All ranks issue the collectives in the same
+order. Packing and unpacking run on the compute stream, and only the all-to-all on the unshard
+stream: all buffers belong to compute, which has waited for the all-to-all before it frees them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
 from layerzero.comm.collectives import all_to_all, exchange_on_host
 from layerzero.comm.streams import Waitable
-from layerzero.flat.groups import ShardGroup
-from layerzero.optim.whole_tensor.inner import Step
-from layerzero.optim.whole_tensor.owners import Member, OwnerGroup, Staged
-from layerzero.optim.whole_tensor.plan import Bucket, Move, Transfer, make_buckets
+from layerzero.optim.whole_tensor.owners import Member, OwnerGroup
+from layerzero.optim.whole_tensor.plan import Bucket, Move, make_buckets
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 
 _PRESENT, _WRITTEN = 1, 2
-_View = Callable[[Move], torch.Tensor]
-"""Returns the elements of a move: a 1-D contiguous tensor of their dtype."""
 Buckets = list[tuple[OwnerGroup, Bucket]]
+Verb = Literal["gradients to owners", "values to owners", "values from owners"]
 
 
 class Agreed(NamedTuple):
@@ -94,129 +90,62 @@ def _by_owners(members: Sequence[Member], numbers: Iterable[int]) -> dict[OwnerG
 
 
 @remembers_failure
-def fetch_values(root: RootState, members: Sequence[Member], buckets: Buckets) -> None:
-    """Bring the values of shards to the owners. Collective."""
-    for each in buckets:
-        _to_owners(root, members, *each, of_values=True)()
+def exchange_all(root: RootState, members: Sequence[Member], buckets: Buckets, verb: Verb) -> None:
+    """Send gradients or values of the members between shards and owners. Collective.
 
+    Orders compute after it; on CPU, blocks the host.
 
-@remembers_failure
-def run_step(
-    root: RootState, members: Sequence[Member], buckets: Buckets, step: Step, is_bucketed: bool
-) -> None:
-    """Gather gradients, step, and return values, bucket by bucket. Collective.
-
-    Args:
-        step: steps whole tensors of this rank; it keeps errors, so that the exchanges go on.
-        is_bucketed: else `step` is called once for all tensors, after all gradients.
+    Raises:
+        CollectiveError: a rank did not take part.
     """
-    calls = [[each] for each in buckets] if is_bucketed else [buckets]
-    coming = _all_to_owners(root, members, calls[0]) if calls else []
-    returning: list[Exchange] = []
-    for place, call in enumerate(calls):
-        arrived, coming = coming, []
-        if place + 1 < len(calls):
-            coming = _all_to_owners(root, members, calls[place + 1])
-        for finish in arrived:
-            finish()
-        tensors = [members[number].tensor for _, bucket in call for number in bucket.tensors]
-        step.call([tensor for tensor in tensors if tensor is not None])
-        for exchange in returning:
-            exchange.finish()
-        returning = [_from_owners(root, members, *each) for each in call]
-    for exchange in returning:
-        exchange.finish()
-
-
-def _all_to_owners(
-    root: RootState, members: Sequence[Member], buckets: Buckets
-) -> list[Callable[[], None]]:
-    return [_to_owners(root, members, *each) for each in buckets]
-
-
-def _to_owners(
-    root: RootState,
-    members: Sequence[Member],
-    owners: OwnerGroup,
-    bucket: Bucket,
-    of_values: bool = False,
-) -> Callable[[], None]:
-    """Start sending gradients, or values, of one bucket to the owners. Collective.
-
-    Returns:
-        Orders compute after it; on CPU, blocks the host.
-    """
-    staged: dict[int, Staged] = {}
-    for number in bucket.tensors:
-        member = members[number]
-        own = member.staged_values() if of_values else member.staged_gradient()
-        if own is not None:
-            staged[number] = own
-
-    def read(move: Move) -> torch.Tensor:
-        member = members[move.tensor]
-        return member.parameter.detach().view(-1) if of_values else member.gradient()
-
-    def write(move: Move) -> torch.Tensor:
-        return staged[move.tensor].elements(move)
-
-    verb = "values to owners" if of_values else "gradients to owners"
-    exchange = Exchange(root, owners.group, bucket.to_owners, verb, read, write)
-
-    def finish() -> None:
-        exchange.finish()
-        for each in staged.values():
-            each.store()
-
-    return finish
-
-
-def _from_owners(
-    root: RootState, members: Sequence[Member], owners: OwnerGroup, bucket: Bucket
-) -> Exchange:
-    """Start sending the values of one bucket to all shards. Collective."""
-    staged: dict[int, Staged] = {}
-    for number in bucket.tensors:
-        own = members[number].staged_values()
-        if own is not None:
-            own.load()
-            staged[number] = own
-    return Exchange(
-        root,
-        owners.group,
-        bucket.from_owners,
-        "values from owners",
-        lambda move: staged[move.tensor].elements(move),
-        lambda move: members[move.tensor].parameter.detach().view(-1),
-    )
+    under_way: Exchange | None = None
+    for owners, bucket in buckets:
+        begun = Exchange(root, members, owners, bucket, verb)
+        if under_way is not None:
+            under_way.finish()
+        under_way = begun
+    if under_way is not None:
+        under_way.finish()
 
 
 class Exchange:
-    """One exchange in flight."""
+    """The exchange of one bucket, in flight."""
 
     def __init__(
         self,
         root: RootState,
-        group: ShardGroup,
-        transfer: Transfer,
-        verb: str,
-        read: _View,
-        write: _View,
+        members: Sequence[Member],
+        owners: OwnerGroup,
+        bucket: Bucket,
+        verb: Verb,
     ) -> None:
-        """Pack and send a bucket, and copy what stays on this rank. Collective over the group.
+        """Pack and send a bucket, and copy what stays on this rank. Collective over `owners`.
 
         Does not block the host, unless shards are offloaded.
-
-        Args:
-            verb: name of the collective.
-            read: where the elements of a move come from; not called later.
-            write: where they go; for `transfer.own` called now, for the others by `finish`.
         """
+        of_gradients, to_owners = verb == "gradients to owners", verb != "values from owners"
+        self._staged = {
+            number: member.staged(of_gradients)
+            for number in bucket.tensors
+            if (member := members[number]).tensor is not None
+        }
+
+        def in_shard(move: Move) -> torch.Tensor:
+            return members[move.tensor].piece(of_gradients)
+
+        def in_whole(move: Move) -> torch.Tensor:
+            return self._staged[move.tensor].elements(move)
+
+        transfer, read, write = bucket.to_owners, in_shard, in_whole
+        if not to_owners:
+            transfer, read, write = bucket.from_owners, in_whole, in_shard
+            for each in self._staged.values():
+                each.load()
         for move in transfer.own:
             source, target = read(move), write(move)
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-        self._transfer, self._write = transfer, write
+        self._moves, self._write, self._to_owners = transfer.incoming, write, to_owners
         self._work: Waitable | None = None
         if not transfer.nbytes:
             return
@@ -228,29 +157,26 @@ class Exchange:
             torch.cat(sources, out=sent)
         elif sources:
             sent.copy_(torch.cat(sources))
-        operation = root.operations.next(verb, "the optimizer", group)
+        operation = root.operations.next(verb, "the optimizer", owners.group)
         packed = root.streams.record_compute_event()
         with root.streams.unshard as stream:
             stream.wait(packed)
             sizes = transfer.received, sent, transfer.sent
-            pending = all_to_all(self._received, *sizes, group, operation, transfer.nbytes)
+            pending = all_to_all(self._received, *sizes, owners.group, operation, transfer.nbytes)
             self._work = stream.enqueue_wait(pending)
         self._sent_keepalive: torch.Tensor | None = sent
 
     def finish(self) -> None:
-        """Write what has arrived. Orders compute after it; blocks the host on CPU.
-
-        Raises:
-            CollectiveError: a rank did not take part.
-        """
-        if self._work is None:
-            return
-        self._work.wait()
-        self._sent_keepalive = None
-        moves = self._transfer.incoming
-        parts = self._received.split_with_sizes([move.nbytes for move in moves])
-        for move, part in zip(moves, parts, strict=True):
-            _bytes_of(self._write(move)).copy_(part)
+        """Write what has arrived."""
+        if self._work is not None:
+            self._work.wait()
+            self._sent_keepalive = None
+            parts = self._received.split_with_sizes([move.nbytes for move in self._moves])
+            for move, part in zip(self._moves, parts, strict=True):
+                _bytes_of(self._write(move)).copy_(part)
+        if self._to_owners:
+            for each in self._staged.values():
+                each.store()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,274 @@
+"""Norms of whole parameters and gradients from shards, and gradients clipped by them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import layerzero
+from layerzero import ZeRO3
+from layerzero.optim import global_norm
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_norm,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+)
+from tests.harness.compare import (
+    assert_clips,
+    assert_same_gradients,
+    assert_same_values,
+    follow,
+    sharded,
+    zero3,
+)
+from tests.harness.models import CASES, Block, Case, Mlp
+from tests.harness.ranks import run_ranks
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    full_gradients,
+    plain,
+    seeded,
+)
+
+NORMS = (2.0, 1.0, 3.0, 0.5, math.inf)
+_NAMES = ("mlp", "odd_shapes", "unused_parts", "frozen_parts", "tied_across_units", "mixed_dtypes")
+
+
+def _with_gradients(case: Case) -> tuple[ZeRO3, nn.Module]:
+    model, reference = sharded(case), plain(case)
+    step = batches_of(case, dist.get_world_size(), steps=1)[0]
+    forward_backward(model, step[dist.get_rank()])
+    backward_of_all_ranks(reference, step)
+    assert_same_gradients(model, reference)
+    return model, reference
+
+
+def _assert_norm(own: Tensor, tensors: list[Tensor], norm_type: float, what: str) -> None:
+    assert own.dim() == 0
+    assert_norm(own, tensors, norm_type, what)
+    assert_same_on_all_ranks(own, what)
+
+
+def _norms_of(name: str, norm_type: float) -> None:
+    model, reference = _with_gradients(CASES[name])
+    values = global_norm(model.parameters(), norm_type)
+    _assert_norm(values, list(reference.parameters()), norm_type, "values")
+    gradients = [p.grad for p in reference.parameters() if p.grad is not None]
+    own = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(own) == len(gradients), "also of shards without elements"
+    _assert_norm(global_norm(own, norm_type), gradients, norm_type, "gradients")
+    named = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    for (fqn, sharded_param), (_, parameter) in named:
+        if parameter.numel():
+            _assert_norm(global_norm(sharded_param, norm_type), [parameter], norm_type, fqn)
+    moments = [torch.full_like(sharded_param, 2.0) for sharded_param in model.parameters()]
+    full = [torch.full_like(p, 2.0) for p in reference.parameters()]
+    _assert_norm(global_norm(moments, like=model.parameters()), full, 2.0, "moments")
+    # torch has no infinity norm of an empty tensor.
+    total = float(nn.utils.get_total_norm([each for each in gradients if each.numel()], norm_type))
+    before = full_gradients(model)
+    above = assert_clips(model, 2.0 * total, norm_type)
+    assert_same_parameters(full_gradients(model), before, what="gradient, above the norm, of")
+    assert_bitwise(above, global_norm(model, norm_type), "norm")
+    assert_same_on_all_ranks(assert_clips(model, 0.3 * total, norm_type), "norm")
+
+
+def _norms() -> None:
+    for name in _NAMES:
+        for norm_type in NORMS:
+            try:
+                _norms_of(name, norm_type)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, norm {norm_type}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_norms_are_those_of_whole_tensors(world_size: int) -> None:
+    run_ranks(world_size, _norms)
+
+
+def _of_parts() -> None:
+    plain = seeded(Mlp)
+    model = zero3(Mlp, Block)
+    blocks = model.blocks[1].parameters(), list(plain.blocks[1].parameters())
+    _assert_norm(global_norm(blocks[0]), blocks[1], 2.0, "part")
+    for norm_type in NORMS:
+        assert global_norm(model).item() == model.clip_grad_norm_(1.0, norm_type).item() == 0.0
+    model.requires_grad_(False)
+    assert model.clip_grad_norm_(1.0).item() == 0.0
+    module = seeded(Mlp)
+    model = ZeRO3(module, auto_wrap_policy={Block}, ignored_modules=[module.head])
+    _assert_norm(global_norm(model.parameters()), list(plain.parameters()), 2.0, "with ignored")
+    # Two models, in one norm, beside a module that is not sharded.
+    other = zero3(Mlp)
+    three = [*model.parameters(), *other.parameters(), *plain.parameters()]
+    _assert_norm(global_norm(three), 3 * list(plain.parameters()), 2.0, "two models")
+    _assert_norm(global_norm(plain.parameters()), list(plain.parameters()), 2.0, "unsharded")
+
+
+def _refused() -> None:
+    model = zero3(Mlp, Block)
+    sharded_params = list(model.parameters())
+    for bad in (0.0, -1.0, math.nan):
+        for take in (global_norm, lambda model, bad: model.clip_grad_norm_(1.0, bad)):
+            with pytest.raises(ValueError, match="norm_type"):
+                take(model, bad)
+    with pytest.raises(ValueError, match="got none"):
+        global_norm([])
+    with pytest.raises(ValueError, match="like="):
+        global_norm([torch.ones(3)])
+    with pytest.raises(ValueError, match="one parameter in like= for each tensor"):
+        global_norm([torch.ones(3)], like=sharded_params)
+    with pytest.raises(ValueError, match=r"like this rank's shard of 'stem\.weight'"):
+        global_norm([torch.ones(99)], like=sharded_params[:1])
+
+
+def _not_finite() -> None:
+    for value in (math.inf, math.nan):
+        for norm_type in (2.0, math.inf):
+            model, _ = _with_gradients(CASES["mlp"])
+            if dist.get_rank() == 1:  # One element on one rank.
+                next(each for each in model.parameters() if each.numel()).grad[0] = value
+            norm = model.clip_grad_norm_(1.0, norm_type)
+            assert math.isnan(norm.item()) if math.isnan(value) else math.isinf(norm.item())
+            assert_same_on_all_ranks(torch.isfinite(norm).item(), "whether the norm is finite")
+
+
+def _after_no_sync() -> None:
+    model, reference = zero3(Mlp, Block), seeded(Mlp)
+    batches = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
+    step = [batches[2 * rank : 2 * rank + 2] for rank in range(dist.get_world_size())]
+    own = step[dist.get_rank()]
+    with model.no_sync():
+        forward_backward(model, own[0])
+    forward_backward(model, own[1])
+    backward_of_all_ranks(reference, step, _both)
+    assert_same_gradients(model, reference)
+    assert_clips(model, 0.1)
+
+
+def _both(model: nn.Module, micro_batches: list[Tensor]) -> Tensor:
+    return torch.stack([forward_backward(model, batch) for batch in micro_batches])
+
+
+def _training() -> None:
+    case = CASES["transformer"]
+    for optimizer in OPTIMIZERS.values():
+        model, reference = sharded(case), plain(case)
+        optimizers = [optimizer(each.parameters()) for each in (model, reference)]
+        for step in batches_of(case, dist.get_world_size(), steps=3):
+            for each in optimizers:
+                each.zero_grad()
+            forward_backward(model, step[dist.get_rank()])
+            backward_of_all_ranks(reference, step)
+            assert_same_gradients(model, reference)
+            assert_clips(model, 0.5)
+            follow(model, reference)
+            for each in optimizers:
+                each.step()
+            assert_same_values(model, reference)
+
+
+def _perturb(model: nn.Module, norm: Tensor) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=0.05 / norm.item())
+
+
+def _sharpness_aware() -> None:
+    case = CASES["mlp"]
+    model, plain = sharded(case), seeded(case.build)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+    for step in batches_of(case, dist.get_world_size(), steps=2):
+        forward_backward(model, step[dist.get_rank()])
+        backward_of_all_ranks(plain, step)
+        kept = [[p.detach().clone() for p in each.parameters()] for each, _ in pairs]
+        norm = global_norm(model)
+        _assert_norm(norm, [p.grad for p in plain.parameters()], 2.0, "gradients")
+        for each, optimizer in pairs:
+            _perturb(each, norm)
+            optimizer.zero_grad()
+        forward_backward(model, step[dist.get_rank()])
+        backward_of_all_ranks(plain, step)
+        for (each, optimizer), values in zip(pairs, kept, strict=True):
+            with torch.no_grad():
+                torch._foreach_copy_(list(each.parameters()), values)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(model, plain)
+
+
+def _scaler_without_a_device() -> None:
+    scaler = layerzero.GradScaler(init_scale=4.0)
+    assert scaler.is_enabled()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert scaler._device == ("cpu" if accelerator is None else accelerator.type)
+
+
+def _on_two_ranks() -> None:
+    _of_parts()
+    _refused()
+    _not_finite()
+    _after_no_sync()
+    _training()
+    _sharpness_aware()
+    _scaler_without_a_device()
+    _torchs()
+
+
+def test_norms_in_programs() -> None:
+    run_ranks(2, _on_two_ranks)
+
+
+def _few_elements() -> None:
+    """Ranks that own nothing take part."""
+    model = zero3(lambda: nn.Linear(1, 2, bias=False))
+    model(torch.ones(1, 1)).sum().backward()
+    assert_bitwise(model.clip_grad_norm_(100.0).float(), torch.tensor(2.0).sqrt(), "norm")
+
+
+def test_ranks_without_an_element_take_part() -> None:
+    run_ranks(4, _few_elements)
+
+
+# torch's own functions ----------------------------------------------------------------------------
+
+
+def _torchs() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for norm_type in (2.0, 1.0, math.inf):
+            _torchs_norm(norm_type)
+
+
+def _torchs_norm(norm_type: float) -> None:
+    model, other = (_with_gradients(CASES["mlp"])[0] for _ in range(2))
+    gradients = [p.grad for p in model.parameters()]
+    expected = other.clip_grad_norm_(0.1, norm_type)
+    plain = nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    own = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    assert torch.equal(own, torch.linalg.vector_norm(torch.ones(12), norm_type))
+    assert torch.equal(nn.utils.get_total_norm(gradients, norm_type), expected)
+    values = nn.utils.get_total_norm(model.parameters(), norm_type)
+    assert torch.equal(values, global_norm(other.parameters(), norm_type))
+    assert torch.equal(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type), expected)
+    for clipped, like in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(clipped.grad, like.grad)
+    with torch.no_grad():
+        gradients[0][:1] = torch.inf  # On ranks that have an element there.
+    with pytest.raises(RuntimeError, match="over all ranks is inf"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+
+
+def test_torchs_norm_on_one_rank() -> None:
+    run_ranks(1, _torchs)
