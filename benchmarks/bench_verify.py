@@ -38,8 +38,8 @@ from common import (
 from engines import Transformer, TransformerBlock
 
 from layerzero import ZeRO3
-from layerzero.step.context import RuntimeContext
-from layerzero.verify import context as verification
+from layerzero.step.context import Transport
+from layerzero.verify.verifier import Verifier
 
 SIZES = {"tiny": (64, 2), "6m": (256, 8), "25m": (512, 8)}  # width, layers
 KINDS = ("off", "again", "unchecked", "checked")
@@ -127,12 +127,15 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 def verify(model: ZeRO3, kind: str) -> None:
     """Have the next step be of this kind; between steps."""
     root: Any = model._root_state
-    context = root.context
-    is_off = kind in ("off", "again")
-    context.__class__ = RuntimeContext if is_off else verification.VerifiedContext
-    (verification._contexts.discard if is_off else verification._contexts.add)(context)
-    context._every = 1 if kind == "checked" else sys.maxsize
-    context._num_passes, context._records = 0, kind == "checked"
+    (verifier,) = root.__dict__.setdefault("_verifiers", root.extensions.of(Verifier))
+    root.context.send_through(Transport())
+    if root.extensions.of(Verifier):
+        root.extensions.remove(verifier)
+    if kind not in ("off", "again"):
+        root.extensions.add(verifier)
+        root.context.send_through(verifier)
+    verifier._every = 1 if kind == "checked" else sys.maxsize
+    verifier._num_passes, verifier._records = 0, kind == "checked"
 
 
 def make_step(args: argparse.Namespace) -> tuple[ZeRO3, torch.optim.Optimizer, Callable[[], None]]:

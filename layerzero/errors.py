@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.verify.context import CorruptionError
+from layerzero.verify.verifier import CorruptionError
 from layerzero.watch.diagnosis import CollectiveError
 
 __all__ = ["CheckpointError", "CollectiveError", "CorruptionError"]

@@ -29,12 +29,12 @@ from layerzero.build.device import current_accelerator
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
 from layerzero.flat.views import ParameterViews, Slot
+from layerzero.model_functions import UnitView
 from layerzero.step import hooks, module_guards
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState, UnshardHandle, root_if_alive, root_of
 from layerzero.step.states import Hold
 from layerzero.step.unit import Unit, set_unit, unset_unit
-from layerzero.step.unit_view import UnitView
 from layerzero.step.unwrap import modules_of, units_inside
 from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from layerzero.build.optional import names_of_optional
 from layerzero.config import MixedPrecision
+from layerzero.optional.arguments import names_of_optional
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 

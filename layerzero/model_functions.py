@@ -1,13 +1,101 @@
-"""Public functions that take a wrapped model, or a module that is a unit."""
+"""Public functions that take a wrapped model, or a module that is a unit; and what they return."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
 from layerzero.step import hooks
-from layerzero.step.root import ordered_units, root_of
-from layerzero.step.unit import get_unit
-from layerzero.step.unit_view import UnitView
+from layerzero.step.root import UnshardHandle, ordered_units, root_of
+from layerzero.step.states import Hold, ShardState
+from layerzero.step.unit import Unit, get_unit
+
+
+class UnitView:
+    """One unit of a wrapped model, as `layerzero.units(model)` lists them.
+
+    Views of one unit are equal.
+    """
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def fqn(self) -> str:
+        """Name in the outermost wrapped module; "" for that module itself."""
+        return self._unit.fqn
+
+    @property
+    def module(self) -> nn.Module:
+        return self._unit.module
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all original parameters (of DTensors the local ones), without padding."""
+        return self._unit.num_parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in the compute dtype, padding included."""
+        return self._unit.nbytes
+
+    @property
+    def state(self) -> ShardState:
+        """Whether the unit is sharded, gathering or unsharded now."""
+        return self._unit.state
+
+    @property
+    def holds(self) -> Hold:
+        """Why the unit stays unsharded; `Hold(0)`: it is freed after its use."""
+        return self._unit.holds
+
+    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters, as `ZeRO3.unshard` does. Collective over its shard group.
+
+        They stay until the end of the unit's next forward or of the next backward, or until
+        `reshard`. Blocks the host only on devices without streams.
+
+        Returns:
+            With `async_op` a handle whose `wait()` shows the parameters; otherwise None.
+        """
+        return root_of(self._unit).unshard_explicitly(self._unit, async_op)
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters. Not collective."""
+        self._unit.reshard()
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's forward begins, instead of the predicted ones."""
+        self._unit.set_forward_prefetch(self._units_of(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when this one's backward begins, instead of the predicted ones."""
+        self._unit.set_backward_prefetch(self._units_of(modules))
+
+    def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:
+        units = []
+        for module in modules:
+            unit = get_unit(module)
+            if unit is None:
+                raise ValueError(
+                    f"{self._unit.label}: modules to prefetch must be units of the same model, "
+                    f"got {type(module).__name__}"
+                )
+            units.append(unit)
+        root_of(self._unit).expect_lists(len(units))
+        return units
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnitView) and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
+    def __repr__(self) -> str:
+        return repr(self._unit)
 
 
 def units(model: nn.Module) -> list[UnitView]:

@@ -77,7 +77,7 @@ def rewrap(model: ZeRO3) -> list[str]:
         if kind_of_hooks(sharded_param) is not None
         and (info := get_info(sharded_param)) is not None
     }
-    from layerzero.build.optional import optional_now
+    from layerzero.optional.arguments import optional_now
     from layerzero.step.unwrap import unwrap
 
     ignored = root.structure.ignored_now()

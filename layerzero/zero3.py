@@ -19,8 +19,9 @@ from layerzero import guards
 from layerzero.build import argument_warnings
 from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
+from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
-from layerzero.build.wrap import WrapPolicy
+from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
     Accumulation,
     BackwardPrefetch,
@@ -37,12 +38,10 @@ from layerzero.config import (
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach, torch_norm
-from layerzero.optional.make_root import make_root
+from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
-from layerzero.step.context import RuntimeContext
 from layerzero.step.root import RootState, UnshardHandle, root_of
-from layerzero.step.sharded_params import remember_root
 from layerzero.step.timeouts import duration
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.uneven.joinable import JoinableModel
@@ -56,6 +55,8 @@ _logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
 _LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
 """Libraries whose models have methods that would take shards for whole parameters."""
+_OF_EXPERTS = {"process_group", "expert_numbers"}
+"""Arguments of units that are experts."""
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
@@ -428,7 +429,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         Raises:
             RuntimeError: inside forward, backward or another `summon_full_params`.
         """
-        from layerzero.step.summon import SummonOptions, summon
+        from layerzero.state_dict.summon import SummonOptions, summon
 
         options = SummonOptions(
             writeback=writeback,
@@ -453,13 +454,13 @@ class ZeRO3(JoinableModel, ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's forward begins, instead of those recorded next."""
-        from layerzero.step.unit_view import UnitView
+        from layerzero.model_functions import UnitView
 
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
-        from layerzero.step.unit_view import UnitView
+        from layerzero.model_functions import UnitView
 
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
@@ -489,20 +490,15 @@ def shard_in_place(
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`.
     """
-    plan, arguments = plan_on_every_rank(module, given, unknown)
+    plan, arguments = plan_on_every_rank(module, given, unknown, find_features)
     _refuse_inner_budget(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
-    make_context: Callable[..., RuntimeContext] = RuntimeContext
-    if arguments.verify is not None:
-        from layerzero.verify import context_for
-
-        make_context = context_for(arguments.verify)
-    parts = Parts(
-        make_root=make_root,
-        make_context=make_context,
-        name_in_state_dicts=module_state.install,
-    )
+    parts = Parts(name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
+    if arguments.verify is not None:
+        from layerzero import verify
+
+        verify.install(root, arguments.verify)
     keeps_any = plan.ignored.modules or plan.ignored.parameters
     parameters = module.parameters() if keeps_any else ()
     kept_whole = [each for each in parameters if get_info(each) is None]
@@ -524,6 +520,35 @@ def shard_in_place(
     torch_norm.install()
     patch_torch()
     return Sharded(root, topology.placement, arguments, kept_whole)
+
+
+def find_features(
+    module: nn.Module,
+    given: Arguments,
+    units: Sequence[UnitPlan],
+    everyone: Callable[[], tuple[int, ...]],
+) -> list[Feature]:
+    """The features that take part in the construction of a model. Not collective.
+
+    Args:
+        everyone: returns the ranks that share the model.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
+    """
+    found: list[Feature] = []
+    if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
+        from layerzero.experts.units import Experts
+
+        found.append(Experts(module, units, everyone))
+    is_nested = any(unit.existing is not None for unit in units)
+    if is_nested or given.optional_modules or given.optional_mean != "all":
+        from layerzero.optional.arguments import OptionalModules
+
+        groups: dict[int, AnyGroup] = {p: group for e in found for p, group in e.groups.items()}
+        modules, mean = given.optional_modules, given.optional_mean
+        found.append(OptionalModules(module, modules, mean, units, groups, everyone))
+    return found
 
 
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:

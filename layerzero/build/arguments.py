@@ -2,47 +2,241 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.argument_types import (
-    check,
-    check_device,
-    check_ignored,
-    check_layout,
-    check_memory_budget,
-    check_module,
-    check_param_init_fn,
-    check_reshard_after_forward,
-    check_timeout,
-)
+from layerzero.build.device import check_device_type
 from layerzero.build.materialize import InitFunction, Later
 from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
+    Accumulation,
+    BackwardPrefetch,
     GatherBudget,
     GradientReduction,
     MixedPrecision,
     OffloadPolicy,
     OnNonFinite,
+    OptionalMean,
     PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
     is_of_fsdp,
+    parse_nbytes,
     prefetch_depth,
 )
 from layerzero.flat.flat_param import OriginalParameter
-from layerzero.flat.groups import resolve_process_groups
+from layerzero.flat.groups import require_timeout, resolve_process_groups
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
 from layerzero.notices import outside, warn_once
+from layerzero.step.root import root_if_alive
+from layerzero.step.unit import get_unit
+
+_Check = Callable[[str, Any], Any]
+"""Takes an argument's name and value; returns the value, perhaps converted, or raises."""
+
+# Single arguments ---------------------------------------------------------------------------------
+
+
+def _one_of(expected: str, *allowed: object) -> _Check:
+    """A check that the value has one of these classes, or is one of these values."""
+    classes = tuple(each for each in allowed if isinstance(each, type))
+
+    def check(name: str, value: Any) -> Any:
+        # A bool is an int.
+        is_class = isinstance(value, classes) and isinstance(value, bool) == (bool in classes)
+        if (value is None and None in allowed) or (is_class if classes else value in allowed):
+            return value
+        error = TypeError if classes else ValueError
+        raise error(f"{name}: expected {expected}, got {value!r}")
+
+    return check
+
+
+def _timeout(name: str, value: Any) -> timedelta | None:
+    if value is None:
+        return None
+    if not isinstance(value, timedelta):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        advice = f"; for seconds timedelta(seconds={value})" if is_number else ""
+        raise TypeError(f"{name}: expected a datetime.timedelta or None, got {value!r}{advice}")
+    require_timeout(value)
+    return value
+
+
+def _init_function(name: str, value: Any) -> InitFunction | Later | None:
+    if value is not None and value != "later" and not callable(value):
+        raise TypeError(f"{name}: expected a function of a module or None, got {value!r}")
+    return value
+
+
+def _device(name: str, value: Any) -> Any:
+    """Raises if it is not a device, or one that the engine cannot run on here."""
+    if value is not None:
+        check_device_type(named_device(value), f"device={value!r}")
+    return value
+
+
+def named_device(device: object) -> torch.device:
+    """The device that an argument names; it need not exist here."""
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"device: expected a torch.device, a string such as 'cuda:0', the index of an "
+            f"accelerator or None, got {device!r}"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
+
+
+def _several(kind: type[Any], what: str) -> _Check:
+    """A check that the value lists modules or parameters; it becomes a tuple."""
+    return lambda name, value: _listed(value, kind, name, what)
+
+
+def _listed(values: object, kind: type[Any], name: str, what: str) -> tuple[Any, ...]:
+    is_one = isinstance(values, (str, torch.Tensor))
+    if is_one or not isinstance(values, Iterable):
+        got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
+        raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
+    listed = tuple(values)
+    for value in listed:
+        if isinstance(value, kind):
+            continue
+        if isinstance(value, str):
+            advice = f"; names are not looked up, pass the {what} themselves"
+        elif isinstance(value, nn.Module):
+            advice = "; modules belong in ignored_modules"
+        elif isinstance(value, nn.Parameter) and name == "ignored_modules":
+            advice = "; parameters belong in ignored_parameters"
+        else:
+            advice = ""
+        got = type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else repr(value)
+        raise TypeError(f"{name}: expected {what}, got {got}{advice}")
+    return listed
+
+
+def _layout(name: str, value: Any) -> Any:
+    row_multiple(value)
+    return value
+
+
+def row_multiple(layout: object) -> int | None:
+    """The number of rows of which borders between shards lie at multiples; None: at any element."""
+    found = re.fullmatch(r"rows(?:\(([1-9]\d*)\))?", layout) if isinstance(layout, str) else None
+    if found is None and layout != "elements":
+        raise ValueError(
+            "layout: expected 'elements', 'rows', or 'rows(32)' for borders at multiples of 32 "
+            f"rows, got {layout!r}"
+        )
+    return None if found is None else int(found[1] or 1)
+
+
+def _memory_budget(name: str, value: Any) -> int | None:
+    """The budget in bytes."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f"{name}: expected a size such as '40GB', bytes (an int) or None, got {value!r}"
+        )
+    return parse_nbytes(value, name)
+
+
+def _resharding(name: str, value: Any) -> ReshardAfterForward:
+    if isinstance(value, bool) or value == "compute_shard":
+        return value
+    advice = ""
+    if isinstance(value, int):
+        advice = (
+            f"; for shards over {value} ranks use zero3_size={value}, outer='shard', "
+            "reshard_after_forward='compute_shard'"
+        )
+    raise ValueError(f"{name}: expected True, False or 'compute_shard', got {value!r}{advice}")
+
+
+def _gather_limit(name: str, value: Any) -> Any:
+    GatherBudget.parse(value, default_units=1, name=name)
+    return value
+
+
+def _depth(name: str, value: Any) -> Any:
+    prefetch_depth(value, name)
+    return value
+
+
+_FLAG = _one_of("True or False", bool)
+_CHECKS: Mapping[str, _Check] = {
+    "accumulation": _one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation)),
+    "backward_prefetch": _one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
+    "deterministic": _FLAG,
+    "device": _device,
+    "forward_prefetch": _depth,
+    "gradient_reduction": _one_of("'mean' or 'sum'", *get_args(GradientReduction)),
+    "hook_module": _one_of("an nn.Module or None", nn.Module, None),
+    "ignored_modules": _several(nn.Module, "modules"),
+    "ignored_parameters": _several(nn.Parameter, "parameters"),
+    "layout": _layout,
+    "limit_all_gathers": _gather_limit,
+    "memory_budget": _memory_budget,
+    "mixed_precision": _one_of("a MixedPrecision or None", MixedPrecision, None),
+    "move_inputs": _FLAG,
+    "offload": _one_of("an OffloadPolicy or None", OffloadPolicy, None),
+    "on_nonfinite": _one_of("'raise', 'skip' or None", *get_args(OnNonFinite), None),
+    "optional_mean": _one_of("'all' or 'participants'", *get_args(OptionalMean)),
+    "optional_modules": _several(nn.Module, "modules"),
+    "outer": _one_of("'zero1', 'replicate' or 'shard'", *get_args(Outer)),
+    "param_init_fn": _init_function,
+    "reshard_after_forward": lambda n, value: value if callable(value) else _resharding(n, value),
+    "sync_module_states": _FLAG,
+    "timeout": _timeout,
+    "verify": _one_of("'sampled', 'always' or None", *get_args(Verify), None),
+    "zero3_size": _one_of("an int or None", int, None),
+}
+
+
+def check(**given: Any) -> dict[str, Any]:
+    """The arguments that can be checked one by one, checked and converted.
+
+    Raises:
+        TypeError, ValueError: one has another class, or a bad value.
+    """
+    return {name: _CHECKS[name](name, given[name]) for name in _CHECKS if name in given}
+
+
+def check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        several = (
+            ": put one module around them; or do not make them units, then they are gathered with "
+            "the unit around them (docs/reference/migrating.md)"
+        )
+        raise TypeError(
+            f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
+            + (several if isinstance(module, (list, tuple)) else "")
+        )
+    unit = get_unit(module)
+    if unit is None:
+        return
+    root = root_if_alive(unit)
+    # A module whose wrapper is gone may be wrapped again; passing a wrapper is always an error.
+    if unit.module is not module or (root is not None and root.is_wrapped):
+        raise RuntimeError(
+            f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
+            "wrap a module that contains it"
+        )
+
+
+# All arguments ------------------------------------------------------------------------------------
 
 _PREFETCH = {
     "forward": "forward_prefetch",
@@ -55,14 +249,6 @@ _REDUCTION = {
     "deterministic": "deterministic",
 }
 """Each field of the policy, and the `ZeRO3` argument with the same meaning."""
-
-_OF_FSDP = ("mixed_precision", "backward_prefetch", "offload")
-"""Arguments that may be objects of `torch.distributed.fsdp`."""
-_BY_TABLE = (
-    *("accumulation", "backward_prefetch", "deterministic", "gradient_reduction"),
-    *("mixed_precision", "move_inputs", "offload", "on_nonfinite", "outer"),
-    *("sync_module_states", "verify", "zero3_size"),
-)
 
 _Policy = TypeVar("_Policy", PrefetchPolicy, ReductionPolicy)
 
@@ -93,9 +279,8 @@ class Arguments:
     move_inputs: bool
     timeout: timedelta | None
     on_nonfinite: OnNonFinite | None
-    optional_modules: object
-    """Checked by `find_optional` in optional.py, as is `optional_mean`."""
-    optional_mean: object
+    optional_modules: tuple[nn.Module, ...]
+    optional_mean: OptionalMean
     verify: Verify | None
     memory_budget: int | None
     """Budget in bytes."""
@@ -114,7 +299,7 @@ class UnitArguments:
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     """The ranks that have the unit, if only some of the model's ranks do (experts)."""
     expert_numbers: Mapping[int, int] | dist.ProcessGroup | DeviceMesh | None = None
-    """Global numbers of experts that have the same names on every rank; see expert_numbers.py."""
+    """Global numbers of experts that have the same names on every rank: experts/numbers.py."""
     hook_module: nn.Module | None = None
     """A module whose calls unshard and reshard the unit, besides those of the unit's own module."""
 
@@ -143,7 +328,9 @@ class UnitArguments:
             reshard = mine.reshard_after_forward
             if callable(reshard):
                 chosen = reshard(plan.chosen, plan.fqn)
-                mine = replace(mine, reshard_after_forward=check_reshard_after_forward(chosen))
+                mine = replace(
+                    mine, reshard_after_forward=_resharding("reshard_after_forward", chosen)
+                )
         except (TypeError, ValueError) as error:
             raise type(error)(f"{plan.label}: {error}") from None
         return mine
@@ -156,11 +343,7 @@ class UnitArguments:
                     f"auto_wrap_policy returned {name}={own[name]!r}; expected arguments that "
                     f"may differ between units, {known}: pass others to ZeRO3 itself"
                 )
-        names = ("mixed_precision", "gradient_reduction", "offload", "hook_module")
-        check(**{name: own[name] for name in names if name in own})
-        if not callable(own.get("reshard_after_forward")):
-            check_reshard_after_forward(own.get("reshard_after_forward", True))
-        changes = dict(own)
+        changes = {**own, **check(**own)}
         if "mixed_precision" in own:
             changes["mixed_precision"] = own["mixed_precision"] or MixedPrecision()
         if "offload" in own:
@@ -171,7 +354,7 @@ class UnitArguments:
 def _in_our_terms(own: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """The arguments of one unit, of which some may be FSDP's."""
     if {"sharding_strategy", "cpu_offload"}.isdisjoint(own) and not any(
-        is_of_fsdp(own.get(name)) for name in _OF_FSDP
+        map(is_of_fsdp, own.values())
     ):
         return own
     from layerzero.build.migrate import to_unit_arguments
@@ -219,31 +402,38 @@ def check_arguments(
 
         refuse_unknown(unknown, given)
     ours: dict[str, Any] = {**given, "root_precision": given["mixed_precision"]}
-    if any(is_of_fsdp(given[name]) for name in _OF_FSDP):
+    if any(map(is_of_fsdp, given.values())):
         from layerzero.build.migrate import to_arguments
 
         ours.update(to_arguments(given))
-    check(**{name: ours[name] for name in _BY_TABLE})
-    check_timeout(given["timeout"])
-    check_param_init_fn(given["param_init_fn"])
-    check_device(given["device"])
-    ours["ignored_modules"], ours["ignored_parameters"] = check_ignored(
-        module, given["ignored_modules"], given["ignored_parameters"]
-    )
-    prefetch_depth(given["forward_prefetch"], "forward_prefetch")
-    GatherBudget.parse(given["limit_all_gathers"], default_units=1)
-    if not callable(given["reshard_after_forward"]):
-        check_reshard_after_forward(given["reshard_after_forward"])
+    ours.update(check(**ours))
+    _check_ignored(module, ours["ignored_modules"])
     ours["group"] = find_group(given["process_group"])
     ours["prefetch"] = _policy(PrefetchPolicy, "prefetch", ours, _PREFETCH)
     ours["reduction"] = _policy(ReductionPolicy, "reduction", ours, _REDUCTION)
-    ours["row_multiple"] = check_layout(given["layout"])
-    ours["memory_budget"] = check_memory_budget(
-        given["memory_budget"],
-        given["reshard_after_forward"],
-        ours["prefetch"] == PrefetchPolicy(),
-    )
+    ours["row_multiple"] = row_multiple(given["layout"])
+    is_default = given["reshard_after_forward"] is True and ours["prefetch"] == PrefetchPolicy()
+    if ours["memory_budget"] is not None and not is_default:
+        raise ValueError(
+            "memory_budget: chooses what stays full and what is prefetched; leave out "
+            "reshard_after_forward, forward_prefetch, backward_prefetch, limit_all_gathers and "
+            "prefetch"
+        )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
+
+
+def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if module is root:
+            raise ValueError(
+                f"ignored_modules: contains the wrapped {type(root).__name__} itself, so nothing "
+                "would be left to shard; do not wrap it, or list modules inside it"
+            )
+        if get_unit(module) is not None:
+            raise ValueError(
+                f"ignored_modules: contains a {type(module).__name__} that is sharded already; "
+                "remove it from the list: units of an earlier ZeRO3 stay as they are"
+            )
 
 
 def _policy(

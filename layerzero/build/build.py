@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from layerzero.build.argument_types import check_reshard_after_forward
 from layerzero.build.arguments import Arguments
-from layerzero.build.compare_values import Digests, settle
+from layerzero.build.compare import Digests, settle
 from layerzero.build.materialize import Materializer
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
@@ -25,7 +24,6 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
 from layerzero.step import hooks, module_guards
-from layerzero.step.context import RuntimeContext
 from layerzero.step.first_forward import await_values
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
@@ -34,14 +32,12 @@ from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Classes to build from: the engine's own, or those of features (zero3.py chooses)."""
+    """Classes and functions to build with: the engine's own, or those of features (zero3.py)."""
 
-    make_root: Callable[..., RootState]
-    """Takes the arguments of `RootState`, and `regions`."""
-    make_context: Callable[..., RuntimeContext]
-    """Takes the arguments of `RuntimeContext`."""
     name_in_state_dicts: Callable[[Unit, Sequence[Sequence[OriginalParameter]]], None]
     """Called with each new unit, and the original parameters of each of its handles."""
+    make_root: Callable[..., RootState] = RootState
+    """Takes the arguments of `RootState`."""
 
 
 def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) -> RootState:
@@ -52,8 +48,6 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
     Raises:
         Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
-    if plan.expert_lists is not None:
-        plan.expert_lists.name_members()
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
     units = build_units(plan, topology, given, parts, materializer, digests)
@@ -63,8 +57,8 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
     root = join_units(units, plan, topology, given, parts)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
-    if plan.optional is not None:
-        plan.optional.keep(units[0])
+    for feature in plan.features:
+        feature.built(root)
     return root
 
 
@@ -84,11 +78,6 @@ def join_units(
     units: list[Unit], plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts
 ) -> RootState:
     """Join the units under one root."""
-    regions = None
-    if plan.optional is not None:
-        from layerzero.build.optional import find_regions
-
-        regions = find_regions(units, plan.optional)
     forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
     # By default: the units around the one in use, it, one about to be freed, and those ahead.
     default_units = plan.nesting + 1 + max(forward_depth, 1)
@@ -102,8 +91,6 @@ def join_units(
         reduction=given.reduction,
         tensor_parallel_groups=topology.tensor_parallel_groups,
         ignored=plan.ignored,
-        regions=regions,
-        make_context=parts.make_context,
     )
 
 
@@ -226,7 +213,7 @@ class _UnitBuilder:
             groups,
             UnitOptions(
                 mixed_precision=mixed_precision,
-                reshard_after_forward=check_reshard_after_forward(arguments.reshard_after_forward),
+                reshard_after_forward=arguments.reshard_after_forward,  # type: ignore[arg-type]
                 gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
                 deterministic=self.given.reduction.deterministic,
             ),

@@ -4,29 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, UnitArguments, effective_offload
 from layerzero.build.device import resolve_device, tensor_parallel_mesh
-from layerzero.build.make_placement import AnyGroup, ranks_of
 from layerzero.build.shared_memory import refuse_shared_memory
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.names import clean_name
+from layerzero.flat.placement import Placement
 from layerzero.step.module_guards import check_compiled, units_of
+from layerzero.step.root import RootState
 from layerzero.step.structure import Ignored
 from layerzero.step.unit import get_unit
 
-if TYPE_CHECKING:
-    from layerzero.build.expert_numbers import ExpertLists
-    from layerzero.build.optional import OptionalModules
+Group = dist.ProcessGroup | DeviceMesh
 
 
-_Named = tuple[str, nn.Parameter]
+@dataclass(frozen=True)
+class Ranks:
+    """Stands for a process group where there is none: in a plan of memory."""
+
+    table: tuple[tuple[int, ...], ...]
+    """Global ranks, one row for each shard group."""
+
+
+AnyGroup = Group | Ranks
+
+
+def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
+    """Global ranks in ascending order."""
+    if isinstance(group, Ranks):
+        return tuple(sorted(rank for row in group.table for rank in row))
+    if isinstance(group, DeviceMesh):
+        return tuple(sorted(group.mesh.flatten().tolist()))
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+class Feature:
+    """A feature's part in construction; zero3.py makes those that the arguments call for.
+
+    What a feature does not define does nothing.
+    """
+
+    groups: Mapping[int, AnyGroup] = {}
+    """The ranks of each unit that only some of the model's ranks have, keyed by id(plan)."""
+
+    def compared(self) -> Mapping[str, Sequence[str]]:
+        """Rows that must be the same on all ranks, by section of compare.py."""
+        return {}
+
+    def place(
+        self, placement: Placement, make: Callable[[Group], Placement], device: torch.device
+    ) -> Mapping[int, Placement]:
+        """The placement of each unit in `groups`, keyed by id(plan). All ranks agree on the plan;
+        called before anything is built. Collective over the model's ranks.
+
+        Args:
+            placement: placement of the whole model.
+            make: makes the placement of units with this group.
+        """
+        return {}
+
+    def built(self, root: RootState) -> None:
+        """The model is built. Collective over its ranks."""
+
+
+FindFeatures = Callable[
+    [nn.Module, Arguments, Sequence[UnitPlan], Callable[[], tuple[int, ...]]], list[Feature]
+]
+"""Takes the module, the arguments, the units, and what returns the ranks that share the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +91,14 @@ class WrapPlan:
     device: torch.device
     arguments: Mapping[int, UnitArguments]
     """Arguments of each unit, keyed by id(plan)."""
-    experts: Mapping[int, AnyGroup]
-    """The expert-data group of each expert unit, keyed by id(plan)."""
-    expert_lists: ExpertLists | None
-    """None: no unit has `expert_numbers`."""
+    features: Sequence[Feature]
+    groups: Mapping[int, AnyGroup]
+    """The ranks of each unit that only some have (experts), keyed by id(plan)."""
     mesh: DeviceMesh | None
-    """Mesh of the DTensor parameters outside experts."""
+    """Mesh of the DTensor parameters in the other units."""
     ignored: Ignored
     ignored_parameters: Sequence[nn.Parameter]
     """The `ignored_parameters` given; after an unwrap, the full parameters that replaced them."""
-    optional: OptionalModules | None
-    """None: no module is optional."""
 
     @property
     def nesting(self) -> int:
@@ -59,7 +107,10 @@ class WrapPlan:
 
 
 def plan_wrapping(
-    module: nn.Module, given: Arguments, everyone: Callable[[], tuple[int, ...]] | None = None
+    module: nn.Module,
+    given: Arguments,
+    find_features: FindFeatures,
+    everyone: Callable[[], tuple[int, ...]] | None = None,
 ) -> WrapPlan:
     """Find the units of `module`. Changes nothing and is not collective, with one exception.
 
@@ -77,8 +128,7 @@ def plan_wrapping(
     """
     ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
     ignored = Ignored(given.ignored_modules, ignored_parameters)
-    is_nested = any(get_unit(part) is not None or units_of(part) for part in module.modules())
-    if is_nested:
+    if any(get_unit(part) is not None or units_of(part) for part in module.modules()):
         from layerzero.step.unwrap import left_units, nested_ignored, unwrap
 
         left = left_units(module)
@@ -92,27 +142,9 @@ def plan_wrapping(
     def everyone_here() -> tuple[int, ...]:
         return ranks_of(given.process_group)
 
-    ranks = everyone or everyone_here
-    experts: Mapping[int, AnyGroup] = {}
-    expert_lists = None
-    own = {name for unit in units for name in unit.arguments}
-    if "process_group" in own:
-        from layerzero.build.experts import find_experts
-
-        experts = find_experts(units, ranks)
-    if "expert_numbers" in own:
-        from layerzero.build.expert_numbers import ExpertLists
-
-        expert_lists = ExpertLists(module, units)
-    dense = [unit for unit in units if id(unit) not in experts]
-    optional = None
-    is_default = isinstance(given.optional_modules, tuple) and not given.optional_modules
-    if is_nested or not is_default or given.optional_mean != "all":
-        from layerzero.build.optional import find_optional
-
-        optional = find_optional(
-            module, given.optional_modules, given.optional_mean, units, experts, ranks
-        )
+    features = find_features(module, given, units, everyone or everyone_here)
+    groups = {plan: group for each in features for plan, group in each.groups.items()}
+    dense = [unit for unit in units if id(unit) not in groups]
     mesh = tensor_parallel_mesh(dense, None if everyone else everyone_here)
     device = resolve_device(given.device, units, given.group, mesh)
     sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
@@ -123,16 +155,17 @@ def plan_wrapping(
         visits=visits,
         device=device,
         arguments=_arguments_of(units, given, device),
-        experts=experts,
-        expert_lists=expert_lists,
+        features=features,
+        groups=groups,
         mesh=mesh,
         ignored=ignored,
         ignored_parameters=ignored_parameters,
-        optional=optional,
     )
 
 
-def _others(module: nn.Module, ignored: Ignored, sharded: Sequence[_Named]) -> list[_Named]:
+def _others(
+    module: nn.Module, ignored: Ignored, sharded: Sequence[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
     """The parameters that are not to be sharded, with their names."""
     if not ignored.modules and not ignored.parameters:
         return []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,21 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, check_arguments
-from layerzero.build.compare_models import Outline
-from layerzero.build.make_placement import make_placement
-from layerzero.build.plan import WrapPlan, plan_wrapping
-from layerzero.comm.collectives import gather_small
-from layerzero.comm.gather_texts import gather_texts
-from layerzero.comm.new_groups import agree_on_group_names
-from layerzero.comm.pending import Operation
+from layerzero.build.compare import REFUSED, Exchange, Outline
+from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
+from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
     ShardGroup,
     is_timeout,
+    make_shard_group,
     make_shard_groups,
     mesh_groups,
     resolve_process_groups,
 )
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Outer, Placement
 from layerzero.notices import outside, warn_once
 
 _logger = logging.getLogger(__name__)
@@ -46,71 +45,36 @@ class Topology:
     """One group for each axis of the DTensors' mesh."""
 
 
-class Exchange:
-    """The first exchange of construction: a row of integers from every rank to every rank.
+def _axes_of(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    timeout: timedelta | None,
+    device: torch.device | None,
+) -> tuple[list[ShardGroup], torch.device]:
+    """The group (of a mesh: the inner and the outer ones), and the device for the first exchange.
 
-    It runs on the host where a backend of the group serves the CPU, because ranks may differ in
-    the device.
+    That is the host where a backend of the group serves it, because ranks may differ in the device.
+    Raises as `make_shard_groups`; not collective.
+
+    Args:
+        device: where the parameters will be; None: it is unknown.
     """
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | DeviceMesh | None,
-        timeout: timedelta | None,
-        device: torch.device | None,
-    ) -> None:
-        """Raises as `resolve_process_groups` and `describe_group`; not collective.
-
-        Args:
-            device: where the parameters will be; None: it is unknown.
-        """
-        groups = resolve_process_groups(process_group)
-        backends = dist.get_backend_config(groups[0])
-        kinds = [part.partition(":")[0] for part in backends.split(",")]
-        self.device = torch.device("cpu")
-        if "cpu" not in kinds:
-            self.device = torch.device(kinds[0]) if device is None else device
-        self.axes = make_shard_groups(process_group, self.device, timeout)
-        """One group, or a mesh's inner and outer ones."""
-
-    def __call__(self, row: _Row) -> list[_Row]:
-        """The rows of all ranks, in order; only the first if they differ in nothing but `rank`.
-
-        Collective; blocks the host.
-        """
-        values = torch.tensor(row, device=self.device)
-        for axis in self.axes:
-            if axis.size > 1:
-                values = gather_small(values, axis, _EXCHANGE)
-        rows = values.view(-1, len(row))
-        if torch.equal(rows[1:, 1:], rows[:-1, 1:]):  # No work in Python for each rank.
-            rows = rows[:1]
-        return [_Row(*each) for each in rows.tolist()]
-
-    def texts(self, text: str | None) -> dict[int, str]:
-        """The texts of the ranks that have one, by rank. Collective; blocks the host."""
-        return gather_texts(text, dist.get_rank(), self.axes, self.device, _EXCHANGE.unit)
+    config = dist.get_backend_config(resolve_process_groups(process_group)[0])
+    kinds = [part.partition(":")[0] for part in config.split(",")]
+    if "cpu" in kinds:
+        device = torch.device("cpu")
+    elif device is None:
+        device = torch.device(kinds[0])
+    return make_shard_groups(process_group, device, timeout), device
 
 
-class _Row(NamedTuple):
-    """Row of integers that each rank sends to all others."""
-
-    rank: int
-    is_refused: bool = False
-    """The rank refused the module or an argument; then the rest does not count."""
-    place: int = -1
-    """Its position in the mesh of the DTensor parameters; -1: there are none."""
-    experts: int = 0
-    """Checksum from `structure_of` (experts.py)."""
-    outline: int = 0
-    optional: int = 0
-
-
-_EXCHANGE = Operation("exchange", "arguments and parameters of ranks", 0)
+_WHAT = "arguments and parameters of ranks"
 
 
 def plan_on_every_rank(
-    module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
+    module: nn.Module,
+    given: Mapping[str, Any],
+    unknown: Mapping[str, Any],
+    find_features: FindFeatures,
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
 
@@ -127,7 +91,7 @@ def plan_on_every_rank(
     """
     try:
         arguments = check_arguments(given, unknown)
-        plan = plan_wrapping(module, arguments)
+        plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:
         _refuse(given, error)
@@ -140,8 +104,9 @@ def _refuse(given: Mapping[str, Any], error: Exception) -> None:
     timeout = given["timeout"]
     is_usable = isinstance(timeout, timedelta) and is_timeout(timeout)
     try:
-        exchange = Exchange(given["process_group"], timeout if is_usable else None, None)
-        exchange(_Row(dist.get_rank(), is_refused=True))
+        axes, device = _axes_of(given["process_group"], timeout if is_usable else None, None)
+        exchange = Exchange(axes, device, _WHAT)
+        exchange.bounds(REFUSED)
         exchange.texts(f"{type(error).__name__}: {error}")
     except Exception as other:  # This rank raises `error` in any case.
         _logger.debug("cannot send %r to other ranks: %s", error, other)
@@ -156,78 +121,37 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
         ValueError: on every rank: arguments or models differ between ranks, or do not fit.
         CollectiveError: a rank did not take part.
     """
-    device, timeout, mode = plan.device, given.timeout, given.outer
-    exchange = Exchange(given.process_group, timeout, device)
-    _check_agreement(exchange, plan, given)
-    agree_on_group_names(exchange.axes, exchange.device)
-    separate, in_order = given.reduction.separate_groups, given.reduction.deterministic
-    placement = make_placement(
-        given.process_group, device, given.zero3_size, mode, in_order, timeout, separate
-    )
-    groups = mesh_groups(plan.mesh, device, timeout)
-    placements = {id(unit): placement for unit in plan.units}
-    if plan.experts:
-        from layerzero.build.experts import check_experts, place_units
-
-        check_experts(plan.units, plan.experts, placement, device)
-        placements |= place_units(
-            plan.experts, placement, device, mode, in_order, timeout, separate
-        )
-    return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
-
-
-def _check_agreement(exchange: Exchange, plan: WrapPlan, given: Arguments) -> None:
-    """Raise if ranks differ, or if their arguments do not fit. Collective over the model's ranks.
-
-    Raises:
-        ValueError: on every rank; names the first difference, its ranks and both values.
-        TypeError: as refused for `optional_modules`; other ranks then raise ValueError.
-        CollectiveError: a rank did not take part.
-    """
-    axes, device = exchange.axes, exchange.device
-    num_inner = axes[0].size
-    outline = Outline(plan, given, num_inner)
-    structure = 0
-    if plan.experts:
-        from layerzero.build.experts import structure_of
-
-        structure = structure_of(plan.units, plan.experts)
-    own = _Row(
-        rank=dist.get_rank(),
-        place=-1 if plan.mesh is None else _place_in(plan.mesh),
-        experts=structure,
-        outline=outline.number,
-        optional=0 if plan.optional is None else plan.optional.number,
-    )
-    every = exchange(own)
-    if any(row.is_refused for row in every):
+    axes, exchange_device = _axes_of(given.process_group, given.timeout, plan.device)
+    exchange = Exchange(axes, exchange_device, _WHAT)
+    outline = Outline(plan, given, axes[0].size)
+    low, high = exchange.bounds(outline.number)
+    if low == REFUSED:
         rank, text = next(iter(exchange.texts(None).items()))
         raise ValueError(f"rank {rank} refused the module or an argument of ZeRO3: {text}")
-    first = every[0]
-    if any(row.experts != first.experts for row in every):
-        raise ValueError(
-            "experts: the sizes of units, or which units are experts (have their own "
-            f"process_group), differ between ranks; rank {own.rank} has "
-            f"{'experts' if own.experts else 'no experts'}; every rank needs equally many experts "
-            "of equal size"
-        )
-    if any(row.place != first.place for row in every):
-        raise ValueError(
-            "process_group: its ranks have different parts of the DTensor parameters: their "
-            f"positions in the tensor-parallel mesh (-1: no DTensors) are "
-            f"{[row.place for row in every]}, "
-            "in the group's order; take both groups from one mesh: "
-            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
-            'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])'
-        )
-    if any(row.outline != first.outline for row in every):
-        raise ValueError(outline.explain(first.rank, axes, device))
-    differs = any(row.optional != first.optional for row in every)
-    if differs or plan.optional is not None:
-        from layerzero.build.optional import OptionalModules, agree_on_optional
+    if low != high:
+        raise ValueError(outline.explain(exchange))
+    coordinate = [axis.rank for axis in axes]
+    coordinate += [] if plan.mesh is None else plan.mesh.get_coordinate() or []
+    check_sizes(axes, given, is_first=not any(coordinate))
+    agree_on_group_names(axes, exchange_device)
 
-        agree_on_optional(plan.optional or OptionalModules(), differs, axes, device)
-    check_sizes(axes, given, is_first=not any(axis.rank for axis in axes) and own.place <= 0)
+    def make(group: Group | None, zero3_size: int | None = None) -> Placement:
+        return make_placement(
+            group,
+            plan.device,
+            zero3_size,
+            given.outer,
+            given.reduction.deterministic,
+            given.timeout,
+            given.reduction.separate_groups,
+        )
+
+    placement = make(given.process_group, given.zero3_size)
+    groups = mesh_groups(plan.mesh, plan.device, given.timeout)
+    placements = {id(unit): placement for unit in plan.units}
+    for feature in plan.features:
+        placements |= feature.place(placement, make, plan.device)
+    return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
 
 
 def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) -> None:
@@ -255,5 +179,126 @@ def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) ->
         )
 
 
-def _place_in(mesh: DeviceMesh) -> int:
-    return mesh.mesh.flatten().tolist().index(dist.get_rank())
+# Placements ---------------------------------------------------------------------------------------
+
+
+def make_placement(
+    group: Group | None,
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    deterministic: bool,
+    timeout: timedelta | None,
+    separate_groups: bool = False,
+) -> Placement:
+    """Place shards for tensors on `device`. Collective where groups have to be made.
+
+    All ranks must have made equally many process groups: comm/new_groups.py.
+
+    Args:
+        group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
+            (outer, inner), which defines both axes.
+        zero3_size: a divisor of the group's size, the same on every rank; None: all of it.
+        separate_groups: make groups for reductions alone, too.
+
+    Raises:
+        ValueError: this rank is not in the group or mesh.
+    """
+    groups = make_shard_groups(group, device, timeout)
+    placement = _place(group, groups, device, zero3_size, outer, deterministic)
+    if not separate_groups:
+        return placement
+    lane = (_group_of(g.ranks, groups, device, "reduce") for g in placement.reduce_groups)
+    return dataclasses.replace(placement, reduce_lane=tuple(lane))
+
+
+def _place(
+    group: Group | None,
+    groups: list[ShardGroup],
+    device: torch.device,
+    zero3_size: int | None,
+    outer: Outer,
+    deterministic: bool,
+) -> Placement:
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        table = group.mesh.tolist()
+    else:
+        # Neighbours in the order of global ranks, which is that of every process group made here.
+        ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
+        table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    return place(
+        table, dist.get_rank(), outer, deterministic, lambda r: _group_of(r, groups, device)
+    )
+
+
+def place(
+    table: list[list[int]],
+    rank: int,
+    outer: Outer,
+    deterministic: bool,
+    group_of: Callable[[Sequence[int]], ShardGroup],
+) -> Placement:
+    """The placement of `rank`; `group_of` finds or makes groups, in the same order on every rank.
+
+    Args:
+        table: global ranks, one row for each shard group.
+    """
+    members = tuple(sorted(_flat(table)))
+    if len(table) == 1:
+        return Placement(group_of(members), None, 1, members)
+    row = next(row for row in table if rank in row)
+    if outer == "shard":
+        everyone = group_of(_flat(table))
+        inner = group_of(row)
+        return Placement(everyone, None, 1, members, post_forward_group=inner)
+    column = [row_of_peer[row.index(rank)] for row_of_peer in table]
+    world = group_of(_flat(table)) if deterministic else None
+    slices = _slices(table)
+    return Placement(
+        shard_group=group_of(row),
+        outer_group=group_of(column),
+        owned_slices=len(column) if outer == "replicate" else 1,
+        members=members,
+        table=tuple(map(tuple, table)),
+        world=world,
+        world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
+    )
+
+
+def _flat(table: list[list[int]]) -> list[int]:
+    return [rank for row in table for rank in row]
+
+
+def _slices(table: list[list[int]]) -> dict[int, int]:
+    """See Note [Ownership is strided]."""
+    return {rank: j * len(table) + k for k, row in enumerate(table) for j, rank in enumerate(row)}
+
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]
+_made = WeakKeyDictionary()
+"""Groups made for parts of a group or mesh, by lane and ranks, for the next model on it."""
+
+
+def _group_of(
+    ranks: Sequence[int], groups: list[ShardGroup], device: torch.device, lane: str = ""
+) -> ShardGroup:
+    """These ranks as a group: one of `groups`, one made before, or a new one. Collective.
+
+    Args:
+        lane: "reduce": a group for reductions alone, never one of `groups`.
+    """
+    wanted = tuple(sorted(ranks))
+    for group in groups:
+        if not lane and tuple(sorted(group.ranks)) == wanted:
+            return group
+    parent = groups[0]
+    made = _made.setdefault(parent.process_group, {})
+    if (lane, wanted) not in made:
+        made[lane, wanted] = new_group(
+            wanted,
+            dist.get_backend_config(parent.process_group),
+            parent.timeout,
+            options_like(parent.process_group, device),
+        )
+    # Its own timeout is that of the first model it was made for.
+    return make_shard_group(made[lane, wanted], device, parent.timeout)

@@ -19,8 +19,8 @@ from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.step.sharded_params import Owner, owner_of_each
 
 _ELEMENT_WISE = (
     torch.optim.Adadelta,

@@ -31,7 +31,7 @@ from layerzero.step.calls import ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
-from layerzero.verify.context import VerifiedContext
+from layerzero.verify.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
 _STEPS = 5
@@ -317,7 +317,7 @@ def _held_by_engine(root: RootState) -> Iterator[torch.Tensor]:
 
 def _checksums(root: RootState) -> int:
     """Bytes of checksums that `verify` may hold: those of a learned step are not those of all."""
-    if not isinstance(root.context, VerifiedContext):
+    if not root.extensions.of(Verifier):
         return 0
     groups = [g for unit in root.units for h in unit.handles for g in h.placement.all_groups]
     return sum(_CHECKSUMS * 8 * (group.size + 2) for group in groups)

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.build.argument_types import check, named_device
-from layerzero.build.arguments import Arguments, check_arguments
+from layerzero.build.arguments import Arguments, check, check_arguments, named_device
 from layerzero.build.device import check_device_type, current_accelerator
-from layerzero.build.make_placement import place
 from layerzero.build.plan import WrapPlan, plan_wrapping
-from layerzero.build.topology import Topology, check_sizes
+from layerzero.build.topology import Topology, check_sizes, place
 from layerzero.build.wrap import make_chooser
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import copy_attributes
@@ -23,6 +21,7 @@ from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.memory_plan.experts import placements_of, with_ranks
 from layerzero.memory_plan.transport import planned_axes, planned_group
 from layerzero.step.unit import get_unit
+from layerzero.zero3 import find_features
 
 _CPU = torch.device("cpu")
 _MODULES = ("ignored_modules", "ignored_parameters", "optional_modules")
@@ -92,9 +91,8 @@ def prepare(request: PlanRequest) -> Prepared:
         "sync_module_states": False,
     }
     arguments = _checked(given, {}, request.world_size)
-    plan = plan_wrapping(copied, arguments, lambda: tuple(range(request.world_size)))
-    if plan.optional is not None and plan.optional.failure is not None:
-        raise plan.optional.failure
+    everyone = tuple(range(request.world_size))
+    plan = plan_wrapping(copied, arguments, find_features, lambda: everyone)
     return Prepared(copied, plan, arguments)
 
 

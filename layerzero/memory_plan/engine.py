@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from layerzero.build.build import Parts, build_units, join_units
-from layerzero.build.compare_values import Digests
+from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
@@ -23,10 +23,9 @@ from layerzero.memory_budget.learner import Learner
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
+from layerzero.optional.arguments import OptionalModules
 from layerzero.optional.exchange import Exchange
-from layerzero.optional.make_root import make_root
 from layerzero.state_dict import module_state
-from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
@@ -34,8 +33,7 @@ from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
-from layerzero.verify import context_for
-from layerzero.verify.context import VerifiedContext
+from layerzero.verify.verifier import Verifier
 from layerzero.verify.wire import Checksums
 from layerzero.zero3 import ZeRO3
 
@@ -54,18 +52,22 @@ class PlannedModel(ZeRO3):
     ) -> None:
         nn.Module.__init__(self)
         module, plan, arguments = prepared
-        if plan.expert_lists is not None:
-            plan.expert_lists.name_members()
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
         parts = Parts(
-            make_root=functools.partial(make_root, make=make, make_exchange=_exchange_of),
-            make_context=context_for(arguments.verify),
+            make_root=make,
             name_in_state_dicts=module_state.install,
         )
         units = build_units(plan, topology, arguments, parts, materializer, digests)
         root = join_units(units, plan, topology, arguments, parts)
+        if arguments.verify is not None:
+            verifier = _PlannedVerifier(root, count, on_accelerator)
+            root.extensions.add(verifier)
+            root.context.send_through(verifier)
+        for feature in plan.features:
+            if isinstance(feature, OptionalModules):
+                feature.install(root, _exchange_of)
         self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
@@ -170,8 +172,6 @@ class _PlannedRoot(RootState):
         self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
     ) -> None:
         self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
-        if named["make_context"] is not RuntimeContext:
-            named["make_context"] = functools.partial(_PlannedVerifiedContext, **self._planned)
         super().__init__(*arguments, **named)
 
     def _make_streams(self, finishing_thread: bool) -> Streams:
@@ -181,18 +181,16 @@ class _PlannedRoot(RootState):
         return PlannedOperations(self.device, self.streams)
 
 
-class _PlannedVerifiedContext(VerifiedContext):
-    """Sends, sums and keeps as a `VerifiedContext`; compares nothing.
+class _PlannedVerifier(Verifier):
+    """Sends, sums and keeps as a `Verifier`; compares nothing.
 
     Every step is one that is checked, which holds the most.
     """
 
-    def __init__(
-        self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
-    ) -> None:
+    def __init__(self, root: RootState, count: StorageCount, on_accelerator: bool) -> None:
         self._storages = count
         self._on_accelerator = on_accelerator
-        super().__init__(*arguments, **named, every=1)
+        super().__init__(root, every=1)
 
     def _watch_steps(self) -> None:
         """No real optimizer's step concerns it."""
@@ -203,11 +201,7 @@ class _PlannedVerifiedContext(VerifiedContext):
             return checksums
         return [0] * checksums.numel()
 
-    def note_weights(self) -> None:
-        RuntimeContext.note_weights(self)
-        self._checksums.clear()
-
-    def before_delivery(self) -> None:
+    def _check_step(self) -> None:
         self._wire.clear(self._wire.used())
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.make_placement import AnyGroup, Ranks, place, ranks_of
-from layerzero.build.plan import WrapPlan
+from layerzero.build.plan import AnyGroup, Ranks, WrapPlan, ranks_of
+from layerzero.build.topology import place
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Outer, Placement
 
@@ -77,7 +77,7 @@ def placements_of(
 ) -> dict[int, Placement]:
     """The placement of each unit, keyed by id(plan); `whole` is that of the model."""
     made: dict[AnyGroup, Placement] = {}
-    for group in plan.experts.values():
+    for group in plan.groups.values():
         assert isinstance(group, Ranks), "made by `with_ranks`"
         table = [list(row) for row in group.table]
         own = place(table, rank, outer, in_order, group_of)
@@ -85,6 +85,6 @@ def placements_of(
             own = replace(own, reduce_lane=own.reduce_groups)
         made[group] = replace(own, members=whole.members, data_parallel=whole)
     return {
-        id(unit): made[plan.experts[id(unit)]] if id(unit) in plan.experts else whole
+        id(unit): made[plan.groups[id(unit)]] if id(unit) in plan.groups else whole
         for unit in plan.units
     }

@@ -112,7 +112,7 @@ def plan_memory(
     request = check_request(given, unknown, world_size)
     checked, planned = _batch(batch), _check_optimizer(optimizer)
     prepared = prepare(request)
-    ranks = with_all_experts(prepared.plan.experts, world_size)
+    ranks = with_all_experts(prepared.plan.groups, world_size)
     first = PlannedRank(request, prepared, min(ranks), planned)
     usages = {
         rank: (

@@ -13,9 +13,9 @@ import torch
 
 from layerzero.optim import attach
 from layerzero.optim.in_backward import whole_groups
+from layerzero.optim.sharded_params import live_roots, owner_of_each, owners
 from layerzero.step.operations import has_failures
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import live_roots, owner_of_each, owners
 
 
 def skipping_models(optimizer: torch.optim.Optimizer) -> list[RootState]:

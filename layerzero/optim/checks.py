@@ -16,8 +16,8 @@ from torch import nn
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import attach
+from layerzero.optim.sharded_params import owner_of_each
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import owner_of_each
 
 _alone: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Live optimizers whose parameters no other may step."""

@@ -22,8 +22,8 @@ from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_s
 from layerzero.optim.in_backward import wanted_of, whole_groups
 from layerzero.optim.norm import Part, all_finite, global_power, norms_of
 from layerzero.optim.quant_state import QuantState, measure
+from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import Owner, owner_of_each
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}

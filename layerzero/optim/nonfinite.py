@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -19,24 +20,28 @@ from layerzero.comm.gather_texts import gather_texts
 from layerzero.config import OnNonFinite
 from layerzero.flat.placement import Placement
 from layerzero.optim.norm import Part, all_finite, global_power
+from layerzero.step.extension import Extension
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 
 _logger = logging.getLogger(__name__)
 
 
-class NonFinite:
+class NonFinite(Extension):
     """Judges the gradients of one model."""
 
-    def __init__(self, action: OnNonFinite) -> None:
+    def __init__(self, root: RootState, action: OnNonFinite) -> None:
+        self._root_ref = weakref.ref(root)
         self._action = action
 
-    def judge(self, root: RootState, reductions: Sequence[Reduction]) -> bool:
+    def before_write(self, reductions: Sequence[Reduction]) -> bool:
         """Whether to drop these gradients. Collective over the model; blocks the host.
 
         Raises:
             FloatingPointError: on every rank: one of them is not finite, and the action is "raise".
         """
+        root = self._root_ref()
+        assert root is not None, "it delivers gradients"
         own = self._first_bad(root, reductions)
         if not _is_any(root, own is not None):
             return False
@@ -100,4 +105,5 @@ def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parame
     Args:
         kept_whole: its ignored parameters, whose gradients are dropped with the others.
     """
-    root.judge_gradients(NonFinite(action).judge, kept_whole)
+    root.extensions.add(NonFinite(root, action))
+    root.reducer.drop_also(kept_whole)

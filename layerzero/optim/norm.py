@@ -20,9 +20,9 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.ops import sum_squares
 from layerzero.optim.checks import name_of
+from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import Owner, owner_of_each
 from layerzero.step.unit import Unit
 
 _SQUARED = (torch.float32, torch.float16, torch.bfloat16)

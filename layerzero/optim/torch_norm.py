@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from layerzero.step.sharded_params import owner_of_each
+from layerzero.optim.sharded_params import owner_of_each
 
 _MARK = "_layerzero_global"
 

@@ -3,7 +3,8 @@
     exchange.py    a few integers from every rank, on the host
     agreement.py   ranks exchange requests, and all take part in one of them
     places.py      where in a forward regions were entered before; pure Python
-    optional_units.py   the extension that a model with optional units has; makes its root
+    arguments.py   the modules that a user lists: found, checked, turned into regions of units
+    optional_units.py   the extension that a model with optional units has
     reductions.py  what the reducer consults: reductions that not every rank has gradients for
 
 Note [How ranks agree]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
 
-from layerzero.build.regions import OptionalRegions
+from layerzero.config import OptionalMean
 from layerzero.optional.agreement import NOTHING, Agreement
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.places import Places
@@ -25,6 +26,19 @@ from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclass(frozen=True)
+class OptionalRegions:
+    """The optional units of one model, and how their gradients are averaged."""
+
+    region_of: Mapping[int, str]
+    """Index of each optional unit in the root's list, and the name of its region: the FQN of the
+    innermost optional module around it, or its own (`find_regions` in arguments.py)."""
+    mean: OptionalMean
+    is_reused: bool = False
+    """Whether any of them is used at several places of the model (shared, or tied): passes do
+    not record where it comes, so ranks exchange before every gather of a forward."""
 
 
 def exchange_of(root: RootState) -> Exchange:

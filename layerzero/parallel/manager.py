@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.argument_types import check_module
+from layerzero.build.arguments import check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.notices import warn_once

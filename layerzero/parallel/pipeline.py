@@ -20,9 +20,9 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
-from layerzero.build.optional import names_of_optional
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
+from layerzero.optional.arguments import names_of_optional
 from layerzero.parallel.totals import Totals
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.argument_types import (
-    check,
-    check_memory_budget,
-    check_reshard_after_forward,
-)
+from layerzero.build.arguments import check
 from layerzero.build.migrate import to_offload, to_precision
 from layerzero.config import (
     BackwardPrefetch,
-    GatherBudget,
     MixedPrecision,
     OffloadPolicy,
-    prefetch_depth,
 )
 from layerzero.flat.groups import LONGEST_TIMEOUT
 from layerzero.plan.activations import read_act_ckpt
@@ -132,8 +126,6 @@ def _read_value(name: str, value: Any) -> Any:
         return read_bool(name, value)
     if name in _CHECKED:
         check(**{name: value})
-    if name in _CHECKS:
-        _CHECKS[name](value)
     return _READERS[name](value) if name in _READERS else value
 
 
@@ -233,27 +225,17 @@ def _read_timeout(value: Any) -> timedelta | None:
     return timedelta(seconds=value)
 
 
-def _read_reshard(value: Any) -> Any:
-    return value if callable(value) else check_reshard_after_forward(value)
-
-
 _FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
 _CHECKED = (
     *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
-    "zero3_size",
+    *("zero3_size", "forward_prefetch", "limit_all_gathers", "memory_budget"),
+    "reshard_after_forward",
 )
-_CHECKS: dict[str, Callable[[Any], object]] = {
-    "forward_prefetch": lambda value: prefetch_depth(value, "forward_prefetch"),
-    "limit_all_gathers": lambda value: GatherBudget.parse(value, default_units=1),
-    "memory_budget": lambda value: check_memory_budget(value, True, prefetch_is_default=True),
-}
-"""Functions that raise for a bad value."""
 _READERS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": _read_mixed_precision,
     "cpu_offload": _read_cpu_offload,
     "offload": lambda value: _read_policy("offload", value),
     "act_ckpt": read_act_ckpt,
-    "reshard_after_forward": _read_reshard,
     "backward_prefetch": _read_backward_prefetch,
     "timeout": _read_timeout,
 }

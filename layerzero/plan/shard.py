@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from layerzero.build.argument_types import check_module
-from layerzero.build.optional import optional_now
+from layerzero.build.arguments import check_module
 from layerzero.build.wrap import Choice, has_forward
 from layerzero.config import MixedPrecision
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
+from layerzero.optional.arguments import optional_now
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.options import engine_arguments
 from layerzero.plan.replicas import keep_buffers_equal

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.build.argument_types import check_module
+from layerzero.build.arguments import check_module
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.resolve import Resolved, Row, names, resolve

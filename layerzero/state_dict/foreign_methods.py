@@ -161,7 +161,7 @@ def summoned(module: nn.Module, what: str, *, writeback: bool) -> Iterator[None]
     if all(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
         yield
         return
-    from layerzero.step.summon import SummonOptions, summon
+    from layerzero.state_dict.summon import SummonOptions, summon
 
     options = SummonOptions(
         writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False

@@ -83,7 +83,7 @@ class Backward:
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
-        self._finish_done(current, call.end, call.forward_pass.shares_casts, call.unit)
+        self._finish_done(current, call.end, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
@@ -170,14 +170,11 @@ class Backward:
         current.enter(unit, start)
         unit.set_training_state(TrainingState.BACKWARD)
 
-    def _finish_done(
-        self, current: BackwardPass, end: int, shares_casts: bool, caller: Unit | None
-    ) -> None:
+    def _finish_done(self, current: BackwardPass, end: int, caller: Unit) -> None:
         """Free and reduce units that are done; see Note [When a unit is done in backward].
 
         Args:
             end: time when a call of `caller` ended, whose backward begins now.
-            shares_casts: of its forward.
         """
         if self._scheduler.holds_for_graph:
             # Units are read again by the graph of a backward, at a time that no hook reports.
@@ -188,18 +185,17 @@ class Backward:
         done = [
             unit for unit, start in current.active.items() if start > end and unit is not caller
         ]
-        if caller is not None and caller.is_optional:
+        if caller.is_optional:
             # Ranks that skip the caller finish at another time what every rank reduces.
             done = [unit for unit in done if unit.is_optional]
         # Latest start first: the same order, whether they are done at once or one after the other.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
-            if shares_casts or any(start < current.active[unit] for start in unit.open_starts):
-                # The gradients may be incomplete. Either an earlier forward has yet to run
-                # backward, and if it does in this pass, autograd delivers one sum at the end. Or
-                # they arrive through autocast's casts, made by an earlier forward. So free the
-                # unit now, and reduce it when the pass ends.
+            if any(start < current.active[unit] for start in unit.open_starts):
+                # The gradients may be incomplete: an earlier forward has yet to run backward, and
+                # if it does in this pass, autograd delivers one sum at the end. So free the unit
+                # now, and reduce it when the pass ends.
                 self._scheduler.free_in_backward(unit)
                 current.defer(unit)
             else:

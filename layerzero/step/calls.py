@@ -18,27 +18,13 @@ class ForwardPass:
     def __init__(self, start: int) -> None:
         self.start = start
         self.first_start: dict[Unit, int] = {}
-        """Start of each unit's first call with autograd on; under autocast, its `cast_start`."""
-        self.cast_start: dict[Unit, int] = {}
-        """Start of each unit's first call under autocast, with autograd on or off."""
-        self.shares_casts = False
-        """Whether it uses casts of an earlier forward; see Note [Casts are older than their uses]
-        in autocast.py."""
-        self.keeps_casts = True
-        """Whether autocast keeps the casts of freed units; see `CastCache.drop`."""
+        """Start of each unit's first call with autograd on."""
         self.order: Order = ()
         """Order in which it gathered units; set when it has ended."""
 
-    def note_casts(self, unit: Unit, start: int) -> None:
-        """A call of `unit` under autocast begins, perhaps the first that casts its parameters."""
-        self.cast_start.setdefault(unit, start)
-
-    def decide_casts(self, are_shared: bool, are_kept: bool) -> None:
-        self.shares_casts, self.keeps_casts = are_shared, are_kept
-
     def note_call(self, unit: Unit, start: int) -> None:
         """A call of `unit` with autograd on has ended, which began at `start`."""
-        self.first_start.setdefault(unit, self.cast_start.get(unit, start))
+        self.first_start.setdefault(unit, start)
 
     def ended(self, order: Order) -> None:
         self.order = order
@@ -48,16 +34,13 @@ class ForwardCall:
     """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
     graph."""
 
-    __slots__ = ("_graph_task", "end", "forward_pass", "in_autocast", "start", "unit")
+    __slots__ = ("_graph_task", "end", "forward_pass", "start", "unit")
 
-    def __init__(
-        self, unit: Unit, forward_pass: ForwardPass, start: int, in_autocast: bool
-    ) -> None:
+    def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
         self.forward_pass = forward_pass
         self.start = start
         self.end = start
-        self.in_autocast = in_autocast
         self._graph_task: int | None = None
         """Autograd's id of the backward pass that has reached this call last."""
 

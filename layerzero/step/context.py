@@ -28,10 +28,21 @@ _logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
+class Transport:
+    """How bytes of parameters and gradients travel: the collectives themselves."""
+
+    all_gather = staticmethod(collectives.all_gather)
+    reduce_scatter = staticmethod(collectives.reduce_scatter)
+    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
+
+
 class RuntimeContext:
     """Shared by the units of one model. Units reference it; it references no unit."""
 
     device: torch.device
+    extensions: Extensions
+    transport: Transport
+    """Collectives that gather and reduce; verification puts itself in between."""
     streams: Streams
     operations: Operations
     limiter: RateLimiter
@@ -60,7 +71,8 @@ class RuntimeContext:
     ) -> None:
         self.device = device
         # Which refer to units, and these to this object: a cycle would outlive the model.
-        self._extensions = weakref.proxy(extensions)
+        self.extensions = weakref.proxy(extensions)
+        self.transport = Transport()
         self.streams = streams
         self.operations = operations
         self.limiter = limiter
@@ -89,11 +101,9 @@ class RuntimeContext:
         replaced, self.replaced = self.replaced, []
         return replaced
 
-    # What verification replaces (layerzero/verify) --------------------------------------------
-
-    all_gather = staticmethod(collectives.all_gather)
-    reduce_scatter = staticmethod(collectives.reduce_scatter)
-    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
+    def send_through(self, transport: Transport) -> None:
+        """Let `transport` gather and reduce from now on. Between passes, on all ranks alike."""
+        self.transport = transport
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
@@ -101,24 +111,14 @@ class RuntimeContext:
         is_pair = placement.shard_group.size == placement.num_ranks == 2
         return is_pair and len(groups) == 1 and messages_carry_names(groups[0], self.device)
 
-    def before_delivery(self) -> None:
-        """All reductions of a backward are done, and no `.grad` is written yet."""
-
-    def after_forward(self, grad_enabled: bool) -> None:
-        """The outermost forward has ended."""
-
-    def after_micro_batch(self) -> None:
-        """A backward is complete, and its gradients wait for a later one."""
-
-    def after_abort(self) -> None:
-        """The model has returned to the state between steps, after an error."""
-
     # Events: each is recorded after an access; the next conflicting access waits for it ----
 
     def note_weights(self) -> None:
         """Main shards may have been written on the compute stream, and gathers read them next."""
         self.weights_written = self.streams.record_compute_event()
         self._read_log_level()
+        for weights_written in self.extensions.weights_written:
+            weights_written()
 
     def before_free(self) -> None:
         """Order the unshard stream, which owns full buffers, after their last use on compute.
@@ -164,7 +164,7 @@ class RuntimeContext:
         inner = _NOTHING
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
-        if self._extensions.begin_action:
+        if self.extensions.begin_action:
             return self._watched(action, unit, inner)
         return inner
 
@@ -173,8 +173,8 @@ class RuntimeContext:
         self, action: str, unit: str, inner: AbstractContextManager[object]
     ) -> Iterator[None]:
         with inner:
-            for begin_action in self._extensions.begin_action:
+            for begin_action in self.extensions.begin_action:
                 begin_action(action, unit)
             yield
-            for end_action in self._extensions.end_action:
+            for end_action in self.extensions.end_action:
                 end_action(action, unit)

@@ -36,6 +36,20 @@ class Extension:
     def end_backward(self, forwards: Any) -> None:
         """A backward through these `ForwardPass`es has ended; units are not freed yet."""
 
+    def before_write(self, reductions: Any) -> bool:
+        """All `Reduction`s of a backward are done, and no `.grad` is written yet. Returns whether
+        to drop these gradients, the same on every rank; or raises on all."""
+        raise NotImplementedError
+
+    def kept_micro_batch(self) -> None:
+        """A backward is complete, and its gradients wait for a later one."""
+
+    def weights_written(self) -> None:
+        """Main shards may have been written since the last gather."""
+
+    def after_abort(self) -> None:
+        """The model has returned to the state between steps, after an error."""
+
     def before_abort(self, error: BaseException | None) -> None:
         """The pass is about to be dropped, after an error or an interrupt."""
 
@@ -70,6 +84,10 @@ class Extensions:
     before_backward: _Events
     before_delivery: _Events
     end_backward: _Events
+    before_write: _Events
+    kept_micro_batch: _Events
+    weights_written: _Events
+    after_abort: _Events
     before_abort: _Events
     begin_call: _Events
     end_call: _Events

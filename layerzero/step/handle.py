@@ -105,7 +105,9 @@ class FlatParamHandle(FlatParam):
         operation = context.operations.next("outer all-gather", unit, outer)
         with context.streams.unshard as stream:
             stream.wait(written)
-            gather = context.all_gather(self.compute_shard, self.compute_slice, outer, operation)
+            gather = context.transport.all_gather(
+                self.compute_shard, self.compute_slice, outer, operation
+            )
             return written, stream.enqueue_wait(gather)
 
     def _gather(
@@ -123,7 +125,7 @@ class FlatParamHandle(FlatParam):
             stream.wait(written)
             if shard is self.compute_shard and self.casts_in_place:
                 self.write_compute_slice()
-            gather = context.all_gather(self.full.data, shard, group, operation)
+            gather = context.transport.all_gather(self.full.data, shard, group, operation)
             return stream.enqueue_wait(gather)
 
     def wait_for_unshard(self) -> None:

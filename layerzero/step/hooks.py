@@ -5,6 +5,14 @@ exceptions (module hooks are skipped on KeyboardInterrupt) and methods other tha
 call object is a local variable of the wrapper, so calls of one unit never share bookkeeping. Its
 backward hooks are on the outputs' nodes in the graph, so it does not matter what happens to the
 output tensors afterwards.
+
+Note [A cast belongs to one call]
+    `torch.autocast` casts a float32 parameter once and keeps the cast until its outermost context
+    ends. A later call would join the graph at a cast that is older than the call, possibly of
+    weights that have changed; and in backward the gradient would reach the parameter only after the
+    unit counts as done (Note [When a unit is done in backward]). So autocast keeps no cast inside
+    a unit's call, and none older than it: each use of a weight casts it anew, and its gradients
+    add up in float32.
 """
 
 from __future__ import annotations
@@ -175,6 +183,9 @@ def _call(
         return method(*args, **kwargs)
     root = root_of(unit)
     call: ForwardCall | None = None
+    torch.clear_autocast_cache()  # See Note [A cast belongs to one call].
+    if caches := torch.is_autocast_cache_enabled():
+        torch.set_autocast_cache_enabled(False)
     try:
         call = root.begin_call(unit)
         if unit.index == 0 and root.moves_inputs:
@@ -182,11 +193,7 @@ def _call(
         dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
         if dtype is not None:
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        if call.in_autocast:
-            with root.cast_watch.watching():
-                outputs = method(*args, **kwargs)
-        else:
-            outputs = method(*args, **kwargs)
+        outputs = method(*args, **kwargs)
         if casts and unit.output_dtype is not None:
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
@@ -195,6 +202,9 @@ def _call(
                 _note_shape(error, unit)
             root.abandon_call(call, error)
         raise
+    finally:
+        if caches:
+            torch.set_autocast_cache_enabled(True)
     root.end_call(call, outputs)
     if type(outputs) in _LAZY:
         return _step_by_step(unit, outputs, casts)

@@ -10,7 +10,7 @@ changes no gradient the user can see.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from layerzero.step.placeholders import Placeholders, WaitingGradient
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
-Judge = Callable[[Sequence[Reduction]], bool]
-"""Returns whether to drop the reduced gradients, the same on every rank; or raises on all."""
 _logger = logging.getLogger(__name__)
 
 
@@ -74,8 +72,7 @@ class GradientReducer:
         self._stand_ins: dict[nn.Parameter, WaitingGradient] = {}
         self._hid_placeholders = False
         self.is_skipping = self._skips_next = False
-        self._judge: Judge | None = None
-        self._cleared: list[nn.Parameter] = []
+        self._others: Sequence[nn.Parameter] = ()
 
     def __del__(self) -> None:
         # After an error, reductions in flight are deleted with the model.
@@ -199,9 +196,11 @@ class GradientReducer:
             self._complete_all()
             with self._context.profile("wait_for_presence", "model"):
                 arrived = presence()
-            self._context.before_delivery()
+            judges = self._context.extensions.before_write
+            drops = [before_write([each for each, _ in arrived]) for before_write in judges]
             self._undelivered = []
-        if self._judge is not None and self._are_dropped(self._judge, arrived):
+        if any(drops) or self.is_skipping:
+            self._drop_delivery(arrived)
             return
         if self._step is not None:
             self._deliver_and_step(arrived)
@@ -214,21 +213,16 @@ class GradientReducer:
         """Reductions of the pass whose gradients a delivery writes, in order of issue."""
         return [*self._undelivered, *[r for r in self._in_flight if not r.is_partial]]
 
-    def judge_by(self, judge: Judge, parameters: Iterable[nn.Parameter]) -> None:
-        """Call `judge` before each delivery.
+    def drop_also(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Where gradients are dropped, drop those of these parameters, which are not sharded."""
+        self._others = parameters
 
-        Args:
-            parameters: whose `.grad` becomes None where it drops gradients.
-        """
-        self._judge, self._cleared = judge, [*parameters]
-
-    def _are_dropped(self, judge: Judge, arrived: list[tuple[Reduction, set[int]]]) -> bool:
-        self._skips_next = judge([reduction for reduction, _ in arrived]) or self.is_skipping
-        if self._skips_next:
-            self._delivery.clear(self._cleared)
-            for reduction, _ in arrived:
-                reduction.handle.gradients.release()
-        return self._skips_next
+    def _drop_delivery(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
+        self._skips_next = True
+        sharded = (p for unit in self._units for p in unit.sharded_params)
+        self._delivery.clear([*sharded, *self._others])
+        for reduction, _ in arrived:
+            reduction.handle.gradients.release()
 
     # State of a step, kept until the program gives it up: see placeholders.py -------------------
 
@@ -364,7 +358,8 @@ class GradientReducer:
             torch._foreach_add_(targets, [source for _, each in pending for source in each])
         for buffer in buffers:
             buffer.keep()
-        self._context.after_micro_batch()
+        for kept_micro_batch in self._context.extensions.kept_micro_batch:
+            kept_micro_batch()
 
     def drop(self) -> None:
         """Drop what the pass that failed brought, after waiting for reductions that read it. Sums

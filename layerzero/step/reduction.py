@@ -166,11 +166,14 @@ class Reduction:
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
+        transport = context.transport
         chunks = None if gradients.pair is None else gradients.pair.take()
         if chunks is not None:
-            chunk, started = context.reduce_with_peer(*chunks, groups[0], operations[0], scales[0])
+            chunk, started = transport.reduce_with_peer(
+                *chunks, groups[0], operations[0], scales[0]
+            )
         else:
-            chunk, started = context.reduce_scatter(
+            chunk, started = transport.reduce_scatter(
                 gradients.buffer,
                 groups[0],
                 operations[0],
@@ -203,17 +206,13 @@ class Reduction:
             if len(groups) > 1:
                 # Sums are float32 at least; the second hop sends the reduce dtype.
                 travels = chunk.to(gradients.buffer.dtype)
-                chunk, second = context.reduce_scatter(
-                    travels,
-                    groups[1],
-                    operations[1],
-                    scales[1],
-                    options.deterministic,
+                chunk, second = transport.reduce_scatter(
+                    travels, groups[1], operations[1], scales[1], options.deterministic
                 )
                 second.wait()
             if copies:
                 own, chunk = chunk, chunk.new_empty(chunk.numel() * placement.owned_slices)
-                context.all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
+                transport.all_gather(chunk, own, placement.copy_group, operations[-1]).wait()
             self.chunk = chunk if result is None else result.copy_(chunk)
             if handle.params_on is not None:
                 self._download(chunk, stream)

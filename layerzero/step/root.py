@@ -22,7 +22,6 @@ from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.step.autocast import CastCache, CastWatch, in_autocast
 from layerzero.step.backward import Backward
 from layerzero.step.calls import ForwardCall, ForwardPass
 from layerzero.step.context import RuntimeContext
@@ -32,7 +31,6 @@ from layerzero.step.module_guards import refuse_export
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.rate_limiter import RateLimiter
 from layerzero.step.reducer import GradientReducer
-from layerzero.step.reduction import Reduction
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.states import Hold, ShardState, TrainingState
 from layerzero.step.structure import Ignored, Structure
@@ -91,9 +89,7 @@ class RootState:
         reduction: ReductionPolicy,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
-        make_context: Callable[..., RuntimeContext] = RuntimeContext,
     ) -> None:
-        """`make_context`: takes the arguments of `RuntimeContext`."""
         self.units = list(units)
         self.extensions = Extensions()
         self.structure = Structure(self.units, ignored)
@@ -105,7 +101,7 @@ class RootState:
         groups = [group for placement in placements.values() for group in placement.all_groups]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
         self.operations = self._make_operations([*groups, *tensor_parallel_groups])
-        self.context = make_context(
+        self.context = RuntimeContext(
             device,
             self.streams,
             self.operations,
@@ -119,8 +115,6 @@ class RootState:
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
         self.reducer = self._reducer_class(self.context, self.units, reduction)
-        self._casts = CastCache(device)
-        self.cast_watch = CastWatch(self.units, device)
         self.clock = 0
         """Begins and ends of calls so far."""
         self._call_depth = 0
@@ -191,26 +185,6 @@ class RootState:
         self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
         with self.operations.phases.phase(limit):
             yield
-
-    def judge_gradients(
-        self,
-        judge: Callable[[RootState, Sequence[Reduction]], bool],
-        others: Sequence[nn.Parameter],
-    ) -> None:
-        """Call `judge` before each delivery of gradients; see `GradientReducer.judge_by`.
-
-        Args:
-            others: parameters of the model that are not sharded.
-        """
-        root_ref = weakref.ref(self)
-
-        def judged(reductions: Sequence[Reduction]) -> bool:
-            root = root_ref()
-            assert root is not None, "it delivers gradients"
-            return judge(root, reductions)
-
-        sharded = [p for unit in self.units for p in unit.sharded_params]
-        self.reducer.judge_by(judged, [*sharded, *others])
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
@@ -326,11 +300,9 @@ class RootState:
             self._begin_forward(unit)
         self._call_depth += 1
         self.clock += 1
-        call = ForwardCall(unit, self._forward_pass, self.clock, in_autocast())
+        call = ForwardCall(unit, self._forward_pass, self.clock)
         unit.enter_forward()
         try:
-            if call.in_autocast:
-                self._note_casts(call)
             self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
             if unit.depth == 1 and not self.context.in_backward:
                 for begin_call in self.extensions.begin_call:
@@ -360,19 +332,6 @@ class RootState:
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
 
-    def _note_casts(self, call: ForwardCall) -> None:
-        """`call` runs under autocast, and may be the first to cast the unit's parameters."""
-        forward_pass = call.forward_pass
-        if not forward_pass.cast_start:
-            # `shared_by` runs an operation, which checkpoints would count as one of a
-            # recomputation; there, casts are taken to be shared.
-            open_starts = (max(unit.open_starts) for unit in self.units if unit.open_starts)
-            are_shared = self.context.in_backward or self._casts.shared_by(
-                call.start, max(open_starts, default=None)
-            )
-            forward_pass.decide_casts(are_shared, are_shared or torch.is_grad_enabled())
-        forward_pass.note_casts(call.unit, call.start)
-
     @remembers_failure
     def end_call(self, call: ForwardCall, outputs: object) -> None:
         """The forward of `call` has returned `outputs`."""
@@ -386,8 +345,6 @@ class RootState:
             if is_outermost:
                 self.abort(error)
             raise
-        if is_outermost:
-            self.context.after_forward(grad_enabled)
 
     def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
         try:
@@ -399,8 +356,6 @@ class RootState:
         # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
         if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
             self.scheduler.free_after_forward(call.unit, grad_enabled)
-            if call.in_autocast and not call.forward_pass.keeps_casts:
-                self._casts.drop()
         self.clock += 1
         call.ended(self.clock)
         if grad_enabled:
@@ -512,7 +467,8 @@ class RootState:
             unit.forget_starts_after(self._start)
         self.context.limiter.reset()
         self.context.take_replaced()
-        self.context.after_abort()
+        for after_abort in self.extensions.after_abort:
+            after_abort()
 
 
 def root_of(unit: Unit) -> RootState:

@@ -21,7 +21,6 @@ from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.flat.views import ParameterViews
-from layerzero.step.autocast import SavedCast, fill_casts, free_casts
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
@@ -71,8 +70,6 @@ class Unit:
     """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
     """Start times of forward calls with gradients whose backward has not begun."""
-    saved_casts: dict[int, SavedCast]
-    """Casts of its unsharded parameters that autograd saved under autocast, by storage."""
     forward_prefetch: list[Unit] | None
     """Units that the user set to gather when its forward begins; None: the recorder's."""
     backward_prefetch: list[Unit] | None
@@ -113,7 +110,6 @@ class Unit:
         self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
-        self.saved_casts = {}
         self.output_dtype: torch.dtype | None = None
         self.forward_prefetch = None
         self.backward_prefetch = None
@@ -336,8 +332,6 @@ class Unit:
                 for handle in self.handles:
                     handle.wait_for_unshard()
             self._set_shard_state(ShardState.UNSHARDED)
-            if self.saved_casts:
-                fill_casts(self.saved_casts)
 
     def reshard(self, regathered_this_step: bool = False) -> None:
         """Free the unsharded parameters, regardless of holds. Waits for a gather under way first.
@@ -358,8 +352,6 @@ class Unit:
             context.before_free()
             for handle in self.handles:
                 handle.reshard()
-            if self.saved_casts:
-                free_casts(self.saved_casts)
         if self._is_counted:
             context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from layerzero.config import Verify
-from layerzero.step.context import RuntimeContext
+from layerzero.step.root import RootState
 
-__all__ = ["context_for"]
+__all__ = ["install"]
 
 _SAMPLED_EVERY = 8
 
 
-def context_for(verify: Verify | None) -> Callable[..., RuntimeContext]:
-    """What makes the `RuntimeContext` of a model."""
-    if verify is None:
-        return RuntimeContext
-    from layerzero.verify.context import VerifiedContext
+def install(root: RootState, verify: Verify) -> None:
+    """Check the bytes of a model from now on. Before its first pass."""
+    from layerzero.verify.verifier import Verifier
 
-    return functools.partial(VerifiedContext, every=1 if verify == "always" else _SAMPLED_EVERY)
+    verifier = Verifier(root, every=1 if verify == "always" else _SAMPLED_EVERY)
+    root.extensions.add(verifier)
+    root.context.send_through(verifier)

@@ -25,10 +25,10 @@ from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
 from layerzero.optim import attach
+from layerzero.optim.sharded_params import owners
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import owners
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 

@@ -1,15 +1,12 @@
 """Under torch.autocast a model trains as in plain torch, whatever passes share one autocast.
 
-Autocast keeps the casts of float32 parameters until its outermost context ends. They join the
-graphs of all passes that use them: in plain torch, and here.
+Inside a unit's call autocast keeps no casts (Note [A cast belongs to one call] in hooks.py). Where
+a plain model uses a weight several times, it has the same bits with `cache_enabled=False`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.memory import live_bytes
-from layerzero import BackwardPrefetch, GradScaler, MixedPrecision, ZeRO3
+from layerzero import GradScaler, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.internals import inner_units
 from tests.harness.models import (
     WIDTH,
     Block,
@@ -45,30 +40,40 @@ from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
-def autocast(**options: Any) -> torch.autocast:
-    return torch.autocast("cpu", **{"dtype": torch.bfloat16} | options)
+def autocast(model: nn.Module, **options: Any) -> torch.autocast:
+    """The default for a wrapped model; without the cache for the plain one beside it."""
+    defaults = {"dtype": torch.bfloat16, "cache_enabled": isinstance(model, ZeRO3)}
+    return torch.autocast("cpu", **defaults | options)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, ZeRO3) else contextlib.nullcontext()
 
 
+def by_default(model: nn.Module, x: Tensor) -> Tensor:
+    """Each weight is used once, so the cache changes no bit."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(x))
+    loss.backward()
+    return loss.detach()
+
+
 def outside(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         loss = loss_of(model(x))
     loss.backward()
     return loss.detach()
 
 
 def inside(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         loss = loss_of(model(x))
         loss.backward()
     return loss.detach()
 
 
 def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         with torch.no_grad():
             target = model(x.flip(0))
         loss = loss_of(model(x) - target)
@@ -77,7 +82,7 @@ def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def inference_pass_between(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         first = loss_of(model(x))
         with torch.no_grad():
             scale = loss_of(model(x.flip(0)).requires_grad_())
@@ -87,7 +92,7 @@ def inference_pass_between(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def evaluation_first(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         model.eval()
         with torch.no_grad():
             model(x)
@@ -98,14 +103,14 @@ def evaluation_first(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def two_forwards_one_backward(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         loss = loss_of(model(x)) + loss_of(model(x.flip(0))) + loss_of(model(x * 0.5))
     loss.backward()
     return loss.detach()
 
 
 def two_forwards_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
     for loss in losses:
         loss.backward()
@@ -113,7 +118,7 @@ def two_forwards_two_backwards(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def two_forwards_backwards_in_reverse(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         losses = [loss_of(model(x)), loss_of(model(x * 0.5))]
         for loss in reversed(losses):
             loss.backward()
@@ -121,7 +126,7 @@ def two_forwards_backwards_in_reverse(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def pairs(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         losses = []
         for part in (x, x * 0.5, x.flip(0)):
             losses.append(loss_of(model(part)))
@@ -131,7 +136,7 @@ def pairs(model: nn.Module, x: Tensor) -> Tensor:
 
 def pairs_interleaved(model: nn.Module, x: Tensor) -> Tensor:
     """One forward ahead of the backwards, as a pipeline does."""
-    with autocast():
+    with autocast(model):
         losses = [loss_of(model(x))]
         for part in (x * 0.5, x.flip(0)):
             losses.append(loss_of(model(part)))
@@ -142,7 +147,7 @@ def pairs_interleaved(model: nn.Module, x: Tensor) -> Tensor:
 
 def micro_batches_without_sync(model: nn.Module, x: Tensor) -> Tensor:
     total = torch.zeros(())
-    with autocast():
+    with autocast(model):
         with no_sync(model):
             for part in (x, x * 0.5):
                 loss = loss_of(model(part))
@@ -154,9 +159,9 @@ def micro_batches_without_sync(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast():
+    with autocast(model):
         first = model(x)
-        with autocast(enabled=False):
+        with autocast(model, enabled=False):
             second = model(x)
         loss = loss_of(first) + loss_of(second)
     loss.backward()
@@ -164,17 +169,17 @@ def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def without_its_cache(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast(cache_enabled=False):
+    with autocast(model, cache_enabled=False):
         loss = loss_of(model(x)) + loss_of(model(x.flip(0)))
     loss.backward()
     return loss.detach()
 
 
 def with_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast(dtype=torch.float16):
+    with autocast(model, dtype=torch.float16):
         loss = loss_of(model(x)) * 16
         loss.backward()
-    with autocast():
+    with autocast(model):
         other = loss_of(model(x))
         other.backward()
     return loss.detach() + other.detach()
@@ -183,7 +188,7 @@ def with_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
 def with_gradients_in_the_forward(model: nn.Module, x: Tensor) -> Tensor:
     """A penalty on the input's gradient is computed between two forwards."""
     x = x.clone().requires_grad_()
-    with autocast():
+    with autocast(model):
         (slope,) = torch.autograd.grad(loss_of(model(x)), x)
         loss = loss_of(model(x + slope.detach()))
     loss.backward()
@@ -224,15 +229,14 @@ def _named(what: str) -> Iterator[None]:
         raise
 
 
-def _compare_runs(build: Callable[[], nn.Module], unit: type[nn.Module], **options: Any) -> None:
+def _compare_runs() -> None:
     for run in RUNS:
         with _named(run.__name__):
-            model = zero3(build, unit, **options)
-            assert_trains_alike(model, seeded(build), _batches(), run=run)
+            assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=run)
 
 
 def test_every_order_of_passes_in_one_autocast_is_bitwise_plain_torch() -> None:
-    run_ranks(2, _compare_runs, Mlp, Block)
+    run_ranks(2, _compare_runs)
 
 
 class Inside(nn.Module):
@@ -245,17 +249,30 @@ class Inside(nn.Module):
         self.last = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        with autocast():
+        with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 shift = self.block(x)
             x = self.stem(self.block(self.stem(x) + shift)).float()
-        with autocast(), autocast(enabled=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
             return self.last(x) + self.stem(x)
+
+
+class Decorated(nn.Module):
+    """Its autocast is older than the call, and has a cache if it is to."""
+
+    def __init__(self, has_cache: bool = True) -> None:
+        super().__init__()
+        self.block = Block()
+        self.autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=has_cache)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.autocast:
+            return self.block(x)
 
 
 def enabled_inside_disabled(model: nn.Module, x: Tensor) -> Tensor:
     """No cast is in use around the model, and still none is dropped before the end."""
-    with autocast(), autocast(enabled=False):
+    with autocast(model), autocast(model, enabled=False):
         return no_grad_pass_first(model, x) + pairs(model, x)
 
 
@@ -300,6 +317,10 @@ def _compare_models() -> None:
         for run in few:
             with _named(f"{build.__name__}, {run.__name__}"):
                 assert_trains_alike(zero3(build, *wrapped), seeded(build), _batches(), run=run)
+    for run in (no_grad_pass_first, two_forwards_two_backwards, pairs):
+        with _named(f"Decorated, {run.__name__}"):
+            reference = seeded(lambda: Decorated(has_cache=False))
+            assert_trains_alike(zero3(Decorated, Decorated), reference, _batches(), run=run)
     for run in (outside, two_forwards_one_backward, pairs, enabled_inside_disabled):
         with _named(f"Inside, {run.__name__}"):
             # Float32 sums over micro-batches, here after those over ranks.
@@ -325,7 +346,7 @@ def _compare_recomputation() -> None:
                 )
 
         def whole(model: nn.Module, x: Tensor, use_reentrant: bool = use_reentrant) -> Tensor:
-            with autocast():
+            with autocast(model):
                 loss = loss_of(checkpoint(model, x, use_reentrant=use_reentrant))
             loss.backward()
             return loss.detach()
@@ -341,29 +362,6 @@ def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
     run_ranks(2, _compare_recomputation)
 
 
-_OPTIONS: tuple[dict[str, Any], ...] = (
-    {"forward_prefetch": 2, "limit_all_gathers": False},
-    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    {"reshard_after_forward": False, "backward_prefetch": None},
-    {"zero3_size": 1},
-    {"zero3_size": 1, "outer": "shard", "reshard_after_forward": "compute_shard"},
-    {"accumulation": "sharded"},
-)
-
-
-def _compare_options() -> None:
-    for options in _OPTIONS:
-        for run in (no_grad_pass_first, two_forwards_one_backward, micro_batches_without_sync):
-            with _named(f"{options}, {run.__name__}"):
-                model = zero3(Mlp, Block, **options)
-                assert_trains_alike(model, seeded(Mlp), _batches(), run=run)
-
-
-@pytest.mark.slow
-def test_casts_follow_units_that_are_kept_prefetched_or_layered() -> None:
-    run_ranks(2, _compare_options)
-
-
 def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
     optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
     losses = []
@@ -374,7 +372,7 @@ def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = Non
             losses.append(run(model, x))
             optimizer.step()
             continue
-        with autocast(dtype=torch.float16):
+        with autocast(model, dtype=torch.float16):
             with torch.no_grad():
                 target = model(x.flip(0))
             loss = loss_of(model(x) - target) + loss_of(model(x))
@@ -389,12 +387,11 @@ def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = Non
 
 def _compare_with_ddp() -> None:
     scalers = [GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)]
-    runs = (outside, no_grad_pass_first, two_forwards_one_backward, pairs, None)
-    for run in runs:
+    for run in (by_default, pairs, None):
         with _named("a scaled run" if run is None else run.__name__):
             models = [zero3(Mlp, Block), DistributedDataParallel(seeded(Mlp))]
             losses = [
-                _train(model, run or outside, None if run else scaler)
+                _train(model, run or by_default, None if run else scaler)
                 for model, scaler in zip(models, scalers, strict=True)
             ]
             for step, (loss, expected) in enumerate(zip(*losses, strict=True)):
@@ -412,7 +409,7 @@ def _summon_between_passes() -> None:
     model, reference = zero3(Mlp, Block), seeded(Mlp)
     (x,) = [step[dist.get_rank()] for step in _batches(1)]
     for each in (model, reference):
-        with autocast():
+        with autocast(model):
             with torch.no_grad():
                 each(x)
             full = each.summon_full_params() if isinstance(each, ZeRO3) else torch.no_grad()
@@ -425,7 +422,7 @@ def _summon_between_passes() -> None:
             if each is model:
                 own = loss.detach()
     assert_bitwise(own, loss.detach())
-    with pytest.raises(_Stop), autocast():
+    with pytest.raises(_Stop), autocast(model):
         _stop_in_the_middle(model, x)
     model.zero_grad()
     assert_trains_alike(model, reference, _batches(), run=pairs)
@@ -445,189 +442,3 @@ def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
 
 def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
     run_ranks(2, _summon_between_passes)
-
-
-WIDE = 256
-LAYERS = 8
-LAYER_NBYTES = 2 * WIDE * WIDE * 2
-"""Of the weights of one block in bfloat16."""
-
-
-class Wide(nn.Module):
-    """Blocks whose weights outweigh everything else."""
-
-    def __init__(self, recomputes: bool = False) -> None:
-        super().__init__()
-        self.recomputes = recomputes
-        self.blocks = nn.Sequential(*(Block(WIDE, WIDE) for _ in range(LAYERS)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        return x
-
-
-def _held(model: nn.Module, under: Callable[[], Any], inside: bool, grad: bool = True) -> int:
-    """Bytes that a forward leaves, while its autocast is still entered or after it."""
-    x = torch.zeros(1, WIDE)
-    loss_of(model(x)).backward()  # what is made once
-    model.zero_grad()
-    gc.collect()
-    before = live_bytes()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(under())
-        stack.enter_context(torch.set_grad_enabled(grad))
-        output = model(x)
-        if not inside:
-            stack.close()
-        held = live_bytes() - before
-    if grad:
-        loss_of(output).backward()
-        model.zero_grad()
-    return held
-
-
-def _measure() -> None:
-    mixed = zero3(Wide, Block, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    wanted = _held(mixed, contextlib.nullcontext, inside=True)
-    model = zero3(Wide, Block)
-    # The unit that stays after its forward is in float32 here, twice as much, and has its casts:
-    # two more. The very first product saves no weight, so its cast stays in autocast's cache.
-    spare = 3 * LAYER_NBYTES
-    for inside in (False, True):
-        assert _held(model, autocast, inside) - wanted < spare, f"{inside=}"
-    recomputing = zero3(lambda: Wide(recomputes=True), Block)
-    assert _held(recomputing, autocast, inside=True) - wanted < spare, "with recomputation"
-    assert _held(model, autocast, inside=True, grad=False) < LAYER_NBYTES, "in evaluation"
-
-
-def test_casts_take_no_more_memory_than_mixed_precision() -> None:
-    run_ranks(2, _measure)
-
-
-def _hooks_around() -> None:
-    """Hooks of others on what autograd saves see it all, once."""
-    x = _batches(1)[0][dist.get_rank()]
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    counts = []
-    for each in (model, plain):
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor, saved: list[Tensor] = saved) -> int:
-            saved.append(tensor.detach().clone())
-            return len(saved) - 1
-
-        with autocast(), torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
-            loss = loss_of(each(x))
-        loss.backward()
-        counts.append(len(saved))
-    assert counts[0] == counts[1]
-    with torch.autograd.graph.save_on_cpu():
-        assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=pairs)
-
-
-class _ChangesWhatWasSaved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.sigmoid(self.linear(x))
-        return y.mul_(2)
-
-
-class _GivesItsCast(nn.Module):
-    """Uses a cast that it made by itself, and returns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.linear.weight.bfloat16()
-        return F.linear(x, weight), weight
-
-
-def _odd_modules() -> None:
-    x = _batches(1)[0][dist.get_rank()].requires_grad_()
-    model = zero3(lambda: nn.Sequential(_ChangesWhatWasSaved()), _ChangesWhatWasSaved)
-    with autocast():
-        loss = loss_of(model(x))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-    module = seeded(_GivesItsCast)
-    weight = module.linear.weight.detach().bfloat16()
-    giver = ZeRO3(nn.Sequential(module, Block()), auto_wrap_policy={_GivesItsCast, Block})
-    with autocast():
-        hidden, cast = giver.module[0](x)
-        giver.module[1](hidden.float())
-    for unit in inner_units(giver):
-        unit.reshard()
-    assert_bitwise(cast.detach(), weight, "a cast that left its unit")
-
-
-def test_hooks_and_casts_of_the_users_own_are_left_as_they_are() -> None:
-    run_ranks(2, _hooks_around)
-    run_ranks(2, _odd_modules)
-
-
-class _KeepsARef(nn.Module):
-    """An operation that saves its own result, to which it keeps a weak reference; may raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.results: list[weakref.ref[Tensor]] = []
-        self.raises = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = torch.sigmoid(self.linear(x))
-        self.results.append(weakref.ref(result))
-        if self.raises:
-            raise _Stop
-        return result * 2
-
-
-def _passes_without_a_backward() -> None:
-    """Nothing of them stays; neither does the model."""
-    x = _batches(1)[0][dist.get_rank()]
-    model = zero3(lambda: nn.Sequential(_KeepsARef()), _KeepsARef)
-    inner = model.module[0]
-    for raises in (False, True):
-        inner.raises = raises
-        with autocast(), contextlib.suppress(_Stop):
-            loss_of(model(x))
-    assert [ref() for ref in inner.results] == [None, None]
-    inner.raises = False
-    with autocast():
-        loss = loss_of(model(x))
-    loss.backward()
-    ref = weakref.ref(model)
-    del model, inner, loss
-    gc.collect()
-    assert ref() is None
-
-
-def test_a_pass_without_a_backward_leaves_nothing() -> None:
-    run_ranks(2, _passes_without_a_backward)
-
-
-def _log() -> str:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.step.autocast")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    model = zero3(FrozenParts, Block)
-    for x in (torch.ones(2, WIDTH), torch.zeros(2, WIDTH)):
-        outside(model, x)
-    return "\n".join(lines)
-
-
-def test_the_first_rank_logs_once_what_mixed_precision_would_save() -> None:
-    first, second = run_ranks(2, _log)
-    assert first.count("MixedPrecision") == 1
-    assert "casts of 224 frozen parameters stay until backward" in first
-    assert not second

@@ -20,7 +20,7 @@ import layerzero
 from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.errors import CorruptionError
 from layerzero.step.context import RuntimeContext
-from layerzero.verify.context import VerifiedContext
+from layerzero.verify.verifier import Verifier
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.flips import REPLICA, SITES, Trials, flip
 from tests.harness.models import Block
@@ -226,7 +226,7 @@ def _micro_batches() -> None:
     clean_optimizer.step()
     clean_optimizer.zero_grad()
     for fails in (False, True):
-        corrupted = mock.patch.object(VerifiedContext, "_gathered", _flips_the_second())
+        corrupted = mock.patch.object(Verifier, "_gathered", _flips_the_second())
         with corrupted, model.no_sync():
             model(torch.ones(4, 5)).square().mean().backward()
         if fails:
@@ -337,8 +337,8 @@ def test_copies_on_tensor_parallel_ranks_are_compared() -> None:
 
 
 def _flips_the_second() -> Callable[..., None]:
-    """`VerifiedContext._gathered` that flips a bit of the second gather on one rank."""
-    real, number = VerifiedContext._gathered, dist.get_rank()
+    """`Verifier._gathered` that flips a bit of the second gather on one rank."""
+    real, number = Verifier._gathered, dist.get_rank()
 
     def gathered(self: Any, operation: Any, group: Any, sent: Any, slices: Any, *own: Any) -> None:
         nonlocal number
@@ -358,7 +358,7 @@ def _without_names() -> None:
             model, _, step = _model(process_group=group)
             for _ in range(3):
                 step()
-            corrupted = mock.patch.object(VerifiedContext, "_gathered", _flips_the_second())
+            corrupted = mock.patch.object(Verifier, "_gathered", _flips_the_second())
             with corrupted, pytest.raises(CorruptionError, match="all-gather of"):
                 step()
             step()

@@ -22,7 +22,7 @@ from layerzero import (
     ReductionPolicy,
     ZeRO3,
 )
-from layerzero.build import compare_models
+from layerzero.build import compare
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 
@@ -145,11 +145,11 @@ def _everything(odd: int) -> None:
     for build, own, other in MODULES:
         module = build() if rank == odd else Mlp(2)
         check(lambda module=module: ZeRO3(module, **POLICY), own, other)
-    before = compare_models.__version__
+    before = compare.__version__
     if rank == odd:
-        compare_models.__version__ = "9.9.9"
+        compare.__version__ = "9.9.9"
     check(lambda: ZeRO3(Mlp(2)), "layerzero 9.9.9", f"layerzero {before}")
-    compare_models.__version__ = before
+    compare.__version__ = before
     before = torch.__version__
     torch.__version__ = "9.9.9" if rank == odd else before
     check(lambda: ZeRO3(Mlp(2)), "torch 9.9.9", f"torch {before}")

@@ -6,458 +6,213 @@ names the memory, and the two streams that use it in no order. The same for what
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from layerzero import ZeRO3
-from tests.harness import missing_waits as without
+from tests.harness import missing_waits, stream_uses
 from tests.harness.fake_ranks import run_fake_ranks
-from tests.harness.missing_waits import Defect
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
-from tests.harness.stream_uses import (
-    LAYERED,
-    OFFLOADED,
-    SETTINGS,
-    a_missing_gradient,
-    accumulation,
-    optimizing_after_a_forward,
-    plain_steps,
-    streaming,
-    train,
-    unused_gathers,
-    whole_tensors,
-    wrapped,
-)
+from tests.harness.stream_uses import LAYERED, OFFLOADED, SETTINGS, train, wrapped
 
-
-@dataclass(frozen=True)
-class Race:
-    """`stream` uses memory in no order with what `earlier` did with it."""
-
-    memory: str
-    stream: str
-    earlier: str
-
-
-@dataclass(frozen=True)
-class Free:
-    """Memory that `home` owns is freed, and `home` has not waited for what `earlier` did."""
-
-    memory: str
-    home: str
-    earlier: str
-
-
-@dataclass(frozen=True)
-class Blocks:
-    what: str
-    where: str
-
-
-Row = tuple[Defect, str, Callable[[ZeRO3], None], Race | Free | Blocks]
-
-GATHER = "the stream of group 0"
-"""Of one shard group; with an outer axis of the first group that is used."""
-OUTER, INNER = "the stream of group 1", "the stream of group 2"
-COMPUTE, UNSHARD, REDUCE, OFFLOAD = "compute", "unshard", "reduce", "offload"
-CAST, HOST = "pre_unshard", "the host"
-
-FULL_LATE = Race("full buffer", COMPUTE, GATHER)
-WHOLE_LATE = Race("compute shard", COMPUTE, GATHER)
-FULL_EARLY = Race("full buffer", GATHER, COMPUTE)
-FULL_FREED = Free("full buffer", UNSHARD, COMPUTE)
-BUFFER_EARLY = Race("gradient buffer", GATHER, COMPUTE)
-BUFFER_FREED = Free("gradient buffer", COMPUTE, GATHER)
-WEIGHTS_EARLY = Race("main shard", GATHER, COMPUTE)
-CAST_EARLY = Race("main shard", CAST, COMPUTE)
-CAST_IN_PLACE_EARLY = Race("main shard", UNSHARD, COMPUTE)
-PIECES_EARLY = Race("packed pieces", GATHER, COMPUTE)
-PIECES_LATE = Race("packed pieces", COMPUTE, GATHER)
-PIECES_FREED = Free("packed pieces", COMPUTE, GATHER)
-
-ONE_GROUP: list[Row] = [
-    (without.without_waiting_for_marks, "default", plain_steps, FULL_EARLY),
-    (without.without_waiting_for_marks, "default", plain_steps, BUFFER_EARLY),
-    (without.without_waiting_for_gathers, "default", plain_steps, FULL_LATE),
-    (without.without_the_streams_event, "default", plain_steps, FULL_LATE),
-    (
-        without.without_the_streams_event,
-        "default",
-        plain_steps,
-        Free("full buffer", UNSHARD, GATHER),
-    ),
-    (without.without_the_event_of_weights, "default", plain_steps, WEIGHTS_EARLY),
-    (without.without_the_event_of_weights, "bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
-    (without.without_a_new_event_of_weights, "default", plain_steps, WEIGHTS_EARLY),
-    (without.without_the_unshard_stream_waiting, "default", plain_steps, WEIGHTS_EARLY),
-    (without.without_the_unshard_stream_waiting, "bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
-    (
-        without.without_compute_waiting_for_unsharded_parameters,
-        "default",
-        plain_steps,
-        FULL_LATE,
-    ),
-    (
-        without.without_waiting_for_unused_gathers,
-        "default",
-        unused_gathers,
-        Race("main shard", COMPUTE, GATHER),
-    ),
-    (without.without_waiting_for_the_gather, "default", plain_steps, FULL_LATE),
-    (without.without_waiting_before_frees, "default", plain_steps, FULL_FREED),
-    (without.without_waiting_before_frees, "bfloat16", plain_steps, FULL_EARLY),
-    (
-        without.without_waiting_before_frees,
-        "default",
-        streaming,
-        Free("streamed bucket", UNSHARD, COMPUTE),
-    ),
-    (without.waiting_at_the_next_gather_only, "default", plain_steps, FULL_FREED),
-    (without.waiting_after_the_free, "default", plain_steps, FULL_FREED),
-    (without.with_full_buffers_of_the_first_user, "default", plain_steps, FULL_EARLY),
-    (without.with_the_current_device, "default", plain_steps, WEIGHTS_EARLY),
-    (without.with_the_current_device, "default", plain_steps, FULL_FREED),
-    (without.with_waits_of_the_current_device, "default", plain_steps, FULL_LATE),
-    (
-        without.without_the_event_of_collected_gradients,
-        "default",
-        plain_steps,
-        BUFFER_EARLY,
-    ),
-    (
-        without.without_memory_of_compute_for_chunks,
-        "default",
-        plain_steps,
-        Free("sum of a hop", REDUCE, COMPUTE),
-    ),
-    (
-        without.without_memory_of_compute_for_chunks,
-        "bfloat16",
-        plain_steps,
-        Free("sum of a hop", REDUCE, COMPUTE),
-    ),
-    (without.without_waiting_for_the_first_hop, "default", plain_steps, BUFFER_FREED),
-    (
-        without.without_waiting_for_the_first_hop,
-        "deterministic",
-        plain_steps,
-        Race("received parts", REDUCE, GATHER),
-    ),
-    (
-        without.without_waiting_for_gradient_presence,
-        "default",
-        a_missing_gradient,
-        Race("gradient presence", COMPUTE, GATHER),
-    ),
-    (
-        without.without_compute_waiting_for_reductions,
-        "default",
-        plain_steps,
-        Race("gradient buffer", COMPUTE, GATHER),
-    ),
-    (
-        without.freeing_gradients_before_they_are_reduced,
-        "default",
-        plain_steps,
-        BUFFER_FREED,
-    ),
-    (
-        without.collecting_on_reduce_at_once,
-        "default",
-        plain_steps,
-        Race("unsharded gradient", REDUCE, COMPUTE),
-    ),
-    (
-        without.collecting_on_reduce_after_a_wait,
-        "default",
-        plain_steps,
-        Free("unsharded gradient", COMPUTE, REDUCE),
-    ),
-    (
-        without.with_one_event_for_all,
-        "default",
-        plain_steps,
-        Race("gradient buffer", COMPUTE, GATHER),
-    ),
-    (without.without_the_unshard_stream_waiting, "default", whole_tensors, PIECES_EARLY),
-    (without.without_waiting_for_gathers, "default", whole_tensors, PIECES_LATE),
-    (without.without_waiting_for_gradients_to_owners, "default", whole_tensors, PIECES_LATE),
-    (without.without_waiting_for_gradients_to_owners, "default", whole_tensors, PIECES_FREED),
-    (without.without_waiting_for_values_from_owners, "default", whole_tensors, PIECES_LATE),
-    (without.without_waiting_for_values_to_owners, "default", whole_tensors, PIECES_LATE),
-]
-LAYERS: list[Row] = [
-    (without.without_waiting_for_marks, "zero1", plain_steps, CAST_EARLY),
-    (
-        without.without_waiting_for_gathers,
-        "zero1",
-        plain_steps,
-        Race("full buffer", COMPUTE, INNER),
-    ),
-    (without.without_the_event_of_weights, "zero1", plain_steps, CAST_EARLY),
-    (without.without_the_event_of_weights, "replicate, bfloat16", plain_steps, CAST_IN_PLACE_EARLY),
-    (without.without_the_cast_waiting, "zero1", plain_steps, CAST_EARLY),
-    (
-        without.without_waiting_when_a_step_ends,
-        "zero1",
-        plain_steps,
-        Free("compute shard", CAST, INNER),
-    ),
-    (
-        without.without_the_streams_event,
-        "zero1",
-        plain_steps,
-        Race("full buffer", COMPUTE, INNER),
-    ),
-    (
-        without.without_the_event_of_the_cast,
-        "zero1",
-        plain_steps,
-        Race("compute shard", OUTER, CAST),
-    ),
-    (
-        without.without_the_event_of_collected_gradients,
-        "zero1",
-        plain_steps,
-        Race("gradient buffer", INNER, COMPUTE),
-    ),
-    (
-        without.without_waiting_for_the_first_hop,
-        "zero1",
-        plain_steps,
-        Race("sum of a hop", OUTER, INNER),
-    ),
-    (
-        without.without_waiting_for_the_first_hop,
-        "replicate, bfloat16",
-        plain_steps,
-        Race("sum of a hop", OUTER, INNER),
-    ),
-    (
-        without.without_waiting_for_the_first_hop,
-        "sums in shards",
-        accumulation,
-        Race("sum of a hop", REDUCE, INNER),
-    ),
-    (
-        without.without_waiting_for_the_second_hop,
-        "zero1",
-        plain_steps,
-        Race("sum of a hop", REDUCE, OUTER),
-    ),
-    (
-        without.without_waiting_for_the_outer_gather,
-        "zero1",
-        plain_steps,
-        Race("compute shard", INNER, OUTER),
-    ),
-    (
-        without.without_waiting_for_the_outer_gather,
-        "replicate",
-        plain_steps,
-        Race("sum between hops", REDUCE, OUTER),
-    ),
-    (
-        without.without_waiting_before_frees,
-        "kept shards",
-        plain_steps,
-        Race("shard kept for backward", OUTER, COMPUTE),
-    ),
-    (
-        without.without_memory_of_compute_for_chunks,
-        "zero1",
-        plain_steps,
-        Free("sum of a hop", REDUCE, COMPUTE),
-    ),
-]
-WHOLE: list[Row] = [
-    (without.without_waiting_for_gathers, "whole parameters", plain_steps, WHOLE_LATE),
-    (without.without_the_event_of_weights, "whole parameters", plain_steps, CAST_EARLY),
-    (
-        without.without_waiting_when_a_step_ends,
-        "whole parameters",
-        plain_steps,
-        Free("compute shard", CAST, COMPUTE),
-    ),
-    (
-        without.without_compute_waiting_for_whole_parameters,
-        "whole parameters, replicated, bfloat16",
-        plain_steps,
-        Race("compute shard", COMPUTE, CAST),
-    ),
-]
-WITH_HOST: list[Row] = [
-    (
-        without.without_the_host_waiting,
-        "parameters",
-        plain_steps,
-        Race("reduced chunk", HOST, OFFLOAD),
-    ),
-    (without.without_the_host_waiting, "parameters", plain_steps, Race("main shard", HOST, CAST)),
-    (
-        without.asking_instead_of_waiting,
-        "parameters",
-        plain_steps,
-        Race("reduced chunk", HOST, OFFLOAD),
-    ),
-    (
-        without.without_the_event_of_uploads,
-        "parameters",
-        optimizing_after_a_forward,
-        Race("main shard", HOST, CAST),
-    ),
-    (
-        without.without_the_event_of_landed_gradients,
-        "parameters",
-        plain_steps,
-        Race("reduced chunk", HOST, OFFLOAD),
-    ),
-    (
-        without.without_the_event_of_weights,
-        "parameters",
-        optimizing_after_a_forward,
-        Race("compute shard", CAST, GATHER),
-    ),
-    (
-        without.without_the_event_of_offloaded_chunks,
-        "parameters",
-        plain_steps,
-        Free("sum of a hop", REDUCE, OFFLOAD),
-    ),
-    (
-        without.without_waiting_on_the_offload_stream,
-        "parameters",
-        plain_steps,
-        Race("sum of a hop", OFFLOAD, GATHER),
-    ),
-    (
-        without.without_the_event_of_offloaded_chunks,
-        "sums in shards",
-        accumulation,
-        Race("sum of a hop", GATHER, OFFLOAD),
-    ),
-    (
-        without.without_waiting_on_the_offload_stream,
-        "sums in shards",
-        accumulation,
-        Race("sum of a hop", OFFLOAD, GATHER),
-    ),
-    (
-        without.without_waiting_on_the_offload_stream,
-        "sums",
-        accumulation,
-        Race("gradient buffer", OFFLOAD, COMPUTE),
-    ),
-    (
-        without.staging_shards_on_compute,
-        "bfloat16 parameters",
-        plain_steps,
-        Free("staged main shard", COMPUTE, CAST),
-    ),
-    (
-        without.staging_sums_on_compute,
-        "sums",
-        accumulation,
-        Free("staged sum", COMPUTE, OFFLOAD),
-    ),
-]
+# A line for each defect and what it is found by, under the setting and the use that need the wait:
+#   MEMORY, STREAM races EARLIER         uses memory in no order with what EARLIER did with it
+#   MEMORY, HOME frees before EARLIER    HOME owns the memory, and has not waited for EARLIER
+#   CALL, blocks in FUNCTION             the host waits for the device
+# "gather" is the stream of a shard group; with an outer axis it is "inner", beside "outer".
+ONE_SHARD_GROUP = """
+[default: plain_steps]
+without_waiting_for_marks: full buffer, gather races compute
+without_waiting_for_marks: gradient buffer, gather races compute
+without_waiting_for_gathers: full buffer, compute races gather
+without_the_streams_event: full buffer, compute races gather
+without_the_streams_event: full buffer, unshard frees before gather
+without_the_event_of_weights: main shard, gather races compute
+without_a_new_event_of_weights: main shard, gather races compute
+without_the_unshard_stream_waiting: main shard, gather races compute
+without_compute_waiting_for_unsharded_parameters: full buffer, compute races gather
+without_waiting_for_the_gather: full buffer, compute races gather
+without_waiting_before_frees: full buffer, unshard frees before compute
+waiting_at_the_next_gather_only: full buffer, unshard frees before compute
+waiting_after_the_free: full buffer, unshard frees before compute
+with_full_buffers_of_the_first_user: full buffer, gather races compute
+with_the_current_device: main shard, gather races compute
+with_the_current_device: full buffer, unshard frees before compute
+with_waits_of_the_current_device: full buffer, compute races gather
+without_the_event_of_collected_gradients: gradient buffer, gather races compute
+without_memory_of_compute_for_chunks: sum of a hop, reduce frees before compute
+without_waiting_for_the_first_hop: gradient buffer, compute frees before gather
+without_compute_waiting_for_reductions: gradient buffer, compute races gather
+freeing_gradients_before_they_are_reduced: gradient buffer, compute frees before gather
+collecting_on_reduce_at_once: unsharded gradient, reduce races compute
+collecting_on_reduce_after_a_wait: unsharded gradient, compute frees before reduce
+with_one_event_for_all: gradient buffer, compute races gather
+[bfloat16: plain_steps]
+without_the_event_of_weights: main shard, unshard races compute
+without_the_unshard_stream_waiting: main shard, unshard races compute
+without_waiting_before_frees: full buffer, gather races compute
+without_memory_of_compute_for_chunks: sum of a hop, reduce frees before compute
+[default: unused_gathers]
+without_waiting_for_unused_gathers: main shard, compute races gather
+[default: streaming]
+without_waiting_before_frees: streamed bucket, unshard frees before compute
+[deterministic: plain_steps]
+without_waiting_for_the_first_hop: received parts, reduce races gather
+[default: a_missing_gradient]
+without_waiting_for_gradient_presence: gradient presence, compute races gather
+[default: whole_tensors]
+without_the_unshard_stream_waiting: packed pieces, gather races compute
+without_waiting_for_gathers: packed pieces, compute races gather
+without_waiting_for_gradients_to_owners: packed pieces, compute races gather
+without_waiting_for_gradients_to_owners: packed pieces, compute frees before gather
+without_waiting_for_values_from_owners: packed pieces, compute races gather
+without_waiting_for_values_to_owners: packed pieces, compute races gather
+"""
+LAYERS = """
+[zero1: plain_steps]
+without_waiting_for_marks: main shard, pre_unshard races compute
+without_waiting_for_gathers: full buffer, compute races inner
+without_the_event_of_weights: main shard, pre_unshard races compute
+without_the_cast_waiting: main shard, pre_unshard races compute
+without_waiting_when_a_step_ends: compute shard, pre_unshard frees before inner
+without_the_streams_event: full buffer, compute races inner
+without_the_event_of_the_cast: compute shard, outer races pre_unshard
+without_the_event_of_collected_gradients: gradient buffer, inner races compute
+without_waiting_for_the_first_hop: sum of a hop, outer races inner
+without_waiting_for_the_second_hop: sum of a hop, reduce races outer
+without_waiting_for_the_outer_gather: compute shard, inner races outer
+without_memory_of_compute_for_chunks: sum of a hop, reduce frees before compute
+[replicate, bfloat16: plain_steps]
+without_the_event_of_weights: main shard, unshard races compute
+without_waiting_for_the_first_hop: sum of a hop, outer races inner
+[sums in shards: accumulation]
+without_waiting_for_the_first_hop: sum of a hop, reduce races inner
+[replicate: plain_steps]
+without_waiting_for_the_outer_gather: sum between hops, reduce races outer
+[kept shards: plain_steps]
+without_waiting_before_frees: shard kept for backward, outer races compute
+"""
+WHOLE_PARAMETERS = """
+[whole parameters: plain_steps]
+without_waiting_for_gathers: compute shard, compute races gather
+without_the_event_of_weights: main shard, pre_unshard races compute
+without_waiting_when_a_step_ends: compute shard, pre_unshard frees before compute
+[whole parameters, replicated, bfloat16: plain_steps]
+without_compute_waiting_for_whole_parameters: compute shard, compute races pre_unshard
+"""
+WITH_HOST = """
+[parameters: plain_steps]
+without_the_host_waiting: reduced chunk, host races offload
+without_the_host_waiting: main shard, host races pre_unshard
+asking_instead_of_waiting: reduced chunk, host races offload
+without_the_event_of_landed_gradients: reduced chunk, host races offload
+without_the_event_of_offloaded_chunks: sum of a hop, reduce frees before offload
+without_waiting_on_the_offload_stream: sum of a hop, offload races gather
+[parameters: optimizing_after_a_forward]
+without_the_event_of_uploads: main shard, host races pre_unshard
+without_the_event_of_weights: compute shard, pre_unshard races gather
+[sums in shards: accumulation]
+without_the_event_of_offloaded_chunks: sum of a hop, gather races offload
+without_waiting_on_the_offload_stream: sum of a hop, offload races gather
+[sums: accumulation]
+without_waiting_on_the_offload_stream: gradient buffer, offload races compute
+staging_sums_on_compute: staged sum, compute frees before offload
+[bfloat16 parameters: plain_steps]
+staging_shards_on_compute: staged main shard, compute frees before pre_unshard
+"""
+BLOCKING = """
+[default: steady_steps]
+packing_by_a_table_on_the_device: tolist, blocks in GradientBuffer.collect
+reading_a_list: tolist, blocks in Backward._finish_unit
+reading_a_number: _local_scalar_dense, blocks in Backward._finish_unit
+branching_on_a_tensor: _local_scalar_dense, blocks in Backward._finish_unit
+reading_into_numpy: numpy, blocks in Backward._finish_unit
+bringing_to_the_cpu: cpu, blocks in Backward._finish_unit
+choosing_by_values: nonzero, blocks in Backward._finish_unit
+choosing_by_a_mask: index, blocks in Backward._finish_unit
+comparing_tensors: equal, blocks in Backward._finish_unit
+sending_a_list_to_the_device: tensor, blocks in Backward._finish_unit
+copying_to_pageable_memory: copy_, blocks in Backward._finish_unit
+copying_and_waiting: copy_, blocks in Backward._finish_unit
+waiting_for_an_event: synchronize of an event on compute, blocks in Backward._finish_unit
+waiting_for_the_device: synchronize of reduce, blocks in Backward._finish_unit
+"""
+ON_THE_CURRENT_STREAM = """
+[default: plain_steps]
+without_waiting_for_marks: full buffer, unshard races compute
+without_waiting_for_gathers: full buffer, compute races unshard
+without_the_event_of_weights: main shard, unshard races compute
+without_waiting_before_frees: full buffer, unshard frees before compute
+without_the_event_of_collected_gradients: gradient buffer, reduce races compute
+without_compute_waiting_for_reductions: gradient buffer, compute frees before reduce
+"""
+"""Where collectives return no work, as NCCL's."""
+GROUPS: dict[str, tuple[int, dict[str, dict[str, Any]], str]] = {
+    "one shard group": (2, SETTINGS, ONE_SHARD_GROUP),
+    "outer axis": (4, LAYERED, LAYERS),
+    "whole parameters": (2, LAYERED, WHOLE_PARAMETERS),
+    "host": (2, OFFLOADED, WITH_HOST),
+    "blocking": (2, SETTINGS, BLOCKING),
+    "on the current stream": (2, SETTINGS, ON_THE_CURRENT_STREAM),
+}
 
 
 def steady_steps(model: ZeRO3) -> None:
     train(model, 2, torch.optim.SGD)
 
 
-def _blocks(defect: Defect, what: str, where: str = "Backward._finish_unit") -> Row:
-    return defect, "default", steady_steps, Blocks(what, where)
+def rows(table: str) -> list[tuple[str, str, str, str]]:
+    """Defect, setting, use and reason of each line."""
+    found, setting, use = [], "", ""
+    for line in table.strip().splitlines():
+        if heading := re.fullmatch(r"\[(.+): (\w+)\]", line):
+            setting, use = heading.groups()
+        else:
+            defect, reason = line.split(": ", 1)
+            found.append((defect, setting, use, reason))
+    return found
 
 
-BLOCKING: list[Row] = [
-    _blocks(without.packing_by_a_table_on_the_device, "tolist", "GradientBuffer.collect"),
-    _blocks(without.reading_a_list, "tolist"),
-    _blocks(without.reading_a_number, "_local_scalar_dense"),
-    _blocks(without.branching_on_a_tensor, "_local_scalar_dense"),
-    _blocks(without.reading_into_numpy, "numpy"),
-    _blocks(without.bringing_to_the_cpu, "cpu"),
-    _blocks(without.choosing_by_values, "nonzero"),
-    _blocks(without.choosing_by_a_mask, "index"),
-    _blocks(without.comparing_tensors, "equal"),
-    _blocks(without.sending_a_list_to_the_device, "tensor"),
-    _blocks(without.copying_to_pageable_memory, "copy_"),
-    _blocks(without.copying_and_waiting, "copy_"),
-    _blocks(without.waiting_for_an_event, "synchronize of an event on compute"),
-    _blocks(without.waiting_for_the_device, "synchronize of reduce"),
-]
-ON_CURRENT_STREAM: list[Row] = [
-    (
-        without.without_waiting_for_marks,
-        "default",
-        plain_steps,
-        Race("full buffer", UNSHARD, COMPUTE),
-    ),
-    (
-        without.without_waiting_for_gathers,
-        "default",
-        plain_steps,
-        Race("full buffer", COMPUTE, UNSHARD),
-    ),
-    (
-        without.without_the_event_of_weights,
-        "default",
-        plain_steps,
-        Race("main shard", UNSHARD, COMPUTE),
-    ),
-    (without.without_waiting_before_frees, "default", plain_steps, FULL_FREED),
-    (
-        without.without_the_event_of_collected_gradients,
-        "default",
-        plain_steps,
-        Race("gradient buffer", REDUCE, COMPUTE),
-    ),
-    (
-        without.without_compute_waiting_for_reductions,
-        "default",
-        plain_steps,
-        Free("gradient buffer", COMPUTE, REDUCE),
-    ),
-]
-"""Where collectives return no work, as NCCL's."""
-GROUPS: dict[str, tuple[int, dict[str, dict[str, Any]], list[Row]]] = {
-    "one shard group": (2, SETTINGS, ONE_GROUP),
-    "outer axis": (4, LAYERED, LAYERS),
-    "whole parameters": (2, LAYERED, WHOLE),
-    "host": (2, OFFLOADED, WITH_HOST),
-    "blocking": (2, SETTINGS, BLOCKING),
-    "on the current stream": (2, SETTINGS, ON_CURRENT_STREAM),
-}
+def _found(device: SimulatedDevice) -> set[str]:
+    names = {"the host": "host", "the stream of group 0": "gather"}
+    names |= {"the stream of group 1": "outer", "the stream of group 2": "inner"}
 
+    def name(stream: str) -> str:
+        return names.get(stream, stream)
 
-def _found(device: SimulatedDevice) -> set[Race | Free | Blocks]:
     return {
-        *(Race(r.memory, r.use.stream, r.earlier.stream) for r in device.races),
-        *(Free(f.memory, f.home, f.earlier.stream) for f in device.early_frees),
-        *(Blocks(w.what, w.where) for w in device.host_waits),
+        *(f"{r.memory}, {name(r.use.stream)} races {name(r.earlier.stream)}" for r in device.races),
+        *(
+            f"{free.memory}, {name(free.home)} frees before {name(free.earlier.stream)}"
+            for free in device.early_frees
+        ),
+        *(f"{wait.what}, blocks in {wait.where}" for wait in device.host_waits),
     }
 
 
 def _not_found(
-    settings: dict[str, dict[str, Any]], rows: list[Row], on_current_stream: bool
+    settings: dict[str, dict[str, Any]], table: str, on_current_stream: bool
 ) -> list[str]:
-    runs: dict[tuple[Defect, str, Callable[..., None]], list[Race | Free | Blocks]] = {}
-    for defect, setting, use, reason in rows:
-        runs.setdefault((defect, setting, use), []).append(reason)
+    runs: dict[tuple[str, str, str], list[str]] = {}
+    for *run, reason in rows(table):
+        runs.setdefault((run[0], run[1], run[2]), []).append(reason)
     missed = []
-    for (defect, setting, use), reasons in runs.items():
+    for (name, setting, use), reasons in runs.items():
+        defect: missing_waits.Defect = getattr(missing_waits, name)
+        run_use: Callable[[ZeRO3], None] = (
+            steady_steps if use == "steady_steps" else getattr(stream_uses, use)
+        )
         with defect(), simulated_device(on_current_stream=on_current_stream) as device:
             model = wrapped(**settings[setting])
-            use(model)
+            run_use(model)
             del model
         found = _found(device)
         missed += [
-            f"{defect.__name__}, {setting}: {reason} not in {sorted(map(str, found))}"
+            f"{name}, {setting}: {reason} not in {sorted(found)}"
             for reason in reasons
             if reason not in found
         ]
@@ -469,16 +224,14 @@ def _not_found(
     ["one shard group", *(pytest.param(each, marks=pytest.mark.slow) for each in list(GROUPS)[1:])],
 )
 def test_it_is_found_for_its_own_reason(group: str) -> None:
-    world_size, settings, rows = GROUPS[group]
-    arguments = settings, rows, group == "on the current stream"
+    world_size, settings, table = GROUPS[group]
+    arguments = settings, table, group == "on the current stream"
     for missed in run_fake_ranks((0, world_size - 1), world_size, _not_found, *arguments):
         assert missed == []
 
 
 def test_there_are_many() -> None:
-    rows = [row for _, _, each in GROUPS.values() for row in each]
-    assert len({defect for defect, _, _, _ in rows}) >= 50, "kinds"
-    waits = {
-        (defect, setting, use) for defect, setting, use, why in rows if type(why) is not Blocks
-    }
+    found = [row for _, _, table in GROUPS.values() for row in rows(table)]
+    assert len({defect for defect, *_ in found}) >= 50, "kinds"
+    waits = {tuple(run) for *run, reason in found if "blocks in" not in reason}
     assert len(waits) >= 50, "waits and memory, in settings that need them"

@@ -113,6 +113,7 @@ _CASES: list[dict[str, Any]] = [
     {"freezes": True},
     {"max_norm": 0.1},
     {"deterministic": True},
+    {"verify": "always"},
     {"reshard_after_forward": False, "max_norm": 0.1},
     {"micro_batches": 3, **_IN_SHARDS},
     {"micro_batches": 3, "freezes": True, "max_norm": 0.1, **_IN_SHARDS},
@@ -233,7 +234,6 @@ def _pairs_pack_as_before() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     cases: list[dict[str, Any]] = [
         {"mixed_precision": low},
-        {"verify": "always"},
         {"zero3_size": 1},
         {"micro_batches": 3},  # They add up in one buffer.
     ]
@@ -245,5 +245,5 @@ def _pairs_pack_as_before() -> None:
     assert _trained(pair_input.LEAST_NBYTES)[1] == 0, "small chunks"
 
 
-def test_low_precision_verification_and_small_chunks_pack_into_one_buffer() -> None:
+def test_low_precision_and_small_chunks_pack_into_one_buffer() -> None:
     run_ranks(2, _pairs_pack_as_before)

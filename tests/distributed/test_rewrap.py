@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.step.sharded_params import owner_of_each, owners
+from layerzero.optim.sharded_params import owner_of_each, owners
 from tests.distributed.test_changed_structure import LowRank
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3

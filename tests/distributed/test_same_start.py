@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from layerzero import ZeRO3
-from layerzero.build.compare_values import device_digest, digest
+from layerzero.build.compare import device_digest, digest
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import run_ranks

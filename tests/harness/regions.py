@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from layerzero import zero3
-from layerzero.build.regions import OptionalRegions
+from layerzero.optional import arguments
 from layerzero.step.root import RootState
 
 Recorded = list[tuple[dict[str, str], str] | None]
@@ -22,12 +22,20 @@ def recorded_regions() -> Iterator[Recorded]:
     The models themselves skip nothing.
     """
     found: Recorded = []
-    make_root = zero3.make_root
+    build, find = zero3.build, arguments.find_regions
 
-    def record(units: Any, *args: Any, regions: OptionalRegions | None, **kwargs: Any) -> RootState:
-        by_fqn = {} if regions is None else {units[i].fqn: r for i, r in regions.region_of.items()}
-        found.append(None if regions is None else (by_fqn, regions.mean))
-        return make_root(units, *args, regions=None, **kwargs)
+    def record(*given: Any) -> RootState:
+        found.append(None)
+        return build(*given)
 
-    with mock.patch.object(zero3, "make_root", record):
+    def note(units: Any, optional: Any) -> None:
+        regions = find(units, optional)
+        if regions is not None:
+            by_fqn = {units[index].fqn: name for index, name in regions.region_of.items()}
+            found[-1] = by_fqn, regions.mean
+
+    with (
+        mock.patch.object(zero3, "build", record),
+        mock.patch.object(arguments, "find_regions", note),
+    ):
         yield found

@@ -24,7 +24,7 @@ from layerzero.comm.pending import Operation
 PACKAGE = Path(layerzero.__file__).parent
 ALLOWED = {
     "watch/events.py": "calls of the CUDA driver, for events that have a CUDA handle",
-    "build/argument_types.py": "an example of a device, in a message",
+    "build/arguments.py": "an example of a device, in a message",
     "build/device.py": "a comparison, in a message",
     "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
     "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",

@@ -17,10 +17,10 @@ from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import ShardGroup
 from layerzero.optim.checks import check_parameters, name_of
+from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
 from layerzero.optim.whole_tensor.owners import Cost, info_of
 from layerzero.step.root import RootState
-from layerzero.step.sharded_params import Owner, owner_of_each
 
 _NAME = "WholeTensorOptimizer"
 

@@ -1,7 +1,6 @@
 """Optional modules: modules that a rank may skip in a pass while other ranks run them.
 
-docs/howto/optional_modules.md describes them. Here they are found, checked and turned into regions;
-layerzero/optional/ lets the ranks agree about them.
+docs/howto/optional_modules.md describes them. Here they are found, checked and turned into regions.
 
 Note [Optional modules are kept by name]
     A model keeps the names of its optional modules, keyed by its root unit: for `rewrap`, after
@@ -11,34 +10,23 @@ Note [Optional modules are kept by name]
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from layerzero.build.argument_types import check, check_optional_modules
-from layerzero.build.compare_values import broadcast_text
-from layerzero.build.make_placement import AnyGroup, ranks_of
-from layerzero.build.regions import OptionalRegions
+from layerzero.build.plan import AnyGroup, Feature, ranks_of
 from layerzero.build.wrap import UnitPlan, has_forward
-from layerzero.comm.gather_texts import gather_texts
-from layerzero.comm.pending import Operation
 from layerzero.config import OptionalMean
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.names import clean_name
 from layerzero.notices import outside, warn_once
+from layerzero.optional.exchange import Exchange
+from layerzero.optional.optional_units import OptionalRegions, OptionalUnits, exchange_of
+from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
-
-_EXCHANGE = Operation("exchange", "optional modules of ranks", 0)
-_REFUSED = "!"
-"""Prefix of the text of a rank that refuses its arguments."""
 
 
 class _Kept(NamedTuple):
@@ -50,120 +38,75 @@ _kept: WeakKeyDictionary[Unit, _Kept] = WeakKeyDictionary()
 """Names and mean by root unit, see Note [Optional modules are kept by name]."""
 
 
-@dataclass(frozen=True)
-class OptionalModules:
+class OptionalModules(Feature):
     """The optional modules of one model, those of ZeRO3 modules inside it included."""
 
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    modules: Mapping[str, nn.Module]
     """Keyed by FQN; a module that wrappers surround (torch.compile) is the outermost of these."""
-    mean: OptionalMean = "all"
-    failure: Exception | None = None
-    """Why the arguments are refused; raised once every rank can raise it (`agree_on_optional`)."""
+    mean: OptionalMean
 
-    @property
-    def number(self) -> int:
-        """A checksum below 2**31 of names and mean, or of the failure; 0 without any of them."""
-        if not self.modules and self.failure is None:
-            return 0
-        return zlib.crc32(self._text.encode()) >> 1 | 1
+    def __init__(
+        self,
+        root: nn.Module,
+        listed: Sequence[nn.Module],
+        mean: OptionalMean,
+        plans: Sequence[UnitPlan],
+        groups: Mapping[int, AnyGroup],
+        everyone: Callable[[], tuple[int, ...]],
+    ) -> None:
+        """Find and check the optional modules of `root`. Not collective.
 
-    @property
-    def _text(self) -> str:
-        if self.failure is not None:
-            return f"{_REFUSED}{self.failure}"
-        return "\n".join([*map(repr, sorted(self.modules)), f"optional_mean={self.mean!r}"])
+        Args:
+            listed: the `optional_modules` argument of `ZeRO3`.
+            mean: its `optional_mean`.
+            groups: the ranks of each unit that only some have, keyed by id(plan).
+            everyone: returns the ranks that share the model.
 
-    def difference(self, first: str) -> str | None:
-        """How this rank's arguments differ from the first rank's `_text`; None: they do not."""
-        if self.failure is not None:
-            return self._text
-        own, other = self._text.split("\n"), first.split("\n")
-        parts = {
-            "lacks": [each for each in other if each not in own],
-            "has": [each for each in own if each not in other],
-        }
-        return (
-            "; ".join(f"{what} {', '.join(each)}" for what, each in parts.items() if each) or None
-        )
-
-    def keep(self, root: Unit) -> None:
-        """Keep the names for `optional_now` and for a ZeRO3 module around `root`."""
-        if self.modules:
-            _kept[root] = _Kept(tuple(self.modules), self.mean)
-
-
-def find_optional(
-    root: nn.Module,
-    given: object,
-    mean: object,
-    plans: Sequence[UnitPlan],
-    experts: Mapping[int, AnyGroup],
-    everyone: Callable[[], tuple[int, ...]],
-) -> OptionalModules:
-    """Find and check the optional modules of `root`. Not collective; raises nothing.
-
-    Args:
-        given: the `optional_modules` argument of `ZeRO3`.
-        mean: its `optional_mean`.
-        experts: the expert-data group of each expert unit, keyed by id(plan).
-        everyone: returns the ranks that share the model.
-
-    Returns:
-        What was found; its `failure` is a ValueError or TypeError if an argument is refused.
-    """
-    try:
-        listed = check_optional_modules(given)
-        check(optional_mean=mean)
+        Raises:
+            ValueError: a module is not inside, or has no unit of its own on all ranks; or another
+                mean was given to a ZeRO3 module inside.
+        """
         names = _Names(root)
-        modules = {name: names.module_of[name] for name in map(names.find, listed)}
+        self.modules = modules = {name: names.module_of[name] for name in map(names.find, listed)}
         nested = [kept for part in root.modules() if (kept := _nested(part, root, names))]
         modules.update((name, names.module_of[name]) for kept in nested for name in kept.names)
-        chosen = _common_mean(mean, bool(listed), [kept.mean for kept in nested])
+        self.mean = _common_mean(mean, bool(listed), [kept.mean for kept in nested])
         for name, module in modules.items():
-            _check_units(name, module, plans, experts, everyone())
+            _check_units(name, module, plans, groups, everyone())
             _warn_of_own_collectives(name, module)
-        if not modules and chosen != "all":
-            text = f"optional_mean={chosen!r} has no effect: no optional_modules were given"
+        if not modules and self.mean != "all":
+            text = f"optional_mean={self.mean!r} has no effect: no optional_modules were given"
             warn_once(text, text, stacklevel=outside())
-    except Exception as error:  # Also what an iterable raises, and warnings turned into errors.
-        return OptionalModules(failure=error)
-    return OptionalModules(modules, chosen)
 
+    def compared(self) -> dict[str, list[str]]:
+        rows = [f"{name!r} with optional_mean={self.mean!r}" for name in sorted(self.modules)]
+        return {"optional modules": rows} if rows else {}
 
-def agree_on_optional(
-    own: OptionalModules, differs: bool, axes: Sequence[ShardGroup], device: torch.device
-) -> None:
-    """Raise if an argument is refused on any rank, or if ranks were given different ones.
+    def built(self, root: RootState) -> None:
+        self.install(root, exchange_of)
 
-    Args:
-        differs: whether `own.number` differs between ranks. If so, this is collective over `axes`.
+    def install(self, root: RootState, make_exchange: Callable[[RootState], Exchange]) -> None:
+        """Let ranks skip the modules from now on. Collective where the exchange makes new groups.
 
-    Raises:
-        Exception: the failure of this rank.
-        ValueError: on every other rank; names what other ranks have.
-    """
-    texts: dict[int, str] = {}
-    if differs:
-        first = broadcast_text(own._text, axes, device, _EXCHANGE)
-        texts = gather_texts(own.difference(first), dist.get_rank(), axes, device, _EXCHANGE.unit)
-    if own.failure is not None:
-        raise own.failure
-    refused = [(rank, text) for rank, text in texts.items() if text.startswith(_REFUSED)]
-    if refused:
-        rank, text = refused[0]
-        raise ValueError(f"rank {rank} refused its arguments: {text.removeprefix(_REFUSED)}")
-    if differs:
-        listed = ". ".join(f"Rank {rank} {text}" for rank, text in list(texts.items())[:4])
-        more = f" (and {len(texts) - 4} more ranks)" if len(texts) > 4 else ""
-        raise ValueError(
-            "optional_modules or optional_mean differ between ranks, compared with the first: "
-            f"{listed}{more}. Give every rank the same: which of these modules it skips is its own "
-            "choice in each forward"
-        )
+        Args:
+            make_exchange: makes what ranks agree over.
+        """
+        if not self.modules:
+            return
+        _kept[root.units[0]] = _Kept(tuple(self.modules), self.mean)
+        regions = find_regions(root.units, self)
+        if regions is None:
+            return
+        handles = (handle for index in regions.region_of for handle in root.units[index].handles)
+        # On one rank there is nothing to gather, and no other to agree with.
+        if any(handle.placement.num_ranks > 1 for handle in handles):
+            optional = OptionalUnits(root, regions, make_exchange(root))
+            root.extensions.add(optional)
+            optional.begin(root)
 
 
 def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRegions | None:
-    """The region of each optional unit; None without optional modules.
+    """The region of each optional unit; None if there is none.
 
     A unit belongs to the innermost optional module that it is, or lies under. So do units outside
     whose parameters a module under an optional one uses (tied parameters, a `hook_module`): they
@@ -172,8 +115,6 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
     Args:
         units: the root's list, outermost first.
     """
-    if not optional.modules:
-        return None
     around: dict[int, tuple[str, nn.Module]] = {}
     """The innermost optional module around each module, keyed by id."""
     parts_of = {name: list(modules_of(module)) for name, module in optional.modules.items()}
@@ -281,8 +222,7 @@ def _nested(part: nn.Module, root: nn.Module, names: _Names) -> _Kept | None:
     return kept._replace(names=tuple(name for name in listed if name in names.module_of))
 
 
-def _common_mean(mean: object, is_used: bool, nested: Sequence[OptionalMean]) -> OptionalMean:
-    assert mean in ("all", "participants"), "checked"
+def _common_mean(mean: OptionalMean, is_used: bool, nested: Sequence[OptionalMean]) -> OptionalMean:
     means = {*nested, mean} if is_used or not nested or mean != "all" else set(nested)
     if len(means) > 1:
         raise ValueError(
@@ -290,7 +230,7 @@ def _common_mean(mean: object, is_used: bool, nested: Sequence[OptionalMean]) ->
             f"optional_mean={next(each for each in nested if each != mean)!r}; one model has one: "
             "pass the same to each"
         )
-    return means.pop()  # type: ignore[return-value]
+    return means.pop()
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -300,7 +240,7 @@ def _check_units(
     name: str,
     module: nn.Module,
     plans: Sequence[UnitPlan],
-    experts: Mapping[int, AnyGroup],
+    groups: Mapping[int, AnyGroup],
     everyone: Sequence[int],
 ) -> None:
     """Raise ValueError unless `module` has units, and all of them are on all of the model's ranks.
@@ -314,7 +254,7 @@ def _check_units(
     if not any(plan.originals or plan.tied_owners or _has_handles(plan) for plan in under):
         raise ValueError(_why_no_unit(name, module, inside, plans))
     for plan in under:
-        ranks = _own_ranks(plan, experts)
+        ranks = _own_ranks(plan, groups)
         if ranks is not None and ranks != tuple(everyone):
             raise ValueError(
                 f"optional_modules: {name!r} contains {plan.label!r}, which ranks {list(ranks)} "
@@ -327,9 +267,9 @@ def _has_handles(plan: UnitPlan) -> bool:
     return plan.existing is not None and bool(plan.existing.handles)
 
 
-def _own_ranks(plan: UnitPlan, experts: Mapping[int, AnyGroup]) -> tuple[int, ...] | None:
-    if id(plan) in experts:
-        return ranks_of(experts[id(plan)])
+def _own_ranks(plan: UnitPlan, groups: Mapping[int, AnyGroup]) -> tuple[int, ...] | None:
+    if id(plan) in groups:
+        return ranks_of(groups[id(plan)])
     if plan.existing is None or not plan.existing.handles:
         return None
     placement = plan.existing.handles[0].placement

@@ -1,4 +1,4 @@
-"""VerifiedContext: the `RuntimeContext` of a model whose bytes are checked.
+"""Verifier: gathers and reduces for a model whose bytes are checked.
 
     step_n |> checksums of main shards and state
     forward, backward: checksums of what is sent, and of what was received before it is used
@@ -27,7 +27,9 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
-from layerzero.step.context import RuntimeContext
+from layerzero.step.context import Transport
+from layerzero.step.extension import Extension
+from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
@@ -36,7 +38,7 @@ from layerzero.verify.wire import Checksums, Wire, kept
 _WHAT = "the model"
 _LASTS = "load a checkpoint"
 
-_contexts: WeakSet[VerifiedContext] = WeakSet()
+_verifiers: WeakSet[Verifier] = WeakSet()
 _hooks: list[Any] = []
 """The handle of the hook on optimizers' steps, once a model is verified."""
 
@@ -50,50 +52,43 @@ class CorruptionError(RuntimeError):
     """
 
 
-class VerifiedContext(RuntimeContext):
+class Verifier(Transport, Extension):
     """Keeps checksums of all that its model sends, receives and keeps, and compares them."""
 
-    # See `RuntimeContext`, whose functions these replace.
-    all_gather: Any
-    reduce_scatter: Any
-
-    def __init__(self, *args: Any, every: int, **kwargs: Any) -> None:
-        """Takes the arguments of `RuntimeContext`.
-
-        Args:
-            every: backward passes that synchronize from one check to the next.
-        """
-        super().__init__(*args, **kwargs)
+    def __init__(self, root: RootState, every: int) -> None:
+        """`every`: backward passes that synchronize from one check to the next."""
+        self._root_ref = root_ref = weakref.ref(root)
         self._every = every
         self._num_passes = 0
         self._records = every == 1
         """Whether the backward that comes next is checked."""
-        self._wire = Wire(self.device, self.operations)
-        self._resting = Resting(self._units)
+        self._wire = Wire(root.device, root.operations)
+        self._resting = Resting(lambda: () if (root := root_ref()) is None else root.units)
         self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
         """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
         self._watch_steps()
 
     def _watch_steps(self) -> None:
         """Have `after_step` called."""
-        _contexts.add(self)
+        _verifiers.add(self)
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
         return kept(checksums)
 
-    def _units(self) -> Sequence[Unit]:
-        root: Any = self.owner()
-        return () if root is None else root.units
+    @property
+    def _root(self) -> RootState:
+        root = self._root_ref()
+        assert root is not None, "it runs a pass"
+        return root
 
     # What is sent and received ------------------------------------------------------------
 
-    def note_weights(self) -> None:
-        super().note_weights()
+    def weights_written(self) -> None:
         self._checksums.clear()
 
-    def all_gather(  # type: ignore[no-redef]
+    def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
     ) -> Pending:
         """`collectives.all_gather`, checked."""
@@ -120,10 +115,7 @@ class VerifiedContext(RuntimeContext):
         """What peers sent is in `slices`."""
         self._wire.note(operation, group, sent, self._keep(word_sums(slices)))
 
-    def keeps_own_chunk_apart(self, placement: Placement) -> bool:
-        return False  # Only the reductions here are checked.
-
-    def reduce_scatter(  # type: ignore[no-redef]
+    def reduce_scatter(
         self,
         chunks: torch.Tensor,
         group: ShardGroup,
@@ -141,7 +133,31 @@ class VerifiedContext(RuntimeContext):
             )
         own = chunks.chunk(group.size)
         chosen = own if order is None else [own[place] for place in order]
-        sent = self._keep(_of_peers(chosen, group))
+        check_and_add = self._checked(_of_peers(chosen, group), group, operation, add)
+        return collectives.reduce_in_order(
+            chunks, group, operation, scale, order, out, check_and_add
+        )
+
+    def reduce_with_peer(
+        self,
+        own: torch.Tensor,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        group: ShardGroup,
+        operation: Operation,
+        scale: float = 1.0,
+        add: Add = ordered_sum_,
+    ) -> tuple[torch.Tensor, Pending]:
+        """`collectives.reduce_with_peer`, checked."""
+        if self._records:
+            add = self._checked(_of_peers([sent, sent], group), group, operation, add)
+        return collectives.reduce_with_peer(own, received, sent, group, operation, scale, add)
+
+    def _checked(
+        self, sent: torch.Tensor, group: ShardGroup, operation: Operation, add: Add
+    ) -> Add:
+        """`add`, which also notes what was `sent` and received: checksums of each rank's part."""
+        kept_sent = self._keep(sent)
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             if add is ordered_sum_:
@@ -149,11 +165,9 @@ class VerifiedContext(RuntimeContext):
             else:
                 received = _of_peers(parts, group)
                 add(summed, parts, scale)
-            self._wire.note(operation, group, sent, self._keep(received))
+            self._wire.note(operation, group, kept_sent, self._keep(received))
 
-        return collectives.reduce_in_order(
-            chunks, group, operation, scale, order, out, check_and_add
-        )
+        return check_and_add
 
     # What is kept ---------------------------------------------------------------------------
 
@@ -164,31 +178,35 @@ class VerifiedContext(RuntimeContext):
 
     # Checks ---------------------------------------------------------------------------------
 
-    def before_delivery(self) -> None:
+    def before_write(self, reductions: object) -> bool:
         """See Note [A check is before delivery]. Collective; blocks the host.
 
         Raises:
             CorruptionError: on every rank.
         """
+        self._check_step()
+        return False
+
+    def _check_step(self) -> None:
         is_due = self._records
         self._num_passes += 1
         self._records = (self._num_passes + 1) % self._every == 0
         if not is_due:
             return
-        units = self._units()
+        root = self._root
         self._wait_for_streams()
-        rank = _placement(units).rank
-        findings = self._changed(rank)
+        placement = _placement(root.units)
+        findings = self._changed(placement.rank)
         findings += find_different(
-            units,
-            self.tensor_parallel_groups,
-            self.operations,
-            self.device,
+            root.units,
+            root.tensor_parallel_groups,
+            root.operations,
+            root.device,
             self._resting.checksum_of,
         )
-        placement = _placement(units)
         axes = (placement.data_parallel or placement).groups
-        self._settle(_groups(units), axes, self.tensor_parallel_groups, findings, rank)
+        across = root.tensor_parallel_groups
+        self._settle(_groups(root.units), axes, across, findings, placement.rank)
 
     def _changed(self, rank: int) -> list[str]:
         return [
@@ -198,21 +216,22 @@ class VerifiedContext(RuntimeContext):
             for label in self._resting.changed()
         ]
 
-    def after_forward(self, grad_enabled: bool) -> None:
+    def after_forward(self) -> RuntimeError | None:
         """Check what a forward without gradients gathered. Collective over the groups it used.
 
         Raises:
             CorruptionError: on every rank of these groups.
         """
-        root: Any = self.owner()
+        root = self._root
         # Inside a join, ranks without batches do not come here.
-        if grad_enabled or self._every > 1 or root.join is not None:
-            return
+        if torch.is_grad_enabled() or self._every > 1 or root.join is not None:
+            return None
         self._wait_for_streams()
-        used, units = self._wire.used(), self._units()
-        for group in _groups(units) if used else ():
+        used = self._wire.used()
+        for group in _groups(root.units) if used else ():
             if group in used:
-                self._settle([group], [group], (), [], _placement(units).rank)
+                self._settle([group], [group], (), [], _placement(root.units).rank)
+        return None
 
     def _settle(
         self,
@@ -231,15 +250,14 @@ class VerifiedContext(RuntimeContext):
         findings = [*(findings or self._changed(rank)), *self._wire.find(groups)]
         everyone = [*axes, *tensor_parallel_axes]
         texts = gather_texts(
-            findings[0] if findings else None, rank, everyone, self.device, "verification"
+            findings[0] if findings else None, rank, everyone, self._root.device, "verification"
         )
         # What lasts comes first: a main shard that changed is also sent otherwise than it was.
         different = sorted(set(texts.values()), key=lambda text: (_LASTS not in text, text))
         if different:
             # What waits may be of bytes that were compared only now.
             self._wire.clear(self._wire.used())
-            root: Any = self.owner()
-            root.reducer.forget_sums()
+            self._root.reducer.forget_sums()
             raise CorruptionError(
                 f"{different[0]}. No rank finishes this step: weights and optimizer state are as "
                 "before it" + "".join(f"\n  also: {text}" for text in different[1:5])
@@ -252,28 +270,30 @@ class VerifiedContext(RuntimeContext):
         for group in (*axes, *tensor_parallel):
             if group.size == 1:
                 continue
-            make = self.operations.next
+            make = self._root.operations.next
             if group in tensor_parallel:
-                make = self.operations.next_tensor_parallel
-            own = _tensor([-1 if is_bad else 0], self.device)
+                make = self._root.operations.next_tensor_parallel
+            own = _tensor([-1 if is_bad else 0], self._root.device)
             words = gather_small(own, group, make("verification", _WHAT, group)).view(-1)
             is_bad = any((word & (2**64 - 1)).bit_count() > 32 for word in words.tolist())
         return is_bad
 
     def _wait_for_streams(self) -> None:
         """Order this check after all that other streams have summed."""
-        if self.streams.are_apart:
-            for stream in (self.streams.unshard, self.streams.reduce):
+        streams = self._root.streams
+        if streams.are_apart:
+            for stream in (streams.unshard, streams.reduce):
                 stream.drain_handle().wait()
 
     def _before_free(self) -> None:
         """Order the streams that own checksums after this check, which has read them."""
-        if self.streams.are_apart:
-            compute = self.streams.record_compute_event()
-            for stream in (self.streams.unshard, self.streams.reduce):
+        streams = self._root.streams
+        if streams.are_apart:
+            compute = streams.record_compute_event()
+            for stream in (streams.unshard, streams.reduce):
                 stream.wait(compute)
 
-    def after_micro_batch(self) -> None:
+    def kept_micro_batch(self) -> None:
         self._wire.keep()
 
     def after_abort(self) -> None:
@@ -306,5 +326,5 @@ def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for context in list(_contexts):
-        context.after_step(optimizer)
+    for verifier in list(_verifiers):
+        verifier.after_step(optimizer)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.make_placement import Group, ranks_of
+from layerzero.build.plan import Group, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.flat.expert_names import Numbers, name_members
 from layerzero.flat.groups import resolve_process_groups

@@ -1,0 +1,403 @@
+"""Compares ranks: what they are about to build, and then the values that they start with.
+
+Note [Outline]
+    All that must be the same on every rank of a model is text, of which ranks exchange a hash. Only
+    if hashes differ, the first rank's text is sent, and each rank names its first difference. What
+    may differ is left out: units that only some ranks have (experts), devices' indices, and values.
+
+Note [Digests]
+    Each rank cuts its shard out of its own values, so ranks that drew different random numbers
+    would train a mosaic of their models. Every rank takes a digest of the bits of every parameter
+    and buffer when construction reads them anyway; then these are compared in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from layerzero import ops
+from layerzero.build.arguments import Arguments
+from layerzero.build.plan import WrapPlan, ranks_of
+from layerzero.build.wrap import UnitPlan
+from layerzero.comm.collectives import broadcast_from_first, gather_small
+from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.pending import Operation
+from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.flat.groups import ShardGroup, own_rank
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import local_of
+from layerzero.version import __version__
+
+REFUSED = -1
+"""Sent in place of a hash by a rank that refuses the module or an argument."""
+_ERRORS = {
+    "versions": "ZeRO3: versions differ between ranks: {}; install the same on every rank",
+    "experts": "experts: the sizes of units, or which units are experts (have their own "
+    "process_group), differ between ranks: {}; every rank needs equally many experts of equal size",
+    "positions": "process_group: its ranks have different parts of the DTensor parameters, by "
+    "their positions in the tensor-parallel mesh: {}; take both groups from one mesh: "
+    'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+    'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])',
+    "arguments": "ZeRO3: arguments differ between ranks: {}; give every rank the same",
+    "parameters": "process_group: parameters differ between its ranks: {}; every rank must wrap "
+    "the same model; ranks may differ only in units that have their own process_group (experts)",
+    "units": "ZeRO3: arguments of units differ between ranks: {}; give every rank the same, "
+    "and an auto_wrap_policy that returns the same",
+    "modules": "ZeRO3: modules differ between ranks: {}; every rank must wrap the same model",
+    "buffers": "ZeRO3: buffers differ between ranks: {}; every rank must wrap the same model",
+    "optional modules": "optional_modules or optional_mean differ between ranks: {}; give every "
+    "rank the same: which of these modules it skips is its own choice in each forward",
+}
+"""Sections of an outline in the order in which they are compared, and the error of each."""
+
+
+class Exchange:
+    """Messages between all ranks at construction. Each method is collective; blocks the host."""
+
+    def __init__(self, axes: Sequence[ShardGroup], device: torch.device, what: str) -> None:
+        """Args:
+        axes: groups that together connect the ranks, inner first.
+        device: one that their backends serve.
+        """
+        self._axes = [axis for axis in axes if axis.size > 1]
+        self._device = device
+        self._operation = Operation("exchange", what, 0)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """The lowest and the highest `number` of a rank."""
+        numbers = torch.tensor([number], device=self._device)
+        for axis in self._axes:
+            numbers = gather_small(numbers, axis, self._operation)
+        low, high = torch.stack(numbers.aminmax()).tolist()
+        return low, high
+
+    def first(self, own: object) -> Any:
+        """The first rank's `own`: Python values that JSON has."""
+        data = torch.tensor([*json.dumps(own).encode()], dtype=torch.uint8, device=self._device)
+        size = torch.tensor([data.numel()], device=self._device)
+        broadcast_from_first(size, self._axes, lambda _: self._operation)
+        received = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        received[: data.numel()] = data[: received.numel()]
+        broadcast_from_first(received, self._axes, lambda _: self._operation)
+        return json.loads(bytes(received.tolist()))
+
+    def texts(self, text: str | None) -> dict[int, str]:
+        """The texts of the ranks that have one, by global rank."""
+        return gather_texts(text, own_rank(), self._axes, self._device, self._operation.unit)
+
+
+def _hash(value: object) -> int:
+    """A number from 0 to 2**62 that is equal in all processes for equal JSON."""
+    digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}" if len(ranks) > 1 else f"rank {shown}"
+
+
+# Models and arguments -----------------------------------------------------------------------------
+
+
+class Outline:
+    """The model and arguments of one rank; see Note [Outline]."""
+
+    def __init__(self, plan: WrapPlan, given: Arguments, num_inner: int) -> None:
+        """`num_inner`: size of the first axis of `process_group`, the default of `zero3_size`."""
+        dense = [unit for unit in plan.units if id(unit) not in plan.groups]
+        names = {id(visit.module): visit.fqn for visit in plan.visits}
+        mesh = plan.mesh
+        self._rows: dict[str, Sequence[str]] = {
+            "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"],
+            "experts": list(_experts(plan)),
+            "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
+            "arguments": list(_arguments(plan, given, num_inner)),
+            "parameters": [row for unit in dense for row in _parameters(unit, plan, names)],
+            "units": list(_units(dense, plan)),
+            "modules": list(_modules(plan)),
+            "buffers": list(_buffers(plan)),
+        }
+        for feature in plan.features:
+            self._rows.update(feature.compared())
+
+    @property
+    def number(self) -> int:
+        return _hash(self._rows)
+
+    def explain(self, exchange: Exchange) -> str:
+        """Error message: how ranks differ from the first. Collective."""
+        rank, first = exchange.first([own_rank(), self._rows])
+        ranks_of_text: dict[str, list[int]] = {}
+        for number, each in exchange.texts(self._difference(first, rank)).items():
+            ranks_of_text.setdefault(each, []).append(number)
+        section = next(iter(ranks_of_text)).partition("\0")[0]
+        listed = [
+            f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.partition(chr(0))[2]}"
+            for text, ranks in ranks_of_text.items()
+        ]
+        more = f" (and {len(listed) - 4} more differences)" if len(listed) > 4 else ""
+        return _ERRORS[section].format("; ".join(listed[:4]) + more)
+
+    def _difference(self, first: Mapping[str, Sequence[str]], first_rank: int) -> str | None:
+        for section in _ERRORS:
+            own, theirs = self._rows.get(section, ()), first.get(section, ())
+            nothing = f"no other {section.removesuffix('s')}"
+            for one, other in itertools.zip_longest(own, theirs, fillvalue=nothing):
+                if one != other:
+                    counts = f" ({len(own)} {section} here, {len(theirs)} there)"
+                    counts = counts if section == "parameters" else ""
+                    return f"{section}\0{one}, where rank {first_rank} has {other}{counts}"
+        return None
+
+
+def _experts(plan: WrapPlan) -> Iterator[str]:
+    """A row for each unit, if any is an expert. With units of unequal sizes, ranks would prefetch
+    different numbers of all-gathers ahead."""
+    numbers: dict[tuple[int, ...], int] = {}
+    for index, unit in enumerate(plan.units if plan.groups else ()):
+        group = plan.groups.get(id(unit))
+        sizes = [local_of(original.parameter).numel() for original in unit.originals]
+        is_expert = "no expert"
+        if group is not None:
+            is_expert = f"an expert of group {numbers.setdefault(ranks_of(group), len(numbers))}"
+        yield f"unit {index}, {is_expert}, of {sizes} elements"
+
+
+def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str]:
+    syncs = given.sync_module_states
+    # Where all values come from the first rank, only that rank has to initialise.
+    init = "..." if syncs and given.param_init_fn != "later" else plain(given.param_init_fn)
+    values = {
+        "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
+        "outer": given.outer,
+        "mixed_precision": given.mixed_precision or MixedPrecision(),
+        "cast_forward_inputs of the root": given.root_precision,
+        "forward_prefetch": int(given.prefetch.forward),
+        "backward_prefetch": given.prefetch.backward,
+        "limit_all_gathers": given.prefetch.limit,
+        "offload": given.offload or OffloadPolicy(),
+        "sync_module_states": syncs,
+        "gradient_reduction": given.reduction.reduce,
+        "accumulation": given.reduction.accumulation,
+        "deterministic": given.reduction.deterministic,
+        "separate_groups": given.reduction.separate_groups,
+        "in_flight": given.reduction.in_flight,
+        "timeout": given.timeout,
+        "verify": given.verify,
+        "on_nonfinite": given.on_nonfinite,
+        "memory_budget": given.memory_budget,
+        "layout": given.row_multiple,
+        "device": plan.device.type,
+    }
+    yield from (f"{name}={plain(value)}" for name, value in values.items())
+    yield f"param_init_fn={init}"
+
+
+def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:
+    """A row for each parameter; `names` are those of modules, keyed by id."""
+    if unit.existing is not None:
+        for handle in unit.existing.handles:
+            for fqn, shape, shown in zip(
+                handle.fqns, handle.shapes, handle.unsharded_params, strict=True
+            ):
+                kind = "trainable" if shown.requires_grad else "frozen"
+                dtype = handle.main_shard.dtype
+                yield f"{fqn!r} {list(shape)} {dtype} {kind} in {unit.label}"
+        return
+    arguments, label = plan.arguments[id(unit)], unit.label
+    for original in unit.originals:
+        parameter = original.parameter
+        kind = "trainable" if parameter.requires_grad else "frozen"
+        row = f"{original.fqn!r} {list(local_of(parameter).shape)} {parameter.dtype} {kind}"
+        row += f" in {label}"
+        compute = arguments.compute_dtype(original)
+        if compute != parameter.dtype:
+            row += f" ({compute} in forward)"
+        for slot in original.slots[1:]:
+            row += f", tied to {'.'.join(filter(None, (names[id(slot.module)], slot.name)))!r}"
+        yield row
+
+
+def _units(dense: Sequence[UnitPlan], plan: WrapPlan) -> Iterator[str]:
+    texts: dict[int, str] = {}
+    """Texts of arguments, by id: units share most of these objects."""
+    for unit in dense:
+        if unit.existing is not None:
+            yield f"wrapped before: {unit.label}"
+            continue
+        arguments = plan.arguments[id(unit)]
+        values = {
+            "mixed_precision": arguments.mixed_precision,
+            "reshard_after_forward": arguments.reshard_after_forward,
+            "gradient_reduction": arguments.gradient_reduction,
+            "offload": arguments.offload,
+            "hook_module": arguments.hook_module,
+        }
+        for name, value in values.items():
+            if id(value) not in texts:
+                texts[id(value)] = plain(value)
+            yield f"{name}={texts[id(value)]} in {unit.label}"
+
+
+def _modules(plan: WrapPlan) -> Iterator[str]:
+    """The class of each module; of wrappers with the name of what they wrap, of the innermost."""
+    if plan.groups:
+        return  # Placeholders of experts on other ranks are of other classes.
+    classes = {visit.fqn: type(visit.module) for visit in plan.visits}
+    for fqn, cls in classes.items():
+        yield f"{fqn!r} of class {cls.__qualname__}" if fqn else f"a {cls.__qualname__} as root"
+
+
+def _buffers(plan: WrapPlan) -> Iterator[str]:
+    for visit in plan.visits:
+        if id(visit.plan) in plan.groups or visit.plan.existing is not None:
+            continue
+        for name, buffer in visit.module._buffers.items():
+            if buffer is not None and not is_lazy(buffer):
+                shape, fqn = list(local_of(buffer).shape), f"{visit.fqn}.{name}".lstrip(".")
+                yield f"{fqn!r} {shape} {buffer.dtype}"
+
+
+def plain(value: Any) -> str:
+    """A value of an argument as text that is the same in every process: without addresses."""
+    if isinstance(value, type):
+        return value.__qualname__
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(plain, value))})"
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        kind: Any = type(value)
+        default = kind()
+        given = (
+            f"{name}={plain(each)}"
+            for name, each in fields.items()
+            if each != getattr(default, name)
+        )
+        return f"{type(value).__name__}({', '.join(given)})"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return "a function" if callable(value) else repr(value)
+
+
+# Values -------------------------------------------------------------------------------------------
+
+_VALUES = "initial values"
+
+
+class Digests:
+    """Digests of this rank's parameters and buffers; see Note [Digests]."""
+
+    def __init__(self, device: torch.device, is_needed: bool) -> None:
+        """`is_needed`: False if all values come from one rank (`sync_module_states`)."""
+        self._device = device
+        self._is_needed = is_needed
+        self._by_placement: dict[int, tuple[Placement, list[str], list[torch.Tensor | int]]] = {}
+
+    def note(self, label: str, value: torch.Tensor, placement: Placement) -> None:
+        """Add a tensor that all ranks of `placement` have. Not collective."""
+        if self._is_needed and placement.groups:
+            entry = self._by_placement.setdefault(id(placement), (placement, [], []))
+            entry[1].append(label)
+            entry[2].append(digest(value))
+
+    def first_difference(self) -> str | None:
+        """The first difference from the first rank, encoded for `settle`; None if there is none.
+
+        Collective over every placement's groups; blocks the host.
+        """
+        found: str | None = None
+        for placement, labels, digests in self._by_placement.values():
+            exchange = Exchange(placement.groups, self._device, _VALUES)
+            own = torch.stack(
+                [torch.as_tensor(each, dtype=torch.int64, device=self._device) for each in digests]
+            ).tolist()
+            low, high = exchange.bounds(_hash(own))
+            pairs = zip(own, exchange.first(own) if low != high else own, strict=True)
+            # The CPU and a device compute different digests of one value, with different signs.
+            differs = [one != other and (one < 0) == (other < 0) for one, other in pairs]
+            if found is None and any(differs):
+                index = differs.index(True)
+                found = f"{index:09d}\0{labels[index]}\0{sum(differs)} of {len(labels)}"
+        return found
+
+
+def settle(
+    failure: Exception | None, digests: Digests, placement: Placement, device: torch.device
+) -> str | None:
+    """Make construction succeed or fail on all ranks together. Collective over the model's ranks.
+
+    Args:
+        failure: this rank's initialisation error, if any.
+        placement: placement of the whole model.
+
+    Returns:
+        A warning, the same on every rank, if ranks do not start from the same values.
+
+    Raises:
+        Exception: `failure`; a rank without one raises ValueError with the first failed rank's.
+    """
+    difference = digests.first_difference()
+    text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
+    texts = Exchange(placement.groups, device, _VALUES).texts(text)
+    failed = [(rank, each[1:]) for rank, each in texts.items() if each.startswith("\0")]
+    if failure is not None:
+        raise failure
+    if failed:
+        rank, text = failed[0]
+        raise ValueError(f"rank {rank} could not initialise the model: {text}")
+    if not texts:
+        return None
+    order, label, count = min(each.split("\0") for each in texts.values())
+    ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
+    return (
+        f"{label} differs between ranks: on {_listed(ranks)} its values "
+        f"differ from those on the first rank of the group, as do those of {count} "
+        "parameters and buffers there. The shards of different models would be mixed; use one seed "
+        "on all ranks before building the model, or pass sync_module_states=True"
+    )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK_NUMEL = 1 << 22
+_MIXING = 0x5851F42D4C957F2D
+"""Odd, so that multiplication modulo 2**64 loses no bit (Knuth's 64-bit multiplier)."""
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor | int:
+    """A 64-bit digest of every element and its position. Does not block the host.
+
+    Not negative for a tensor on the CPU, negative for one on a device.
+    """
+    value = local_of(tensor)
+    if value.layout is not torch.strided or value.is_quantized:
+        return 0
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    value = value.contiguous().view(-1)
+    if value.device.type == "cpu":
+        return ops.crc32(value.view(torch.uint8)) if value.numel() else 0
+    return device_digest(value)
+
+
+def device_digest(value: torch.Tensor) -> torch.Tensor:
+    """The digest of a 1-D tensor on a device, computed in chunks to bound its memory."""
+    bits = value.view(_INTEGERS[value.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    for start in range(0, bits.numel(), _CHUNK_NUMEL):
+        chunk = bits[start : start + _CHUNK_NUMEL].to(torch.int64)
+        places = torch.arange(start, start + chunk.numel(), device=value.device)
+        total += ((chunk + places * 2 + 1) * (places * _MIXING | 1)).sum()
+    return total | torch.iinfo(torch.int64).min

@@ -1,0 +1,218 @@
+"""Experts: units whose parameters differ between data-parallel ranks.
+
+Four ranks, four experts, two of them on each rank (ep = 2, neighbours):
+
+    rank         0      1      2      3
+    dense      one copy, sharded over 0 1 2 3
+    experts    0, 1   2, 3   0, 1   2, 3     experts 0 and 1 are sharded over ranks 0 and 2
+
+The ranks with the same experts are their *expert-data group*. The loss is a mean over all four
+ranks, and the tokens that an expert sees come from all of them, through the model's own all-to-all.
+So an expert's gradient is summed over its expert-data group and divided by four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
+from layerzero.build.wrap import UnitPlan
+from layerzero.comm.collectives import gather_small
+from layerzero.comm.pending import Operation
+from layerzero.experts.numbers import ExpertLists
+from layerzero.flat.groups import own_rank, resolve_process_groups
+from layerzero.flat.placement import Placement
+from layerzero.flat.tensor_parallel import split_of
+
+
+def _key(group: AnyGroup | None) -> object:
+    """A key that compares equal for equal groups; each `mesh["edp"]` is a new object."""
+    if isinstance(group, Ranks):
+        return group
+    shape = tuple(group.mesh.shape) if isinstance(group, DeviceMesh) else ()
+    return (ranks_of(group), shape if len(shape) == 2 else ())
+
+
+class Experts(Feature):
+    """The expert units of one model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plans: Sequence[UnitPlan],
+        everyone: Callable[[], tuple[int, ...]],
+    ) -> None:
+        """Find the experts, and give those with `expert_numbers` global names. Not collective.
+
+        Units inside an expert unit are experts as well. A unit whose group has all ranks of the
+        model is not an expert.
+
+        Args:
+            everyone: returns the ranks that share the model.
+
+        Raises:
+            ValueError, TypeError: a group is invalid or has ranks outside the model's; an expert's
+                parameter is tied to one of another group; an expert's DTensor is not sharded over
+                ranks outside its group; `expert_numbers` do not fit.
+            NotImplementedError: both experts and other units have DTensors.
+        """
+        self._plans = plans
+        self.groups = _find_groups(plans, everyone)
+        self._lists = ExpertLists(module, plans)
+
+    def place(
+        self, placement: Placement, make: Callable[[Group], Placement], device: torch.device
+    ) -> dict[int, Placement]:
+        """Check which rank has which experts, and place them; name them globally in state dicts.
+
+        Raises:
+            ValueError: on every rank: ranks of one expert-data group have experts of different
+                names, or two groups have experts of the same name.
+        """
+        if self.groups:
+            self._check(placement, device)
+        self._lists.name_members()
+        made: dict[object, Placement] = {}
+        for group in self.groups.values():
+            assert not isinstance(group, Ranks), "these are only planned"
+            if _key(group) not in made:
+                made[_key(group)] = dataclasses.replace(
+                    make(group), members=placement.members, data_parallel=placement
+                )
+        return {plan: made[_key(group)] for plan, group in self.groups.items()}
+
+    def _check(self, placement: Placement, device: torch.device) -> None:
+        own = [dist.get_rank(), *(number for block in self._blocks() for number in block)]
+        values = torch.tensor(own, dtype=torch.int64, device=device)
+        for group in placement.groups:
+            values = gather_small(values, group, Operation("exchange", "experts", 0))
+        groups_of_block: dict[int, set[int]] = {}
+        blocks_of_group: dict[int, dict[int, set[int]]] = {}
+        for rank, *numbers in values.view(-1, len(own)).tolist():
+            for group_number, block in zip(numbers[::2], numbers[1::2], strict=True):
+                groups_of_block.setdefault(block, set()).add(group_number)
+                blocks_of_group.setdefault(group_number, {}).setdefault(rank, set()).add(block)
+        experts = [plan for plan in self._plans if id(plan) in self.groups]
+        names = sorted({original.fqn for plan in experts for original in plan.originals})[:2]
+        for by_rank in blocks_of_group.values():
+            if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
+                raise ValueError(
+                    f"experts: ranks {sorted(by_rank)} are in one process_group of experts, but "
+                    f"have experts with different names; rank {dist.get_rank()} has {names}...; a "
+                    "unit's process_group must consist of the ranks that have the same experts "
+                    "(the expert-data axis, not the expert-parallel one)"
+                )
+        if any(len(each) > 1 for each in groups_of_block.values()):
+            raise ValueError(
+                "experts: different expert-data groups have different parameters under the same "
+                f"names; rank {dist.get_rank()} has {names}...; name experts by global numbers, "
+                "pass expert_numbers with the process_group (in a plan: local_experts), or make a "
+                "parameter that holds several experts a DTensor that is Shard(0) over the "
+                "expert-parallel axis"
+            )
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Hashes of each expert parameter's group, and of its name and offset; the same on all
+        ranks."""
+        for plan in self._plans:
+            if id(plan) in self.groups:
+                group_number = _number(repr(ranks_of(self.groups[id(plan)])))
+                for original in plan.originals:
+                    split = split_of(original.parameter)
+                    offset = None if split is None else split.offset
+                    yield group_number, _number(f"{original.fqn} {offset}")
+
+
+def _number(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _find_groups(
+    plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
+) -> dict[int, AnyGroup]:
+    """The expert-data group of each expert unit, keyed by id(plan)."""
+    if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
+        return {}
+    everyone = everyone_of_model()
+    found: dict[int, AnyGroup] = {}
+    for plan in plans:
+        group = None if plan.existing is not None else _own_group(plan)
+        if group is None:
+            continue
+        try:
+            if not isinstance(group, Ranks):
+                resolve_process_groups(group)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{plan.label}: {error}") from None
+        ranks = ranks_of(group)
+        if not set(ranks) <= set(everyone):
+            raise ValueError(
+                f"{plan.label} (rank {own_rank()}): its process_group has ranks "
+                f"{list(ranks)}; expected a subset of the ranks that share the model, "
+                f"{list(everyone)}"
+            )
+        if ranks != everyone:
+            found[id(plan)] = group
+    for plan in plans:
+        for owner in plan.tied_owners:
+            of_plan, of_owner = found.get(id(plan)), found.get(id(owner))
+            if _key(of_plan) != _key(of_owner):
+                raise ValueError(
+                    f"{plan.label} (rank {own_rank()}): one of its parameters is tied to a "
+                    f"parameter outside, and would belong to {owner.label}, which has another "
+                    "process_group; do not tie parameters of experts, or make one unit around all "
+                    "uses"
+                )
+    for plan in plans:
+        if id(plan) in found:
+            _check_dtensors(plan, ranks_of(found[id(plan)]))
+    _refuse_both(plans, found)
+    return found
+
+
+def _own_group(plan: UnitPlan) -> AnyGroup | None:
+    groups = (around.arguments.get("process_group") for around in plan.ancestors())
+    return next((group for group in groups if group is not None), None)
+
+
+def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
+    rank = own_rank()
+    for original in plan.originals:
+        parameter = original.parameter
+        if not isinstance(parameter, DTensor):
+            continue
+        shared = set(parameter.device_mesh.mesh.flatten().tolist()) & set(ranks)
+        if shared != {rank} or not all(type(p) is Shard for p in parameter.placements):
+            raise ValueError(
+                f"{plan.label} (rank {rank}): expert parameter {original.fqn!r} is a DTensor with "
+                f"placements {parameter.placements} over ranks "
+                f"{parameter.device_mesh.mesh.tolist()}, its process_group has ranks "
+                f"{list(ranks)}; expected Shard(dim) over the ranks of the expert-parallel axis, "
+                "of which only this rank is in the process_group"
+            )
+
+
+def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> None:
+    dtensors = [
+        (id(plan) in experts, original.fqn)
+        for plan in plans
+        for original in plan.originals
+        if isinstance(original.parameter, DTensor)
+    ]
+    of_experts = [fqn for is_expert, fqn in dtensors if is_expert]
+    of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
+    if of_experts and of_others:
+        raise NotImplementedError(
+            f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
+            "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
+            "expert a module whose name contains its global number"
+        )
