@@ -5,8 +5,7 @@ A change to one of these names affects every adapter; everything else in `checkp
 
     names       `Names`, `named_buffers`, `name_in_group`, `global_name`, `under_global_names`:
                 names of parameters and buffers in checkpoints
-    shards      `local_part`: this rank's part of a full tensor; `Extent`, `boxes`, `Box`: where a
-                sharded parameter lies in the full one
+    shards      `Extent`, `boxes`, `Box`: where a sharded parameter lies in the full one
     optimizers  `state_template`, `put_state`: get and set state by parameter;
                 `keeps_whole_states`, `parameters_with_state`: a WholeTensorOptimizer's
     ranks       `root_state_of`, `refuse_experts`: checks before a save; `checkpoint_group_of`: the
@@ -29,7 +28,6 @@ from layerzero.flat.expert_names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.errors import some
 from layerzero.state_dict.json_codec import decode, encode
-from layerzero.state_dict.module_state import local_part
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
 from layerzero.state_dict.optimizers import keeps_whole_states, parameters_with_state
@@ -51,7 +49,6 @@ __all__ = [
     "encode",
     "global_name",
     "keeps_whole_states",
-    "local_part",
     "name_in_group",
     "named_buffers",
     "open_source",

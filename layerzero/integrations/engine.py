@@ -8,12 +8,12 @@ and the names below; everything else is internal, which `tests/unit/test_imports
                 shards that would be saved as if whole
     units       `get_unit`, `root_of`, `ordered_units`, `RootState`; `WrapPolicy`, `make_chooser`,
                 `has_forward`: which modules become units; `summoned`: full parameters of a module
-    ranks       `new_group`, `check_device_type`; `broadcast_`, `broadcast_buffers`, `equalize`:
-                the first rank's values; `Totals`: sums over all ranks of a model
+    ranks       `new_group`, `check_device_type`; `broadcast_buffers`, `equalize`: the first rank's
+                values; `Totals`: sums over all ranks of a model
     optimizers  `attach`: functions called for each optimizer of sharded parameters
     plans       `NamePattern`, `optional_by_name`; `load_yaml`, `read_plan_options`,
-                `engine_arguments`: from a file to arguments of `ZeRO3`; `split_act_ckpt`;
-                `MODULE_OPTIONS`, `ZERO3_OPTIONS`: names of options
+                `engine_arguments`: from a file to arguments of `ZeRO3`; `MODULE_OPTIONS`,
+                `ZERO3_OPTIONS`: names of options
     messages    `warn_once`, `near_matches`
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from layerzero.build.device import check_device_type
 from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
-from layerzero.comm.collectives import broadcast_
 from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
@@ -29,7 +28,6 @@ from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
 from layerzero.parallel.totals import Totals
-from layerzero.plan.activations import split_act_ckpt
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
@@ -53,7 +51,6 @@ __all__ = [
     "Totals",
     "WrapPolicy",
     "attach",
-    "broadcast_",
     "broadcast_buffers",
     "check_device_type",
     "clean_name",
@@ -72,7 +69,6 @@ __all__ = [
     "read_plan_options",
     "refuse_pieces",
     "root_of",
-    "split_act_ckpt",
     "summoned",
     "warn_once",
 ]

@@ -297,9 +297,12 @@ def _check_known(
     for name, _ in layer.named_parameters():
         module = name.rpartition(".")[0]
         if module not in styles and (sequence_parallel or module not in _NORMS):
+            others = "use tp_plan='model' if the model has a plan"
+            if sequence_parallel:  # A model's plan does not cover sequences.
+                others = "leave out sequence_parallel"
             raise ValueError(
-                f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; use "
-                "tp_plan='model' if the model has a plan, or pass a mapping"
+                f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; "
+                f"{others}, or pass a mapping"
             )
 
 

@@ -129,3 +129,5 @@ def test_heads_and_styles_that_do_not_fit_are_named() -> None:
     odd_norm.model.layers[1].mlp.norm = nn.LayerNorm(24)
     with pytest.raises(ValueError, match=r"layers.1: .*does not cover the parameter 'mlp.norm.wei"):
         manager.parallelize(odd_norm, tp_plan="llama")
+    with pytest.raises(ValueError, match=r"'mlp.norm.weight'; leave out sequence_parallel, or pas"):
+        in_sequence.parallelize(odd_norm)

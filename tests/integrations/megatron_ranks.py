@@ -39,6 +39,15 @@ def _let_saves_work() -> None:
     filesystem_async._process_memory = lambda: 0  # for a log line; without psutil a save hangs
 
 
+def destroy_groups(made: set[dist.ProcessGroup]) -> None:
+    """Those of Megatron, which forgets some of them; they would keep dozens of threads.
+
+    Not those of others: torch gives their names to new groups, which then find old addresses.
+    """
+    for group in made.intersection(dist.distributed_c10d._world.pg_map):
+        dist.destroy_process_group(group)
+
+
 @contextmanager
 def megatron_on_cpu(
     tensor_parallel_size: int = 1, pipeline_size: int = 1, expert_parallel_size: int = 1
@@ -47,11 +56,13 @@ def megatron_on_cpu(
     _let_saves_work()
     with ExitStack() as stack:
         stack.enter_context(emulation())
+        before = set(dist.distributed_c10d._world.pg_map)
         parallel_state.initialize_model_parallel(
             tensor_parallel_size,
             pipeline_size,
             expert_model_parallel_size=expert_parallel_size,
         )
+        stack.callback(destroy_groups, set(dist.distributed_c10d._world.pg_map) - before)
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield

@@ -16,7 +16,6 @@ import math
 import multiprocessing
 import queue
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from torch import Tensor
 
 from layerzero import MixedPrecision
 from layerzero.step.placeholders import WaitingGradient
 from layerzero.step.states import ShardState
 from tests.harness.checks import of_floats
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import gathered, recorded_operations
 
 pytest.importorskip("megatron.core")
+
+from tests.integrations import megatron_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--seq", "16", "--width", "32", "--vocab", "64", "--steps", "3", "--layers", "2"]
@@ -54,11 +54,10 @@ def _on_megatrons_ranks(arguments: Sequence[str], run: Callable[[Any], Any]) -> 
     before = set(dist.distributed_c10d._world.pg_map)
     with example.megatron_cpu.emulation():
         example.join_groups(options)
+        made = set(dist.distributed_c10d._world.pg_map) - before
         result = run(options)
     example.parallel_state.destroy_model_parallel()
-    # Megatron forgets its groups, which then keep dozens of threads.
-    for group in set(dist.distributed_c10d._world.pg_map) - before:
-        dist.destroy_process_group(group)
+    megatron_ranks.destroy_groups(made)
     return result
 
 
@@ -107,8 +106,12 @@ def _two_contribute() -> Iterator[None]:
         yield
 
 
-def _compare(arguments: Sequence[str]) -> list[str]:
-    """What differs between the two engines on this rank, step by step."""
+def _compare(arguments: Sequence[str], ends_at: tuple[float, float] | None = None) -> list[str]:
+    """What differs between the two engines on this rank, step by step.
+
+    Args:
+        ends_at: last loss and norm on the last rank, as the page says, to half a unit of a digit.
+    """
 
     def train(options: Any, engine: str) -> Any:
         with _norms_in_float64(), _two_contribute():
@@ -124,29 +127,34 @@ def _compare(arguments: Sequence[str]) -> list[str]:
             one, other = getattr(ours, name), getattr(theirs, name)
             if one != (of_floats(other) if name == "grad_norm" and other else other):
                 wrong.append(f"{where} {name} {one!r}, expected {other!r}")
+    if ends_at is not None and dist.get_rank() == dist.get_world_size() - 1:
+        assert (got[-1].loss, got[-1].grad_norm) == pytest.approx(ends_at, abs=5e-3)
     return wrong
 
 
-def _same_numbers(cases: Sequence[list[str]]) -> None:
-    wrong = [line for arguments in cases for line in _compare(arguments)]
+def _same_numbers(cases: Sequence[list[str]], others: Sequence[str] = ()) -> None:
+    wrong = [*others, *(line for arguments in cases for line in _compare(arguments))]
     assert not wrong, "\n".join(wrong)
 
 
+@on_ranks(2, timeout=120)
 def test_losses_and_norms_are_those_of_megatrons_ddp_on_two_ranks() -> None:
-    cases = [
-        ["--clip", "1"],
-        [*SMALL, "--dtype", "bf16"],
-        [*SMALL, "--dtype", "fp16", "--initial-loss-scale", str(2.0**25)],
-        [*SMALL, "--dtype", "fp16", "--loss-scale", "1024"],
-        [*SMALL, "--per-token-loss"],
-        [*SMALL, "--untie", "--optimizer", "sgd"],
-        [*SMALL, "--recompute"],
-        [*SMALL, "--schedule"],
-        [*SMALL, "--context", "2"],
-        [*SMALL, "--experts", "4"],
-        [*SMALL, "--experts", "4", "--expert-parallel", "2", "--dtype", "bf16"],
-    ]
-    run_ranks(2, _same_numbers, cases, timeout=120)
+    """The example as docs/reference/megatron.md runs it, then each setting in a small one."""
+    wrong = _compare([], ends_at=(5.21, 3.15))
+    scale = ["--initial-loss-scale", str(2.0**25)]
+    experts = ["--experts", "4"]
+    _same_numbers(
+        [
+            [*SMALL, "--clip", "1", "--schedule", "--recompute"],
+            [*SMALL, "--dtype", "bf16", "--per-token-loss"],
+            [*SMALL, "--dtype", "fp16", *scale],
+            [*SMALL, "--dtype", "fp16", "--loss-scale", "1024", "--untie", "--optimizer", "sgd"],
+            [*SMALL, "--context", "2"],
+            [*SMALL, *experts],
+            [*SMALL, *experts, "--expert-parallel", "2", "--dtype", "bf16"],
+        ],
+        wrong,
+    )
 
 
 @pytest.mark.slow
@@ -156,13 +164,14 @@ def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks(
     """`make soak`: axes also with other dtypes, which are compared on two ranks every day."""
     pipeline = ["--pipeline", "2", "--micro-batches", "4"]
     sequence = ["--tensor", "2", "--sequence-parallel"]
+    experts = ["--experts", "4", "--expert-parallel", "2"]
     cases = [
-        [*SMALL, "--zero3-size", "2"],
-        [*SMALL, "--zero3-size", "1", "--outer", "replicate", "--tensor", "2"],
-        [*SMALL, *sequence],
-        [*SMALL, *pipeline, "--deallocate"],
+        [*SMALL, "--zero3-size", "1", "--outer", "replicate", *sequence],
         [*SMALL, *pipeline, "--virtual", "2", "--layers", "4"],
-        [*SMALL, "--pipeline", "2", *sequence],
+        [*SMALL, *pipeline, *sequence, "--deallocate"],
+        [*SMALL, *experts, "--zero3-size", "2"],
+        [*SMALL, *experts, *sequence],
+        [*SMALL, *experts, *pipeline, "--untie"],
     ]
     if in_full:
         scale = ["--initial-loss-scale", str(2.0**25)]
@@ -171,31 +180,6 @@ def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks(
             [*SMALL, *pipeline, "--untie", "--dtype", "bf16", "--per-token-loss"],
         ]
     run_ranks(4, _same_numbers, cases, timeout=120)
-
-
-@pytest.mark.slow
-def test_losses_and_norms_of_split_experts_are_those_of_megatrons_ddp() -> None:
-    experts = ["--experts", "4", "--expert-parallel", "2"]
-    cases = [
-        [*SMALL, *experts, "--zero3-size", "2"],
-        [*SMALL, *experts, "--tensor", "2", "--sequence-parallel"],
-        [*SMALL, *experts, "--pipeline", "2", "--micro-batches", "4", "--untie"],
-    ]
-    run_ranks(4, _same_numbers, cases, timeout=120)
-
-
-def _ends() -> list[tuple[float, float]]:
-    """Last loss and norm of the example as docs/reference/megatron.md runs it, of both engines."""
-    with _norms_in_float64():
-        runs = _on_megatrons_ranks([], lambda options: (_train(options), _train(options, "ddp")))
-    return [(run[-1].loss, run[-1].grad_norm) for run in runs]
-
-
-def test_the_example_ends_where_megatron_does() -> None:
-    ours, theirs = run_ranks(2, _ends)[-1]  # each rank has a loss of its own
-    assert ours == of_floats(theirs)
-    # What the page says, to half a unit of its last digit.
-    assert ours == pytest.approx((5.21, 3.15), abs=5e-3)
 
 
 def _overflow_on_one_rank() -> list[tuple[bool, float]]:
@@ -256,7 +240,8 @@ def _groups(options: Any) -> tuple[Any, Any]:
     return groups, attributes
 
 
-def _same_groups() -> None:
+@on_ranks(2)
+def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
     cases = (["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2"], ["--schedule"])
     for arguments in cases:
         expected, their_attributes = _on_megatrons_ranks(
@@ -270,11 +255,8 @@ def _same_groups() -> None:
     assert (rates, multipliers) == ({0.5, 1e-2}, {0.0, 1.0}), "else nothing was to be decided"
 
 
-def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
-    run_ranks(2, _same_groups)
-
-
-def _shards_are_float32() -> None:
+@on_ranks(1)
+def test_shards_of_a_16_bit_model_are_float32() -> None:
     def run(options: Any) -> None:
         from layerzero.integrations.megatron import ZeRO3DataParallel
 
@@ -300,10 +282,6 @@ def _shards_are_float32() -> None:
         assert wide == {"module.decoder.layers.0.mlp.linear_fc1.weight"}
 
     _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], run)
-
-
-def test_shards_of_a_16_bit_model_are_float32() -> None:
-    run_ranks(1, _shards_are_float32)
 
 
 # The data-parallel surface ---------------------------------------------------------------------
@@ -410,25 +388,16 @@ def _other_arguments_of(options: Any) -> None:
     surface = _Surface(options)
     settings = surface.example.optimizer_config(options)
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)
-        (folder,) = folders
-        get_zero3_optimizer(settings, [surface.chunk], None, False, collection, folder)
-        names = {name for name, _ in surface.chunk.named_parameters()}
-        numbers = dict.fromkeys(names, -1)
-        dist.checkpoint.load(numbers, checkpoint_id=folder)
-        dist.barrier()
-    vectors = {name for name in names if name.endswith("bias") or "layernorm" in name}
-    assert len({numbers[name] for name in vectors}) == 1
-    assert {numbers[name] for name in names - vectors} == {1 - numbers[next(iter(vectors))]}
+    get_zero3_optimizer(settings, [surface.chunk], None, False, collection, None)
+    with pytest.raises(NotImplementedError, match="read the groups from param_groups"):
+        get_zero3_optimizer(settings, [surface.chunk], dump_param_to_param_group_map="here")
     collection.dp_cp = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with pytest.raises(ValueError, match=r"differ from those of the chunks.*ranks \[0, 1\]"):
         get_zero3_optimizer(settings, [surface.chunk], pg_collection=collection)
 
 
 def _reloads(options: Any) -> None:
-    """Main parameters become those of a state dict, or nothing changes on any rank."""
+    """Main parameters become those of a state dict."""
     surface = _Surface(options)
     chunk, optimizer = surface.chunk, surface.optimizer
     surface.run()  # units may be full now
@@ -436,18 +405,13 @@ def _reloads(options: Any) -> None:
     full = copy.deepcopy(chunk.state_dict_for_save_checkpoint())
     fine = {name: v + 2.0**-20 if torch.is_tensor(v) else v for name, v in full.items()}
     optimizer.reload_model_params()
-    missing, misshapen = dict(fine), dict(fine)
     name = next(iter(dict(chunk.module.named_parameters()))).removeprefix("module.")
-    del missing[name]
-    misshapen[name] = fine[name][:1]
-    for broken, message in ((missing, "is missing"), (misshapen, "size mismatch")):
-        given, expected = fine, "the state dict does not fit on 1 other ranks"
-        if dist.get_rank() == 1:
-            given, expected = broken, f"{name}.* {message}"
-        with pytest.raises(ValueError, match=f"(?s)reload_model_params: .*{expected}.*nothing was"):
-            optimizer.reload_model_params({"model": given})
+    with pytest.raises(ValueError, match=f"reload_model_params: the state dict lacks .*{name}"):
+        optimizer.reload_model_params({"model": {n: v for n, v in fine.items() if n != name}})
+    with pytest.raises(RuntimeError, match=f"(?s){name}: size mismatch"):
+        optimizer.reload_model_params({"model": {**fine, name: fine[name][:1]}})
     for sharded_param, value in zip(chunk.parameters(), before, strict=True):
-        assert torch.equal(sharded_param, value)
+        sharded_param.data.copy_(value)
     for given in (
         {"model": fine, "iteration": 3},
         {"model0": {f"module.module.{name}": value for name, value in fine.items()}},
@@ -460,17 +424,6 @@ def _reloads(options: Any) -> None:
                 and sharded_param.dtype is torch.float32
             )
             sharded_param.data.copy_(value)
-
-
-def _buffers_of(options: Any) -> None:
-    surface = _Surface(options)
-    root = surface.chunk.root
-    sharded_param = next(p for p in surface.chunk.parameters() if p.numel())
-    first = sharded_param.detach().clone()
-    with torch.no_grad():
-        sharded_param.add_(dist.get_rank())
-    surface.chunk.broadcast_params()
-    assert torch.equal(sharded_param, first), root.units[0].handles[0].placement
 
 
 def _check_weights_of(surface: _Surface) -> None:
@@ -509,20 +462,14 @@ def _state_of(options: Any) -> None:
         other.optimizer.load_state_dict(everyone[1 - dist.get_rank()])
 
 
-def _surface() -> None:
+@on_ranks(2)
+def test_gradients_parameters_and_state_are_handled_as_megatron_asks() -> None:
     _on_megatrons_ranks(SMALL, _gradients_of)
     _on_megatrons_ranks(SMALL, _groups_of)
     _on_megatrons_ranks(SMALL, _other_arguments_of)
     _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], _reloads)
     fp16 = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
     _on_megatrons_ranks([*SMALL, *fp16], _state_of)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_example(), "ENGINE", {"zero3_size": 1, "outer": "replicate"})
-        _on_megatrons_ranks(SMALL, _buffers_of)
-
-
-def test_gradients_parameters_and_state_are_handled_as_megatron_asks() -> None:
-    run_ranks(2, _surface)
 
 
 def _gathers_of_a_stage(reshards: bool) -> Callable[[Any], list[int]]:
@@ -623,77 +570,42 @@ def _ddp(**changes: Any) -> Any:
     return DistributedDataParallelConfig(**changes)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
-    # name: (TransformerConfig, DistributedDataParallelConfig, options, message)
-    "distributed optimizer": ({}, {"use_distributed_optimizer": True}, {}, "leave it off"),
-    "megatron-fsdp": ({}, {"use_megatron_fsdp": True}, {}, "another engine"),
-    "sharding strategy": (
-        {},
-        {"data_parallel_sharding_strategy": "optim_grads_params"},
-        {},
-        "another engine",
-    ),
-    "several optimizer instances": (
-        {},
-        {"num_distributed_optimizer_instances": 2},
-        {},
-        "zero3_size=",
-    ),
-    "parameter gather overlap": ({}, {"overlap_param_gather": True}, {}, "forward_prefetch="),
-    "fused accumulation": ({"gradient_accumulation_fusion": True}, {}, {}, "main_grad"),
-    "cuda graphs": ({"cuda_graph_impl": "local"}, {}, {}, "set 'none'"),
-    "experts with other tensor-parallel ranks": (
-        {"num_moe_experts": 2, "expert_tensor_parallel_size": 2},
-        {},
-        {},
-        "set it to tensor_model_parallel_size=1",
-    ),
-    "averages of sums": (
-        {"calculate_per_token_loss": True},
-        {"average_in_collective": True},
-        {},
-        "leave average_in_collective off",
-    ),
-    "two interleaved stages without overlap": (
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        {},
-        {},
-        "overlap_p2p_comm=True",
-    ),
-    "process group": ({}, {}, {"process_group": None}, "see pg_collection"),
-    "gradient reduction": ({}, {}, {"gradient_reduction": "sum"}, "calculate_per_token_loss"),
-    "no groups": ({}, {}, {}, "initialize_model_parallel"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_with_what_to_use(name: str) -> None:
-    from layerzero.integrations.megatron import ZeRO3DataParallel
-
-    config, ddp, options, message = REFUSED[name]
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-        ZeRO3DataParallel(_config(**config), _ddp(**ddp), torch.nn.Linear(2, 2), **options)
-
-
-OPTIMIZERS = {
-    "distributed": ({"use_distributed_optimizer": True}, "leave it off"),
-    "offloaded": ({"optimizer_cpu_offload": True}, "OffloadPolicy"),
-    "muon": ({"optimizer": "muon"}, "make_optimizer="),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_that_are_not_supported_are_refused(name: str) -> None:
+def test_what_is_not_supported_is_refused_with_what_to_use() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
+    from layerzero.integrations.megatron import ZeRO3DataParallel
     from layerzero.integrations.megatron.arguments import check_optimizer_config
 
-    settings, message = OPTIMIZERS[name]
-    with pytest.raises(ValueError, match=message):
-        check_optimizer_config(OptimizerConfig(lr=0.1, **settings), has_own_optimizer=False)
+    virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    tensor = {"num_moe_experts": 2, "expert_tensor_parallel_size": 2}
+    for config, ddp, options, message in (
+        ({}, {"use_distributed_optimizer": True}, {}, "leave it off"),
+        ({}, {"use_megatron_fsdp": True}, {}, "another engine"),
+        ({}, {"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "another engine"),
+        ({}, {"num_distributed_optimizer_instances": 2}, {}, "zero3_size="),
+        ({}, {"overlap_param_gather": True}, {}, "forward_prefetch="),
+        ({"gradient_accumulation_fusion": True}, {}, {}, "main_grad"),
+        ({"cuda_graph_impl": "local"}, {}, {}, "set 'none'"),
+        (tensor, {}, {}, "set it to tensor_model_parallel_size=1"),
+        ({"calculate_per_token_loss": True}, {"average_in_collective": True}, {}, "leave average"),
+        (virtual, {}, {}, "overlap_p2p_comm=True"),
+        ({}, {}, {"process_group": None}, "see pg_collection"),
+        ({}, {}, {"gradient_reduction": "sum"}, "calculate_per_token_loss"),
+        ({}, {}, {}, "initialize_model_parallel"),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+            ZeRO3DataParallel(_config(**config), _ddp(**ddp), torch.nn.Linear(2, 2), **options)
+    for settings, message in (
+        ({"use_distributed_optimizer": True}, "leave it off"),
+        ({"optimizer_cpu_offload": True}, "OffloadPolicy"),
+        ({"optimizer": "muon"}, "make_optimizer="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_optimizer_config(OptimizerConfig(lr=0.1, **settings), has_own_optimizer=False)
 
 
-def _refused_with_groups() -> None:
+@on_ranks(1)
+def test_combinations_are_refused_before_anything_is_sent() -> None:
     def run(options: Any) -> None:
         example = _example()
         from megatron.core.distributed import DistributedDataParallel
@@ -742,7 +654,3 @@ def _refused_with_groups() -> None:
             ZeRO3DataParallel(config, _ddp(), model, mixed_precision=precision)
 
     _on_megatrons_ranks(SMALL, run)
-
-
-def test_combinations_are_refused_before_anything_is_sent() -> None:
-    run_ranks(1, _refused_with_groups)

@@ -58,7 +58,7 @@ from layerzero.integrations.megatron.checkpoint import (
 from layerzero.integrations.megatron.several import SeveralOptimizers
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, recorded_operations
 from tests.harness.traffic import SentBytes
 from tests.integrations.megatron_ranks import (
@@ -87,9 +87,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 ENGINES: dict[str, dict[str, Any]] = {
-    "one shard group": {},
-    "layered": dict(zero3_size=1),
-    "replicated": dict(zero3_size=1, outer="replicate"),
+    "tied": {"layered": dict(zero3_size=1)},
+    "untied, gated, layers by name": {"replicated": dict(zero3_size=1, outer="replicate")},
+    "experts": {"one shard group": {}},
 }
 
 
@@ -143,32 +143,6 @@ def _moments(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 
 
 # Parameters --------------------------------------------------------------------------------
-
-
-def _to_and_fro(root: str) -> None:
-    with megatron_on_cpu():
-        for kind, options in MODELS.items():
-            theirs = ddp(gpt(seed=3, **options)).module
-            before = _folder(root, kind)
-            dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
-            for way, engine_options in ENGINES.items() if kind == "tied" else [("", {})]:
-                model = zero3(gpt(seed=4, **options), **engine_options)
-                _load_model(model, before)
-                _assert_same(_full(model), _full(theirs))
-                model = zero3(gpt(seed=5, **options), **engine_options)
-                load_model_state_dict(model, theirs.state_dict())  # full tensors
-                _assert_same(_full(model), _full(theirs))
-
-                model = zero3(gpt(seed=5, **options), **engine_options)
-                after = _folder(root, f"{kind} {way}")
-                entries = sharded_state_dict(model)
-                assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
-                dist_checkpointing.save({"model": entries}, after)
-                assert _described(after) == _described(before)
-                back = ddp(gpt(seed=4, **options)).module
-                wanted = {"model": back.sharded_state_dict()}
-                back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
-                _assert_same(_full(back), _full(model))
 
 
 def _with_experts(seed: int) -> GPTModel:
@@ -288,23 +262,18 @@ def _plain(seed: int) -> nn.Sequential:
 
 
 def _plain_modules(root: str) -> None:
-    with megatron_on_cpu():
-        theirs, ours = _plain(0), zero3(_plain(1), auto_wrap_policy={nn.Linear})
-        before, after = _folder(root, "plain"), _folder(root, "plain ours")
-        entries = sharded_state_dict_default(theirs)
-        dist_checkpointing.save({"model": entries}, before)
-        _load_model(ours, before)
-        _assert_same(_full(ours), _full(theirs))
-        dist_checkpointing.save({"model": sharded_state_dict(ours)}, after)
-        assert _described(after) == _described(before)
-        back = _plain(2)
-        wanted = {"model": sharded_state_dict_default(back)}
-        back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
-        _assert_same(_full(back), _full(theirs))
-
-
-def test_modules_without_a_sharded_state_dict_get_megatrons_default(tmp_path: Path) -> None:
-    run_ranks(2, _plain_modules, str(tmp_path), timeout=120)
+    """Those without a sharded state dict get Megatron's default."""
+    theirs, ours = _plain(0), zero3(_plain(1), auto_wrap_policy={nn.Linear})
+    before, after = _folder(root, "plain"), _folder(root, "plain ours")
+    dist_checkpointing.save({"model": sharded_state_dict_default(theirs)}, before)
+    _load_model(ours, before)
+    _assert_same(_full(ours), _full(theirs))
+    dist_checkpointing.save({"model": sharded_state_dict(ours)}, after)
+    assert _described(after) == _described(before)
+    back = _plain(2)
+    wanted = {"model": sharded_state_dict_default(back)}
+    back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+    _assert_same(_full(back), _full(theirs))
 
 
 def _num_written(entries: dict[str, Any]) -> int:
@@ -326,13 +295,39 @@ def _described(folder: str) -> dict[str, Any]:
     }
 
 
+@on_ranks(2)
 def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_round(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, _to_and_fro, str(tmp_path))
+    root = str(tmp_path)
+    with megatron_on_cpu():
+        for kind, options in MODELS.items():
+            theirs = ddp(gpt(seed=3, **options)).module
+            before = _folder(root, kind)
+            dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
+            for way, engine_options in ENGINES[kind].items():
+                model = zero3(gpt(seed=4, **options), **engine_options)
+                _load_model(model, before)
+                _assert_same(_full(model), _full(theirs))
+                model = zero3(gpt(seed=5, **options), **engine_options)
+                load_model_state_dict(model, theirs.state_dict())  # full tensors
+                _assert_same(_full(model), _full(theirs))
+
+                model = zero3(gpt(seed=5, **options), **engine_options)
+                after = _folder(root, f"{kind} {way}")
+                entries = sharded_state_dict(model)
+                assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
+                dist_checkpointing.save({"model": entries}, after)
+                assert _described(after) == _described(before)
+                back = ddp(gpt(seed=4, **options)).module
+                wanted = {"model": back.sharded_state_dict()}
+                back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+                _assert_same(_full(back), _full(model))
+        _plain_modules(root)
 
 
-def _build_without_network() -> None:
+@on_ranks(2)
+def test_building_the_sharded_state_dict_sends_and_gathers_nothing() -> None:
     with megatron_on_cpu():
         model = zero3(gpt())
         optimizer = torch.optim.AdamW(model.parameters())
@@ -355,10 +350,6 @@ def _build_without_network() -> None:
         _entries(model, optimizer)
         assert whole == {name: id(parameter) for name, parameter in model.named_parameters()}
         model.reshard()
-
-
-def test_building_the_sharded_state_dict_sends_and_gathers_nothing() -> None:
-    run_ranks(2, _build_without_network)
 
 
 # Optimizers --------------------------------------------------------------------------------
@@ -393,49 +384,36 @@ def _frozen(model: ZeRO3, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_groups(model), lr=lr)
 
 
-def _stop_and_go_on(root: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
+    """With SGD by Megatron's strategies that save and load in parallel."""
+    root = str(tmp_path)
     with megatron_on_cpu():
-        for make, steps in ((_adamw, 0), (_adamw, 2), (_sgd, 2), (_frozen, 2)):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for make, steps in ((_adamw, 0), (_adamw, 1), (_sgd, 1), (_frozen, 1)):
             options = dict(hetereogenous_dist_checkpoint=make is _frozen)
             model = zero3(gpt(**options))
             optimizer = make(model)
             train(model, optimizer, range(steps))
             parameters, moments = _full(model), _moments(model, optimizer)
             folder = _folder(root, f"{make.__name__} {steps}")
-            dist_checkpointing.save(_entries(model, optimizer), folder)
+            saving = loading = None
+            if make is _sgd:
+                saving = get_default_save_sharded_strategy()
+                saving = FullyParallelSaveStrategyWrapper(saving, group, True)
+            dist_checkpointing.save(_entries(model, optimizer), folder, saving)
+            if make is _sgd:
+                loading = get_default_load_sharded_strategy(folder)
+                loading = FullyParallelLoadStrategyWrapper(loading, group)
             losses = train(model, optimizer, range(steps, steps + 2))
             # The one that went on, with weights gathered; and a new one.
             for seed, resumed in ((0, model), (1, zero3(gpt(seed=1, **options)))):
                 again = optimizer if seed == 0 else make(resumed, lr=1.0)
-                _resume(resumed, again, folder)
+                _resume(resumed, again, folder, loading)
                 _assert_same(_full(resumed), parameters)
                 if steps:
                     _assert_same(_moments(resumed, again), moments)
                 assert train(resumed, again, range(steps, steps + 2)) == losses
-
-
-def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
-    run_ranks(2, _stop_and_go_on, str(tmp_path))
-
-
-def _save_and_load_in_parallel(root: str) -> None:
-    with megatron_on_cpu():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = zero3(gpt())
-        optimizer = _adamw(model)
-        train(model, optimizer, range(1))
-        saving = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group, True)
-        dist_checkpointing.save(_entries(model, optimizer), root, saving)
-        loading = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(root), group)
-        resumed = zero3(gpt(seed=1))
-        again = _adamw(resumed, lr=1.0)
-        _resume(resumed, again, root, loading)
-        _assert_same(_full(resumed), _full(model))
-        _assert_same(_moments(resumed, again), _moments(model, optimizer))
-
-
-def test_megatrons_fully_parallel_strategies_save_and_load(tmp_path: Path) -> None:
-    run_ranks(2, _save_and_load_in_parallel, str(tmp_path))
 
 
 class _Megatrons:
@@ -479,7 +457,9 @@ class _Megatrons:
         return losses
 
 
-def _change_optimizers(root: str) -> None:
+@on_ranks(2)
+def test_the_state_of_megatrons_optimizers_loads_and_the_other_way_round(tmp_path: Path) -> None:
+    root = str(tmp_path)
     with megatron_on_cpu():
         for is_distributed in (False, True):
             theirs = _Megatrons(3, is_distributed)
@@ -500,11 +480,33 @@ def _change_optimizers(root: str) -> None:
         assert theirs.train(range(4, 6)) == train(model, optimizer, range(4, 6))
 
 
-def test_the_state_of_megatrons_optimizers_loads_and_the_other_way_round(tmp_path: Path) -> None:
-    run_ranks(2, _change_optimizers, str(tmp_path))
+def _their_values(folder: str, prefix: str) -> dict[str, Tensor]:
+    """Full values saved under a prefix, by way of an unsharded model."""
+    plain = gpt(seed=9)
+    wanted = {
+        name: entry
+        for name, entry in plain.sharded_state_dict().items()
+        if isinstance(entry, ShardedTensor)
+    }
+    add_prefix_for_sharding(wanted, prefix)
+    return dict(dist_checkpointing.load({"values": wanted}, folder)["values"])
 
 
-def _sixteen_bits(root: str) -> None:
+def _without_prefix(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): value for name, value in values.items()}
+
+
+def _narrowed(values: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What 16 bits hold of them."""
+    return {name: value.bfloat16().to(dtype) for name, value in values.items()}
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
+    tmp_path: Path,
+) -> None:
+    root = str(tmp_path)
     with megatron_on_cpu():
         for is_distributed in (False, True):
             theirs = _Megatrons(3, is_distributed, bf16=True)
@@ -537,34 +539,6 @@ def _sixteen_bits(root: str) -> None:
         wanted = {"model": narrow.sharded_state_dict()}
         narrow.load_state_dict(dist_checkpointing.load(wanted, folder)["model"])
         _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
-
-
-def _their_values(folder: str, prefix: str) -> dict[str, Tensor]:
-    """Full values saved under a prefix, by way of an unsharded model."""
-    plain = gpt(seed=9)
-    wanted = {
-        name: entry
-        for name, entry in plain.sharded_state_dict().items()
-        if isinstance(entry, ShardedTensor)
-    }
-    add_prefix_for_sharding(wanted, prefix)
-    return dict(dist_checkpointing.load({"values": wanted}, folder)["values"])
-
-
-def _without_prefix(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): value for name, value in values.items()}
-
-
-def _narrowed(values: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """What 16 bits hold of them."""
-    return {name: value.bfloat16().to(dtype) for name, value in values.items()}
-
-
-@pytest.mark.slow
-def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
-    tmp_path: Path,
-) -> None:
-    run_ranks(2, _sixteen_bits, str(tmp_path))
 
 
 # Other sizes -------------------------------------------------------------------------------
@@ -622,7 +596,9 @@ def test_a_checkpoint_loads_at_other_sizes_of_data_and_tensor_parallel_groups(
         _assert_same(moments, expected[1])
 
 
-def _stages(root: str) -> None:
+@on_ranks(2)
+def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -> None:
+    root = str(tmp_path)
     with megatron_on_cpu(pipeline_size=2):
         stage = zero3(gpt(seed=3))
         theirs = gpt(seed=4)
@@ -646,10 +622,6 @@ def _stages(root: str) -> None:
             {name: value for name, value in got.items() if name not in tied},
             {name: value for name, value in expected.items() if name not in tied},
         )
-
-
-def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -> None:
-    run_ranks(2, _stages, str(tmp_path))
 
 
 # What does not fit -------------------------------------------------------------------------
@@ -678,7 +650,12 @@ class _Odd(nn.Linear):
         return {key: ShardedTensorFactory(key, self.weight, build, torch.cat, replica_id)}
 
 
-def _refusals() -> None:
+def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
+    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+@on_ranks(2)
+def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
     with megatron_on_cpu(tensor_parallel_size=2):
         everyone = ZeRO3(gpt(), dist.group.WORLD)
         with pytest.raises(ValueError, match=r"sharded over ranks \[0, 1\], expected .* \[\d\]"):
@@ -733,14 +710,6 @@ def _refusals() -> None:
             load_optimizer_state_dict(
                 [model], optimizer, {"state": loadable, "param_groups": groups}
             )
-
-
-def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
-    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-
-
-def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
-    run_ranks(2, _refusals)
 
 
 # Whole states ------------------------------------------------------------------------------
@@ -823,7 +792,9 @@ def _with_several(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3
     return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make)
 
 
-def _several(root: str) -> None:
+@on_ranks(2)
+def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
+    root = str(tmp_path)
     with megatron_on_cpu():
         chunk, optimizer = _with_several(0)
         assert isinstance(optimizer.optimizer, SeveralOptimizers)
@@ -833,17 +804,15 @@ def _several(root: str) -> None:
         dist_checkpointing.save(_both(chunk, optimizer, False), _folder(root, "several"))
         checkpoint.save(f"{root}/ours", chunk.engine, optimizer.optimizer.optimizers)
         expected = _steps(chunk, optimizer, range(2, 4))
-        for number in range(3):
+        for way in ("megatron", "own", "layerzero"):
             again, its_optimizer = _with_several(1, lr=1.0)
-            _read_both(again, its_optimizer, f"{root}/several")
-            if number:
-                _steps(again, its_optimizer, range(1))
-                _read_both(again, its_optimizer, f"{root}/several")
-            if number == 1:
-                its_optimizer.load_state_dict(own)
-            elif number == 2:
-                assert isinstance(its_optimizer.optimizer, SeveralOptimizers)
+            assert isinstance(its_optimizer.optimizer, SeveralOptimizers)
+            if way == "layerzero":
                 checkpoint.load(f"{root}/ours", again.engine, its_optimizer.optimizer.optimizers)
+            else:
+                _read_both(again, its_optimizer, f"{root}/several")
+            if way == "own":
+                its_optimizer.load_state_dict(own)
             _assert_same(_full(again.engine), weights)
             assert {group["lr"] for group in its_optimizer.param_groups} == {1e-2}
             assert _steps(again, its_optimizer, range(2, 4)) == expected
@@ -865,10 +834,6 @@ def _several(root: str) -> None:
             chunk = ZeRO3DataParallel(module.config, settings, module)
             with pytest.raises((ValueError, TypeError), match=message):
                 get_zero3_optimizer(config, [chunk], make_optimizer=make)
-
-
-def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
-    run_ranks(2, _several, str(tmp_path))
 
 
 def _load_whole(root: str, expected: dict[str, Any]) -> None:

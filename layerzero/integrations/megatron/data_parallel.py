@@ -18,7 +18,6 @@ from layerzero.integrations.engine import (
     RootState,
     Totals,
     WrapPolicy,
-    broadcast_,
     broadcast_buffers,
     get_unit,
     optional_by_name,
@@ -217,19 +216,12 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Broadcast parameters and buffers that several ranks have from the first. Collective.
+        """Broadcast the buffers of the first rank. Collective.
 
-        Shards that only one rank has (all, unless `outer="replicate"`) are left unchanged; with
-        `sync_module_states` they were cut from the first rank's parameters.
+        Parameters are equal wherever several ranks have them: with `sync_module_states`, shards are
+        cut from the first rank's parameters.
         """
-        root = self.root
-        for unit in root.units:
-            for handle in unit.handles:
-                outer = handle.placement.outer_group
-                if outer is not None and handle.placement.owned_slices > 1:
-                    operation = root.operations.next("synchronisation", unit.label, outer)
-                    broadcast_(handle.main_shard, outer, operation)
-        broadcast_buffers(root, self.module.buffers())
+        broadcast_buffers(self.root, self.module.buffers())
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False

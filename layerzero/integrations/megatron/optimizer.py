@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -23,7 +22,7 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import under_global_names
+from layerzero.checkpoint.adapters import some, under_global_names
 from layerzero.integrations.engine import Totals, copy_attributes, get_info
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
@@ -31,7 +30,6 @@ from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
-from layerzero.integrations.megatron.parameters import main_parameters
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.several import (
     AnyOptimizer,
@@ -69,8 +67,7 @@ def get_zero3_optimizer(
             decay for vectors, `decoupled_lr` for embeddings and output).
         use_gloo_process_groups: no effect: nothing here uses Megatron's gloo groups.
         pg_collection: Megatron's process groups; must have the same ranks as those of the chunks.
-        dump_param_to_param_group_map: a folder to write the group number of each parameter to, with
-            `torch.distributed.checkpoint`, as Megatron does.
+        dump_param_to_param_group_map: refused.
         make_optimizer: called with the parameter groups to make the optimizer: an element-wise
             one, or a WholeTensorOptimizer of a single chunk without tensor-parallel parameters. Or
             several, as a dict by name, each with some of the parameters.
@@ -91,9 +88,11 @@ def get_zero3_optimizer(
     check_optimizer_config(config, make_optimizer is not None)
     if pg_collection is not None:
         _check_ranks(chunks[0], pg_collection)
-    groups = parameter_groups(chunks, config, config_overrides)
     if dump_param_to_param_group_map is not None:
-        _dump_groups(groups, chunks, dump_param_to_param_group_map)
+        raise NotImplementedError(
+            "dump_param_to_param_group_map: read the groups from param_groups of the optimizer"
+        )
+    groups = parameter_groups(chunks, config, config_overrides)
     optimizer = None
     if any(group["params"] for group in groups):
         names = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
@@ -114,21 +113,6 @@ def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
             f"{dist.get_process_group_ranks(chunk.ranks.data)}; pass the same collection to "
             "ZeRO3DataParallel and here, or none here"
         )
-
-
-def _dump_groups(
-    groups: Sequence[dict[str, Any]], chunks: Sequence[ZeRO3DataParallel], folder: str
-) -> None:
-    """Write each parameter's group number, in Megatron's order: groups of experts come last."""
-    from megatron.core.transformer.fsdp_dtensor_checkpoint import get_global_unique_param_name
-
-    ordered = sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))
-    numbers = {
-        get_global_unique_param_name(chunks, parameter): number
-        for number, group in enumerate(ordered)
-        for parameter in group["params"]
-    }
-    dist.checkpoint.save(state_dict=numbers, checkpoint_id=folder)
 
 
 def parameter_groups(
@@ -368,7 +352,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
         return self.step_with_ready_grads(), norm, zeros
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Load main parameters from a state dict; collective over all ranks of the model.
+        """Load the trained parameters from a state dict. Not collective.
 
         Without one it does nothing: model and optimizer share the sharded parameters, so loading
         the model has loaded them.
@@ -379,29 +363,25 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 ... for several chunks. Entries that are not trained parameters are ignored.
 
         Raises:
-            ValueError: on all ranks, and nothing is changed: a trained parameter is missing on one
-                of them, or has another shape.
+            ValueError: a trained parameter of this rank is missing.
+            RuntimeError: one has another shape.
         """
-        if state_dict is None:
-            return
-        problem = None
-        try:
-            values = main_parameters(self.chunks, self.get_parameters(), state_dict)
-        except ValueError as error:
-            problem = error
-        failed = torch.tensor([float(problem is not None)], device=self._device)
-        num_failed = int(self._totals.sum("reload of parameters", failed).item())
-        if problem is not None:
-            raise problem
-        if num_failed:
-            raise ValueError(
-                f"reload_model_params: the state dict does not fit on {num_failed} other ranks; "
-                "nothing was changed"
-            )
-        for chunk, own in zip(self.chunks, values, strict=True):
+        trained = {id(parameter) for parameter in self.get_parameters()}
+        for number, chunk in enumerate(self.chunks if state_dict is not None else ()):
+            entries = _entries_of(f"{number}" if len(self.chunks) > 1 else "", state_dict or {})
+            by_name = {_bare(name): value for name, value in entries.items()}
+            named = chunk.module.named_parameters()
+            wanted = [name for name, parameter in named if id(parameter) in trained]
+            if missing := [name for name in wanted if _bare(name) not in by_name]:
+                raise ValueError(
+                    f"reload_model_params: the state dict lacks {some(missing)}; expected full "
+                    "tensors or shards of this rank's part of the model by name, as "
+                    "state_dict_for_save_checkpoint returns them"
+                )
+            own = {name: by_name[_bare(name)] for name in wanted}
             # Not the module's own method: Float16Module's takes names without its prefix.
-            named = under_global_names(chunk.module, own)
-            nn.Module.load_state_dict(chunk.module, named, strict=False)
+            named_globally = under_global_names(chunk.module, own)
+            nn.Module.load_state_dict(chunk.module, named_globally, strict=False)
 
     # State ----------------------------------------------------------------------------------
 
@@ -452,3 +432,21 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     def _scaler_state(self) -> dict[str, Any]:
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
+
+
+def _entries_of(number: str, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of one chunk: under Megatron's key or NeMo's; of a single one, at the top level.
+
+    Args:
+        number: of the chunk; empty if there is one.
+    """
+    keys = (f"model{number}", f"model_{number}") if number else ("model", "model0", "model_0")
+    found = (state_dict[key] for key in keys if isinstance(state_dict.get(key), Mapping))
+    return next(found, {} if number else state_dict)
+
+
+def _bare(name: str) -> str:
+    """The name without the prefixes of wrappers such as Megatron's Float16Module."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
