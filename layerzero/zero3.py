@@ -514,7 +514,7 @@ def shard_in_place(
         with torch.device("cpu"):
             return shard_in_place(module, given, unknown)
     plan, arguments = plan_on_every_rank(module, given, unknown, find_features)
-    _refuse_inner_budget(each.module for each in plan.units)
+    _refuse_what_is_the_outermost_ones(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
     parts = Parts(name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
@@ -585,12 +585,19 @@ def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
     remember_root(root)
 
 
-def _refuse_inner_budget(units: Iterable[nn.Module]) -> None:
+def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
     for inner in units:
-        if isinstance(inner, ZeRO3) and inner.__dict__.get("_learner") is not None:
+        if not isinstance(inner, ZeRO3):
+            continue
+        if inner.__dict__.get("_learner") is not None:
             raise ValueError(
                 "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
                 "give it to the outermost one alone"
+            )
+        if inner._root_state.extensions.reduce:
+            raise ValueError(
+                "register_comm_hook: was called on a ZeRO3 module inside, but the hook is the "
+                "whole model's; wrap first, and call it on the outermost one alone"
             )
 
 

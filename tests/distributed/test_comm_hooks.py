@@ -150,6 +150,10 @@ def _refused() -> None:
     ):
         with pytest.raises(NotImplementedError, match=text):
             ZeRO3(seeded(Mlp), **arguments).register_comm_hook(state, hook)
+    inner = ZeRO3(seeded(Mlp))
+    inner.register_comm_hook(state, hook)
+    with pytest.raises(ValueError, match="wrap first, and call it on the outermost one"):
+        ZeRO3(torch.nn.Sequential(inner))
     with pytest.raises(ValueError, match="a callable"):
         ZeRO3(seeded(Mlp)).register_comm_hook(state, None)
     alone: Any = layerzero.fully_shard(
