@@ -64,7 +64,7 @@ class Step(NamedTuple):
 def assert_trains_alike(
     model: nn.Module,
     reference: nn.Module | Shared,
-    batches: Sequence[Sequence[Any]],
+    batches: Sequence[Sequence[Any]] | None = None,
     optimizer: str = "sgd_momentum",
     run: RunFn = forward_backward,
     reference_run: RunFn | None = None,
@@ -80,6 +80,7 @@ def assert_trains_alike(
 
     Args:
         model: wrapped; trained on this rank's part of `batches` [step][rank].
+        batches: None: two steps, each of a [4, WIDTH] for each rank.
         reference: the same model, plain; trained on all of them.
         optimizer: a name in `OPTIMIZERS`.
         run: forward and backward of one batch, see `backward_of_all_ranks`.
@@ -93,6 +94,8 @@ def assert_trains_alike(
         This rank's losses.
     """
     rank = dist.get_rank(group)
+    if batches is None:
+        batches = batches_of(CASES["mlp"], dist.get_world_size(group), steps=2)
     known: dict[tuple[int, bool, bytes], Step] = {}
     if isinstance(reference, Shared):
         reference, known = copy.deepcopy(reference.model), reference.known
@@ -123,7 +126,6 @@ def trained_alike(
     build: Callable[[], nn.Module],
     *units: type[nn.Module],
     batches: Sequence[Sequence[Any]] | None = None,
-    steps: int = 2,
     optimizer: str = "sgd_momentum",
     run: RunFn = forward_backward,
     reference_run: RunFn | None = None,
@@ -133,13 +135,9 @@ def trained_alike(
 ) -> ZeRO3:
     """Wrap what `build` returns (see `zero3`), and train it beside that: see `assert_trains_alike`.
 
-    Args:
-        batches: [step][rank]; None: `steps` times a [4, WIDTH] for each rank.
-
     Returns:
         The trained model.
     """
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps) if batches is None else batches
     model, given = zero3(build, *units, **options), (optimizer, run, reference_run, regrouped)
     assert_trains_alike(model, seeded(build), batches, *given, reduction)
     return model
