@@ -100,8 +100,8 @@ def _same_in_all_layers(in_full: bool) -> None:
     for number, (name, layers) in enumerate(LAYERS.items()):
         # Each model and way to add up is in some layers, and both ways in one of two hops.
         some = runs if in_full else runs[:2] if name == "zero1" else [runs[number % 4]]
-        policies = ["both", *{"bfloat16": ["params"], "zero1": ["grads"]}.get(name, [])]
-        _same_as_without(policies, layers, some, 3)
+        policy = {"bfloat16": "params", "replicate": "grads"}.get(name, "both")
+        _same_as_without([*POLICIES] if in_full else [policy], layers, some, 3)
 
 
 def test_offloading_changes_no_bit(in_full: bool) -> None:
@@ -111,8 +111,10 @@ def test_offloading_changes_no_bit(in_full: bool) -> None:
 def _same_on_six_ranks(in_full: bool) -> None:
     runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
     more = (("zero1", 2), ("replicate", 3), ("shard", 2)) if in_full else ()
-    for mode, zero3_size in (("zero1", 3), ("replicate", 2), ("shard", 3), *more):
-        _same_as_without(["both"], {"zero3_size": zero3_size, "outer": mode}, runs, 2)
+    modes = ("zero1", 3), ("replicate", 2), ("shard", 3), *more
+    for number, (mode, zero3_size) in enumerate(modes):
+        some = runs if in_full else [runs[number % 2]]
+        _same_as_without(["both"], {"zero3_size": zero3_size, "outer": mode}, some, 2)
 
 
 @pytest.mark.slow

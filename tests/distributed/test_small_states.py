@@ -102,10 +102,7 @@ def _assert_same(
     assert num_compared > 0.5 * sum(torch.as_tensor(value).numel() for value in expected.values())
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_are_the_same_at_every_world_size_where_no_border_cuts_a_block(
     world_size: int,
 ) -> None:
@@ -198,9 +195,8 @@ def _pauses() -> None:
                     assert_bitwise(new, old, f"{state} {stays}")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_states_outlast_the_option_that_uses_them(world_size: int) -> None:
-    run_ranks(world_size, _pauses)
+def test_states_outlast_the_option_that_uses_them() -> None:
+    run_ranks(2, _pauses)
 
 
 def _step_in_backward() -> None:

@@ -24,7 +24,7 @@ from tests.harness.reference import (
     seeded,
 )
 
-STEPS = 4
+STEPS = 2
 FLAGS = (
     "foreach",
     "fused",

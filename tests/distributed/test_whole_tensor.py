@@ -144,12 +144,9 @@ def _odd_parameters(kinds: list[str]) -> None:
             pair.check(f"{kind} on {case.name}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2, 4))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_numbers_after_twenty_steps(world_size: int) -> None:
-    """On three ranks, where shards are uneven; `make soak`: on one to four."""
     run_ranks(world_size, _sweep, ["mlp"], list(KINDS), {"default": {}}, 20, timeout=120)
 
 

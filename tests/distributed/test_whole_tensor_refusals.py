@@ -191,14 +191,16 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
 
 
 def _refused() -> None:
+    model = _model()
     for name, (make, error, text) in REFUSED.items():
-        model = _model()
         with pytest.raises(error, match=text):
             make(model)
-        model(torch.randn(3, WIDTH)).sum().backward()  # Whether a group is still usable.
-        _train(model, whole(model.parameters()))
-        del model
-        assert name
+        try:
+            model(torch.randn(3, WIDTH)).sum().backward()  # Whether a group is still usable.
+        except Exception as failure:
+            failure.add_note(name)
+            raise
+    _train(model, whole(model.parameters()))
 
 
 def test_bad_input_is_refused_by_name_on_every_rank() -> None:

@@ -22,7 +22,6 @@ from torch import nn
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.optim.checks import claim, forget
-from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of, stand_in_for
@@ -315,11 +314,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             )
         (root,) = roots
         when = f"{_NAME}.step: called inside forward or backward"
-        if is_narrowed(self):
-            raise RuntimeError(
-                f"{when} by step_in_backward, which steps parts of tensors; call "
-                "step_in_backward(None), and optimizer.step() after backward"
-            )
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         if len(held) != len(self._members) or any(p not in self._members for p in held):
             raise RuntimeError(
