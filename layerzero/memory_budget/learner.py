@@ -34,7 +34,6 @@ from layerzero.step.unit import Unit
 from layerzero.verify.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
-_STEPS = 5
 _CHECKSUMS = 4
 """A gather in forward and in backward, a reduction, and a comparison of what rests."""
 
@@ -44,6 +43,8 @@ class Learner(Extension):
 
     choice: MemoryChoice | None
     """None while it learns."""
+    steps = 5
+    """Number of steps before the choice."""
 
     def __init__(
         self, root: RootState, placement: Placement, budget: int, meter: Meter | None = None
@@ -106,7 +107,7 @@ class Learner(Extension):
             changed, peak = self._highest([int(self._weights_changed()), peak])
             if changed:
                 self._end_step(peak)
-            if self._num_steps == _STEPS:
+            if self._num_steps == self.steps:
                 self._stop()
                 self._choose()
                 root.extensions.remove(self)

@@ -206,7 +206,9 @@ class _PlannedVerifier(Verifier):
 
 
 class _PlannedLearner(Learner):
-    """Every rank holds what this one holds."""
+    """Every rank holds what this one holds, in every step the same."""
+
+    steps = 2
 
     def _weights_changed(self) -> bool:
         return True

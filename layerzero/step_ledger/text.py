@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from layerzero.step_ledger.figures import UnitRow
@@ -10,76 +10,61 @@ from layerzero.step_ledger.figures import UnitRow
 _MAX_UNITS = 40
 _SMALL = 0.005
 """Milliseconds below which a reason is not printed."""
+Columns = Sequence[tuple[str, Callable[[Any], str]]]
+"""Titles, and what stands below them for a row."""
+
+
+def _number(name: str, scale: float = 1.0, digits: int = 2) -> Callable[[Any], str]:
+    return lambda row: f"{getattr(row, name) * scale:.{digits}f}"
+
+
+_UNITS: Columns = [
+    ("unit", lambda row: row.fqn or "(root)"),
+    ("gather ms", _number("gather_ms")),
+    ("exposed", _number("exposed_gather_ms")),
+    ("MB", _number("gather_bytes", 1e-6)),
+    ("reduce ms", _number("reduce_ms")),
+    ("exposed", _number("exposed_reduce_ms")),
+    ("MB", _number("reduce_bytes", 1e-6)),
+    ("why", lambda row: _reasons_text(row.reasons)),
+]
+_GROUPS: Columns = [
+    ("process group", lambda row: _ranks_text(row.ranks)),
+    ("MB sent", _number("bytes", 1e-6)),
+    ("ms under way", _number("seconds", 1e3)),
+    ("GB/s", lambda row: f"{row.bytes / row.seconds / 1e9:.2f}" if row.seconds else "-"),
+]
+_RANKS: Columns = [
+    ("rank", lambda row: str(row.rank)),
+    ("step ms", _number("step_ms")),
+    ("compute", _number("compute_ms")),
+    ("exposed", lambda row: f"{_exposed(row):.2f}"),
+    ("others waited for it", _number("waited_for_ms")),
+    ("clock error ms", _number("clock_error_ms", digits=3)),
+]
 
 
 def as_text(ledger: Any) -> str:
     """`ledger`: a `Ledger`, which lies above this file."""
-    rows = ledger.units
-    exposed = sum(row.exposed_gather_ms + row.exposed_reduce_ms for row in rows)
-    ranks = ledger.ranks
+    rows: list[UnitRow] = ledger.units
+    hidden = sorted(rows, key=_exposed)
+    left_out = {id(row) for row in hidden[: max(len(rows) - _MAX_UNITS, 0)]}
     lines = [
-        f"rank {ledger.rank} of {len(ranks)}, mean of {ledger.num_steps} steps: "
-        f"{ledger.step_ms:.2f} ms, of which {exposed:.2f} ms are exposed communication",
+        f"rank {ledger.rank} of {len(ledger.ranks)}, mean of {ledger.num_steps} steps: "
+        f"{ledger.step_ms:.2f} ms, of which {sum(map(_exposed, rows)):.2f} ms are exposed "
+        "communication",
         "  ".join(f"{name} {ms:.2f}" for name, ms in ledger.parts.items()),
         "",
-        *_units(rows),
-        "",
-        *_table(
-            ["process group", "MB sent", "ms under way", "GB/s"],
-            [
-                [
-                    _ranks_text(group.ranks),
-                    f"{group.bytes / 1e6:.2f}",
-                    f"{group.seconds * 1e3:.2f}",
-                    f"{group.bytes / group.seconds / 1e9:.2f}" if group.seconds else "-",
-                ]
-                for group in ledger.groups
-            ],
-        ),
-        "",
-        *_table(
-            ["rank", "step ms", "compute", "exposed", "others waited for it", "clock error ms"],
-            [
-                [
-                    str(row.rank),
-                    f"{row.step_ms:.2f}",
-                    f"{row.compute_ms:.2f}",
-                    f"{row.exposed_gather_ms + row.exposed_reduce_ms:.2f}",
-                    f"{row.waited_for_ms:.2f}",
-                    f"{row.clock_error_ms:.3f}",
-                ]
-                for row in ranks
-            ],
-        ),
-        "",
-        f"advice: {ledger.advice}",
+        *_table(_UNITS, [row for row in rows if id(row) not in left_out]),
     ]
-    return "\n".join(lines)
-
-
-def _units(rows: list[UnitRow]) -> list[str]:
-    hidden = sorted(rows, key=lambda row: row.exposed_gather_ms + row.exposed_reduce_ms)
-    left_out = {id(row) for row in hidden[: max(len(rows) - _MAX_UNITS, 0)]}
-    lines = _table(
-        ["unit", "gather ms", "exposed", "MB", "reduce ms", "exposed", "MB", "why"],
-        [
-            [
-                row.fqn or "(root)",
-                f"{row.gather_ms:.2f}",
-                f"{row.exposed_gather_ms:.2f}",
-                f"{row.gather_bytes / 1e6:.2f}",
-                f"{row.reduce_ms:.2f}",
-                f"{row.exposed_reduce_ms:.2f}",
-                f"{row.reduce_bytes / 1e6:.2f}",
-                _reasons_text(row.reasons),
-            ]
-            for row in rows
-            if id(row) not in left_out
-        ],
-    )
     if left_out:
         lines.append(f"({len(left_out)} units with less exposed time are in `ledger.units`)")
-    return lines
+    lines += ["", *_table(_GROUPS, ledger.groups), "", *_table(_RANKS, ledger.ranks), ""]
+    return "\n".join([*lines, f"advice: {ledger.advice}"])
+
+
+def _exposed(row: Any) -> float:
+    return float(row.exposed_gather_ms + row.exposed_reduce_ms)
 
 
 def _reasons_text(reasons: dict[str, float]) -> str:
@@ -93,15 +78,16 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+def _table(columns: Columns, rows: Iterable[Any]) -> list[str]:
+    table = [[title for title, _ in columns], *([text(row) for _, text in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 
     def line(row: list[str]) -> str:
         # The first and the last column are text.
         cells = [
-            text.ljust(width) if index in (0, len(row) - 1) and index != 1 else text.rjust(width)
+            text.ljust(width) if index in (0, len(row) - 1) else text.rjust(width)
             for index, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         return "  ".join(cells).rstrip()
 
-    return [line(head), *(line(row) for row in rows)]
+    return [line(row) for row in table]

@@ -180,7 +180,11 @@ def _measured(zero3_size: int | None) -> int:
 
 @pytest.mark.parametrize(
     ("num_ranks", "zero3_size"),
-    [(2, None), *(pytest.param(4, size, marks=pytest.mark.slow) for size in (None, 1, 2))],
+    [
+        (2, None),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+        *(pytest.param(4, size, marks=pytest.mark.soak) for size in (None, 1)),
+    ],
 )
 def test_the_planned_peak_is_that_of_the_c_library(num_ranks: int, zero3_size: int | None) -> None:
     plan = plan_memory(

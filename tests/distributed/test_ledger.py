@@ -26,16 +26,17 @@ from layerzero.step_ledger.clocks import read_clock
 from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 DELAY_S = 0.03
 
 
 class _Layer(nn.Module):
-    """A unit that sleeps where it is told to."""
+    """A unit that sleeps where it is told to, with a stopwatch of its own."""
 
     in_backward = False
     """Whether the pass that runs is a backward."""
+    spent_s = 0.0
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,8 +44,17 @@ class _Layer(nn.Module):
         self.forward_s = self.backward_s = self.blocked_s = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.forward_s)
-        return _Sleeps.apply(self.linear(x), self)
+        with _stopwatch():
+            x = self.linear(x)
+            time.sleep(self.forward_s)
+        return _Sleeps.apply(x, self)
+
+
+@contextmanager
+def _stopwatch() -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    _Layer.spent_s += time.perf_counter() - start
 
 
 class _Sleeps(torch.autograd.Function):
@@ -56,7 +66,8 @@ class _Sleeps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         _Layer.in_backward = True
-        time.sleep(ctx.layer.backward_s)
+        with _stopwatch():
+            time.sleep(ctx.layer.backward_s)
         if ctx.layer.blocked_s:
             # Through `PyDLL` the call keeps the GIL: no other Python thread runs.
             ctypes.PyDLL(None).usleep(int(ctx.layer.blocked_s * 1e6))
@@ -167,54 +178,25 @@ def test_each_planted_fault_is_named() -> None:
         }
 
 
-class _Timed(nn.Module):
-    """A unit whose compute is timed by a stopwatch of its own."""
-
-    compute_s = 3 * DELAY_S
-    """Long beside what the engine and autograd do outside of the stopwatch."""
-    spent_s = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        start = time.perf_counter()
-        x = self.linear(x)
-        time.sleep(_Timed.compute_s)
-        _Timed.spent_s += time.perf_counter() - start
-        return _SleepsTimed.apply(x)
-
-
-class _SleepsTimed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        start = time.perf_counter()
-        time.sleep(_Timed.compute_s)
-        _Timed.spent_s += time.perf_counter() - start
-        return grad
-
-
 def _left_over() -> float:
     """The part of a step that is neither compute, by the stopwatch, nor exposed."""
-    model = ZeRO3(nn.Sequential(*(_Timed() for _ in range(4))), auto_wrap_policy={_Timed})
+    model = _model()
+    for layer in model.module:
+        # Long beside what the engine and autograd do outside of the stopwatch.
+        layer.forward_s = layer.backward_s = 3 * DELAY_S
     _steps(model, 2)
     # Other processes may stop this one between a stopwatch and a wait: some step must be quiet.
     best = 1.0
     for _ in range(30):
-        _Timed.spent_s = 0.0
+        _Layer.spent_s = 0.0
         with layerzero.ledger(model) as ledger, _slow_link():
             _steps(model, 1)
         exposed = sum(row.exposed_gather_ms + row.exposed_reduce_ms for row in ledger.units)
         parts = ledger.parts["forward"] + ledger.parts["backward"]
-        assert parts >= _Timed.spent_s * 1e3 * 0.97
+        assert parts >= _Layer.spent_s * 1e3 * 0.97
         # A rank that was stopped finds what it would have waited for.
         if exposed > 3 * DELAY_S * 1e3:
-            best = min(best, abs(1 - (exposed + _Timed.spent_s * 1e3) / ledger.step_ms))
+            best = min(best, abs(1 - (exposed + _Layer.spent_s * 1e3) / ledger.step_ms))
         worst = torch.tensor(best)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         if worst <= 0.03:
@@ -447,7 +429,8 @@ def _uses() -> None:
     backward(model)
 
 
-def _one_rank() -> None:
+@on_ranks(1)
+def test_a_ledger_has_rows_for_one_rank_too() -> None:
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
     with layerzero.ledger(model) as ledger:
         loss_of(model(torch.ones(2, WIDTH))).backward()
@@ -457,10 +440,6 @@ def _one_rank() -> None:
     assert ledger.groups == []
     assert "nothing to change" in ledger.advice
     assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
-
-
-def test_a_ledger_has_rows_for_one_rank_too() -> None:
-    run_ranks(1, _one_rank)
 
 
 def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(tmp_path: Path) -> None:

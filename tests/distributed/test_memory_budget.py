@@ -132,7 +132,7 @@ def _sweep(keys: list[tuple[str, str]], shares: list[float], timeout: float) -> 
     return count
 
 
-@pytest.mark.parametrize("case", ["tower", pytest.param("tied gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["tower", pytest.param("tied gpt", marks=pytest.mark.soak)])
 def test_the_budget_is_held_and_a_larger_one_gathers_less(case: str) -> None:
     ranks = run_ranks(2, _of_rank, [(case, "2 ranks")], [0.0, 0.7, 1.0], timeout=60)
     for name in ranks[0]:

@@ -18,41 +18,12 @@ from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, unit
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.models import WIDTH
+from tests.harness.plan_models import Model
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
 from tests.harness.reference import full_parameters, seeded, train_rank
 from tests.harness.regions import recorded_regions
-
-
-class Layer(nn.Module):
-    """An attention, experts in a list, and shifts in another that only this forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Block()
-        self.experts = nn.ModuleList(Block() for _ in range(2))
-        self.bank = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attn(x)
-        for expert, shift in zip(self.experts, self.bank, strict=True):
-            x = x + torch.tanh(expert(x + shift))
-        return x
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def batches(steps: int = 3) -> list[list[Tensor]]:
@@ -88,7 +59,8 @@ ATTENTIONS = [f"layers.{layer}.attn" for layer in range(3)]
 LAYERS = [f"layers.{layer}" for layer in range(3)]
 
 
-def _patterns() -> None:
+@on_ranks(2)
+def test_patterns_name_the_units() -> None:
     for plan, expected in (
         ({}, []),
         ({"apply_modules": ["layers.{*}", "head"]}, [*LAYERS, "head"]),
@@ -116,10 +88,6 @@ def _patterns() -> None:
         assert_trains_alike(model, reference, batches(2))
 
 
-def test_patterns_name_the_units() -> None:
-    run_ranks(2, _patterns)
-
-
 def _wrapped_layers() -> Model:
     module = seeded(Model)
     module.layers[0] = checkpoint_wrapper(module.layers[0])
@@ -128,7 +96,8 @@ def _wrapped_layers() -> Model:
     return module
 
 
-def _wrappers() -> None:
+@on_ranks(2)
+def test_names_are_those_without_wrappers() -> None:
     def policy(module: nn.Module, fqn: str) -> bool:
         return fqn in (*LAYERS, *ATTENTIONS)
 
@@ -141,10 +110,6 @@ def _wrappers() -> None:
         known = {name for name, _ in Model().named_parameters()}
         assert {sharded_param.layerzero.fqn for sharded_param in model.parameters()} == known
         assert_trains_alike(model, _wrapped_layers(), batches(2))
-
-
-def test_names_are_those_without_wrappers() -> None:
-    run_ranks(2, _wrappers)
 
 
 def _ignored_parameter() -> None:
@@ -182,7 +147,8 @@ def _ignored_parameter_of_frozen() -> None:
 # Options --------------------------------------------------------------------------------------
 
 
-def _options() -> None:
+@on_ranks(2)
+def test_options_of_patterns_win_over_defaults_and_those_of_later_ones_over_earlier() -> None:
     model = sharded(
         apply_modules={
             "layers.{*}": {"reshard_after_forward": False},
@@ -245,11 +211,8 @@ def _options() -> None:
         assert_bitwise(own, other, "loss")
 
 
-def test_options_of_patterns_win_over_defaults_and_those_of_later_ones_over_earlier() -> None:
-    run_ranks(2, _options)
-
-
-def _uncast_inputs() -> None:
+@on_ranks(2)
+def test_inputs_are_cast_unless_the_plan_says_no() -> None:
     seen: list[torch.dtype] = []
     for casts in (True, False):
         model = sharded(apply_modules=["layers.{*}"], param_dtype="bf16", cast_forward_inputs=casts)
@@ -263,11 +226,8 @@ def _uncast_inputs() -> None:
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-def test_inputs_are_cast_unless_the_plan_says_no() -> None:
-    run_ranks(2, _uncast_inputs)
-
-
-def _offload() -> None:
+@on_ranks(2)
+def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() -> None:
     with warns_on_first_rank(r"offload=OffloadPolicy\(params=True, grads=False, pin_"):
         shard_with_plan(seeded(Model), ShardingPlan(cpu_offload={"pin_memory": False}))
     with warns_on_first_rank("cpu has no memory of its own"):
@@ -275,14 +235,11 @@ def _offload() -> None:
         trains_alike(shard_with_plan(seeded(Model), plan))
 
 
-def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() -> None:
-    run_ranks(2, _offload)
-
-
 # Hook modules ---------------------------------------------------------------------------------
 
 
-def _hook_modules() -> None:
+@on_ranks(2)
+def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
     for hooks in ({"layers.{*}.bank": "layers.{*}"}, ["layers.{*}"]):
         for layers in ([], ["layers.{*}"]):
             model = sharded(
@@ -300,14 +257,11 @@ def _hook_modules() -> None:
             assert not any(full_nbytes(model).values())
 
 
-def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
-    run_ranks(2, _hook_modules)
-
-
 # Order ----------------------------------------------------------------------------------------
 
 
-def _order() -> None:
+@on_ranks(2)
+def test_steps_are_prefetched_along_the_recorded_order() -> None:
     plan = ShardingPlan(
         apply_modules=["embed", "layers.{*}", "layers.{*}.experts.{*}", "head"],
         num_to_forward_prefetch=1,
@@ -350,11 +304,8 @@ def _order() -> None:
     assert (root.scheduler.forward_depth, root.scheduler.backward_prefetch) == (0, None)
 
 
-def test_steps_are_prefetched_along_the_recorded_order() -> None:
-    run_ranks(2, _order)
-
-
-def _pregather() -> None:
+@on_ranks(2)
+def test_pregather_has_everything_before_the_first_layer_runs() -> None:
     model = sharded(apply_modules=["layers.{*}", "head"], pregather=True)
     full = sum(unit.nbytes for unit in units(model))
     seen: list[int] = []
@@ -366,10 +317,6 @@ def _pregather() -> None:
     assert not any(full_nbytes(model).values())
 
 
-def test_pregather_has_everything_before_the_first_layer_runs() -> None:
-    run_ranks(2, _pregather)
-
-
 # Activations ----------------------------------------------------------------------------------
 
 
@@ -377,7 +324,8 @@ def _own_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
 
-def _activations() -> None:
+@on_ranks(2)
+def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> None:
     for choice in (
         "composable",
         "wrapped",
@@ -405,11 +353,8 @@ def _activations() -> None:
         ShardingPlan(act_ckpt=("composable", {"offload": True}))
 
 
-def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> None:
-    run_ranks(2, _activations)
-
-
-def _activations_of_some() -> None:
+@on_ranks(2)
+def test_a_pattern_may_choose_other_activations_than_the_plan() -> None:
     """A pattern's own choice wins, also that of none."""
     calls: list[str] = []
     model = sharded(
@@ -426,10 +371,6 @@ def _activations_of_some() -> None:
     trains_alike(model, steps=1)
     again = ["layers.0.attn.up", "layers.2.attn.up"]
     assert sorted(calls) == sorted(["embed", *(f"{fqn}.up" for fqn in ATTENTIONS), *again])
-
-
-def test_a_pattern_may_choose_other_activations_than_the_plan() -> None:
-    run_ranks(2, _activations_of_some)
 
 
 # Models that know better ----------------------------------------------------------------------
@@ -465,7 +406,8 @@ class AsMindSpeed(Knowing):
         return super().set_modules_to_prefetch(fsdp_plan, fsdp_plan.num_forward, 1)
 
 
-def _knowing() -> None:
+@on_ranks(2)
+def test_a_model_may_shard_itself_and_set_its_own_lists() -> None:
     assert fqns(shard_with_plan(seeded(AsMindSpeed), ShardingPlan())) == ["", *LAYERS]
     for answer in (True, "itself", False):
         module = seeded(Knowing)
@@ -478,11 +420,8 @@ def _knowing() -> None:
         trains_alike(model)
 
 
-def test_a_model_may_shard_itself_and_set_its_own_lists() -> None:
-    run_ranks(2, _knowing)
-
-
-def _optional() -> None:
+@on_ranks(2)
+def test_optional_modules_of_a_plan_reach_the_engine() -> None:
     layers = {f"layers.{i}{rest}": f"layers.{i}" for i in (1, 2) for rest in ("", ".attn")}
     units_of = ["layers.{*}", "layers.{*}.attn", "head"]
     with recorded_regions() as found:
@@ -507,14 +446,11 @@ def _optional() -> None:
     assert own == [({"layers.1": "layers.1"}, "all")] * 2
 
 
-def test_optional_modules_of_a_plan_reach_the_engine() -> None:
-    run_ranks(2, _optional)
-
-
 # Refusals -------------------------------------------------------------------------------------
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_changed() -> None:
     plan = ShardingPlan(apply_modules=["layers.{*}"])
     with pytest.raises(RuntimeError, match="wrapped already"):
         plan.validate(shard_with_plan(seeded(Model), plan))
@@ -535,11 +471,8 @@ def _refused() -> None:
     assert "forward" not in module.layers[0].__dict__, "nothing was changed"
 
 
-def test_what_cannot_be_sharded_is_refused_before_anything_is_changed() -> None:
-    run_ranks(2, _refused)
-
-
-def _overlapping() -> None:
+@on_ranks(2)
+def test_directives_for_what_is_sharded_or_cannot_be_called_are_skipped_with_a_warning() -> None:
     for own, expected in (
         (ShardingPlan(apply_modules={"layers.{*}": {"act_ckpt": "wrapped"}}), LAYERS),
         (ShardingPlan(apply_modules=["*attn"]), ["layers.0.attn", "layers.1", "layers.2.attn"]),
@@ -566,10 +499,6 @@ def _overlapping() -> None:
     trains_alike(model)
 
 
-def test_directives_for_what_is_sharded_or_cannot_be_called_are_skipped_with_a_warning() -> None:
-    run_ranks(2, _overlapping)
-
-
 # A shard group of one rank --------------------------------------------------------------------
 
 
@@ -588,7 +517,8 @@ class Adapted(nn.Module):
         return self.out(self.base(x) + low.to(x.dtype))
 
 
-def _alone() -> None:
+@on_ranks(2)
+def test_a_shard_group_of_one_rank_is_plain_data_parallelism() -> None:
     records: list[str] = []
     logger = logging.getLogger("layerzero.plan")
     logger.setLevel(logging.INFO)
@@ -637,6 +567,7 @@ def _alone() -> None:
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         if other.grad is not None:
             assert_bitwise(own.grad, other.grad.flatten())
+    logger.removeHandler(handler)
     expected = 3 if dist.get_rank() == 0 else 0
     records = [text for text in records if "the shard group has one rank" in text]
     assert len(records) == expected, records
@@ -649,14 +580,12 @@ def _alone() -> None:
     assert own < sum(parameter.numel() for parameter in Adapted().parameters())
 
 
-def test_a_shard_group_of_one_rank_is_plain_data_parallelism() -> None:
-    run_ranks(2, _alone)
-
-
 # With torch.compile ---------------------------------------------------------------------------
 
 
-def _compiled() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=90)
+def test_compiled_units_of_a_plan_train_alike_without_recompilation() -> None:
     for plan in (
         {
             "apply_modules": {
@@ -686,8 +615,3 @@ def _compiled() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             train_rank(model, optimizer, batches(), dist.get_rank())
         assert counter.frame_count == warm
-
-
-@pytest.mark.slow
-def test_compiled_units_of_a_plan_train_alike_without_recompilation() -> None:
-    run_ranks(2, _compiled, timeout=90)

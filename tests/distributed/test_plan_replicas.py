@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from layerzero import ShardingPlan, shard_with_plan
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_parameters
 
 PLAN = {"apply_modules": ["layers.{*}"], "defaults": {"zero3_size": 1}}
@@ -63,7 +63,8 @@ def _go(model: Any, kind: str, x: Tensor) -> Tensor:
 EVENTS = ["step", "look", "look", "wait", "wait", "step", "evaluate", "step", "evaluate", "wait"]
 
 
-def _alike() -> None:
+@on_ranks(2)
+def test_replicas_start_equal_and_keep_buffers_as_ddp_does() -> None:
     model = shard_with_plan(_of_this_rank(), ShardingPlan(**PLAN))
     module = _of_this_rank()
     ddp = nn.parallel.DistributedDataParallel(module)
@@ -84,11 +85,8 @@ def _alike() -> None:
         assert_bitwise(value, parameters[name].detach(), name)
 
 
-def test_replicas_start_equal_and_keep_buffers_as_ddp_does() -> None:
-    run_ranks(2, _alike)
-
-
-def _only_there() -> None:
+@on_ranks(2)
+def test_only_replicas_with_buffers_pay_for_it_and_only_unless_told_otherwise() -> None:
     x = torch.ones(3, WIDTH)
     off = shard_with_plan(_of_this_rank(), ShardingPlan(**PLAN, broadcast_buffers=False))
     assert not off._forward_pre_hooks and not off._forward_hooks
@@ -120,11 +118,8 @@ def _only_there() -> None:
     assert not torch.equal(*everyone), "a plan that says so is taken at its word"
 
 
-def test_only_replicas_with_buffers_pay_for_it_and_only_unless_told_otherwise() -> None:
-    run_ranks(2, _only_there)
-
-
-def _from_meta() -> None:
+@on_ranks(2)
+def test_a_model_from_meta_has_float32_main_weights_at_every_size() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     torch.manual_seed(3)
@@ -136,7 +131,3 @@ def _from_meta() -> None:
         layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
     model(torch.ones(3, WIDTH))
     assert seen == [torch.bfloat16] * 2
-
-
-def test_a_model_from_meta_has_float32_main_weights_at_every_size() -> None:
-    run_ranks(2, _from_meta)

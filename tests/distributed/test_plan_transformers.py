@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from layerzero import ShardingPlan, shard_with_plan, units
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import inner_units
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import seeded
 from tests.harness.traffic import SentBytes
@@ -57,7 +57,8 @@ def forward_backward(model: nn.Module, ids: Tensor) -> Tensor:
 LAYERS = [f"model.layers.{index}" for index in range(3)]
 
 
-def _llama() -> None:
+@on_ranks(2, timeout=120)
+def test_a_llama_is_sharded_by_its_plan() -> None:
     plan = ShardingPlan.from_dict(
         {
             "apply_modules": {
@@ -82,10 +83,6 @@ def _llama() -> None:
     # Embedding and head are one weight: it goes to the unit around both, though both are named.
     model = shard_with_plan(seeded(tied_llama), plan)
     assert_trains_alike(model, seeded(tied_llama), tokens(), run=forward_backward)
-
-
-def test_a_llama_is_sharded_by_its_plan() -> None:
-    run_ranks(2, _llama, timeout=120)
 
 
 def lora() -> nn.Module:

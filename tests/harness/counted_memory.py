@@ -43,7 +43,7 @@ def measure(
     """The most that lives in any step after a first one. Collective.
 
     How late a thread of gloo frees what a reduction held depends on the machine, and so does the
-    peak: a plan has the highest. So `steps` run as they come, and then three in which a reduction
+    peak: a plan has the highest. So `steps` run as they come, and then two in which a reduction
     is finished only once something waits for it or for what came after it. `resting` is without
     the batch.
 
@@ -61,7 +61,7 @@ def measure(
         for _ in range(steps):
             _step(model, stepper, args, kwargs)
         pace.keeps_up = pace.is_late = True
-        for _ in range(3):
+        for _ in range(2):
             _step(model, stepper, args, kwargs)
         del args, kwargs
         gc.collect()
@@ -107,7 +107,7 @@ class _Pace:
         """None is finished before something waits for it."""
 
 
-_LATEST = 1.0
+_LATEST = 0.4
 """Seconds after which a late one is finished all the same: other ranks may wait for its messages,
 which nothing on this rank does."""
 

@@ -45,22 +45,21 @@ def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
     assert outcome.suspects == [SUSPECT] and "the reason" in outcome.output
 
 
-@pytest.mark.parametrize(
-    "session",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["same session", "own session"],
-)
-def test_a_step_that_hangs_is_killed_with_its_children(session: bool, tmp_path: Path) -> None:
-    alive = tmp_path / "alive"
-    child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
-    code = (
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session={session})"
-    )
-    outcome = run_one(python(code), limit_s=1.0)
-    assert (outcome.status, outcome.suspects) == ("killed", [SUSPECT])
-    time.sleep(3)
-    assert not alive.exists()
+def test_a_step_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    """Those of its session, and those that began one of their own."""
+    steps = []
+    for session in (False, True):
+        child = f"import time; time.sleep(4); open({str(tmp_path / str(session))!r}, 'w')"
+        code = (
+            "import subprocess, sys\n"
+            f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session={session})"
+        )
+        steps.append(Step(str(session), "", SUSPECT, python(code), 1.5, only_exit))
+    begin = time.monotonic()
+    outcomes = list(run_side_by_side(steps, begin + 100))
+    assert [(each.status, each.suspects) for each in outcomes] == [("killed", [SUSPECT])] * 2
+    time.sleep(max(begin + 6 - time.monotonic(), 0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_without_its_program_is_not_run() -> None:
@@ -111,7 +110,7 @@ def test_a_benchmark_that_is_killed_keeps_what_it_has_measured() -> None:
     code = (
         'import time; print(\'{"measures": {}, "rows": [1]}\\n{"cut\', flush=True); time.sleep(60)'
     )
-    outcome = run_one(python(code), day.read_measures, limit_s=2.0)
+    outcome = run_one(python(code), day.read_measures, limit_s=1.0)
     assert (outcome.status, outcome.data["rows"]) == ("killed", [1])
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -21,38 +21,8 @@ from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingP
 from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import is_of_adapter
 from layerzero.plan.units import planned_units
-from tests.harness.models import WIDTH, Block
-
-
-class Layer(nn.Module):
-    """An attention, and experts in a list whose weights are also in a bank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Block()
-        self.experts = nn.ModuleList(Block() for _ in range(2))
-        self.bank = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
-        self.act = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attn(x)
-        for expert, shift in zip(self.experts, self.bank, strict=True):
-            x = expert(self.act(x + shift))
-        return x
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+from tests.harness.models import Block
+from tests.harness.plan_models import Layer, Model
 
 
 def plan(*patterns: str, **fields) -> ShardingPlan:

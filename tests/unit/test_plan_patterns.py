@@ -44,7 +44,7 @@ def random_name(random_: random.Random) -> str:
 def test_random_patterns_match_what_a_slow_matcher_matches() -> None:
     random_ = random.Random(0)
     num_patterns = num_matches = num_refused = 0
-    for _ in range(4000):
+    for _ in range(1000):
         text = random_pattern(random_)
         try:
             pattern = NamePattern.parse(text)
@@ -59,12 +59,12 @@ def test_random_patterns_match_what_a_slow_matcher_matches() -> None:
             assert (pattern.match(name) is not None) == expected, (text, name)
             num_matches += expected
     # The sweep says something only if it meets enough of each.
-    assert num_patterns > 2000 and num_matches > 500 and num_refused > 100
+    assert num_patterns > 500 and num_matches > 125 and num_refused > 25
 
 
 def test_every_range_matches_its_numbers_and_no_others() -> None:
     random_ = random.Random(1)
-    for _ in range(300):
+    for _ in range(100):
         low = random_.choice([0, 1, 9, 10, 99, 100, random_.randint(0, 2000)])
         high = low + random_.choice([0, 1, 9, 10, 90, 900, random_.randint(0, 3000)])
         pattern = NamePattern.parse(f"layers.{{{low}-{high}}}.mlp")
