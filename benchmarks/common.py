@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.comm.gloo import loop_threads
+from layerzero.comm.gloo import threads as loop_threads
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def let_gloo_wait(waits: bool) -> None:
     """Have the threads of gloo's sockets wait for a core when they wake, or take one.
 
     Wrapping a model with layerzero has them wait, for all that this process runs afterwards;
-    without it they take one (layerzero/comm/gloo/loop_threads.py). Engines that are compared in one
+    without it they take one (layerzero/comm/gloo/threads.py). Engines that are compared in one
     process each get what their users have.
     """
     if sys.platform.startswith("linux"):

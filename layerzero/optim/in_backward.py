@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from layerzero.flat.gradients import Gradient
+from layerzero.step.reducer import Delivery, Part
 from layerzero.step.unit import Unit
 
+_logger = logging.getLogger(__name__)
 _Groups = list[list[nn.Parameter]]
 _Wanted = set[nn.Parameter]
 _narrowed: WeakKeyDictionary[torch.optim.Optimizer, tuple[_Groups, _Wanted]] = WeakKeyDictionary()
@@ -62,12 +66,36 @@ class StepInBackward:
             sharded_param for unit in units for sharded_param in unit.sharded_params
         ]
 
-    def step_unit(self, unit: Unit | None) -> None:
-        """Step the parameters of a unit; None, at the end: those that belong to no unit."""
-        if unit is not None:
-            self.step(unit.sharded_params)
-        else:
+    def deliver(self, delivery: Delivery, parts: Sequence[Part]) -> None:
+        """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
+        while the device still computes the rest. Steps cannot be undone."""
+        # Each of several nested passes (reentrant checkpoints) may reduce a unit.
+        last_of = {unit: index for index, (unit, _) in enumerate(parts)}
+        hooked: list[Gradient] = []
+        complete: list[Unit] = []
+        stepped: list[str] = []
+        try:
+            for index, (unit, add) in enumerate(parts):
+                hooked += add()
+                delivery.commit()
+                if last_of[unit] == index:
+                    complete.append(unit)
+                if not hooked:
+                    # Parameters with hooks get their gradients below, together; until then neither
+                    # their unit nor a later one is stepped.
+                    while complete:
+                        stepped.append(complete[0].label)
+                        self.step(complete.pop(0).sharded_params)
+            if hooked:
+                delivery.run_hooks(hooked)
+            for unit in complete:
+                stepped.append(unit.label)
+                self.step(unit.sharded_params)
             self.step_others(self._sharded_params)
+        except BaseException as error:
+            if stepped:
+                _note_steps(error, stepped)
+            raise
 
     def step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run one step on those of `parameters` that the optimizer has."""
@@ -91,3 +119,15 @@ class StepInBackward:
             _narrowed.pop(self.optimizer, None)
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters
+
+
+def _note_steps(error: BaseException, units: Sequence[str]) -> None:
+    """Add the units that have stepped already to an error of `step_in_backward`."""
+    text = (
+        f"step_in_backward: the parameters of {', '.join(units)} had stepped by then, which cannot "
+        "be undone: load a checkpoint, or go on with the next batch, but do not run this one again"
+    )
+    if hasattr(error, "add_note"):  # Python 3.11.
+        error.add_note(text)
+    else:
+        _logger.error(text)

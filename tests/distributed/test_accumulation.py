@@ -750,7 +750,7 @@ def _decides() -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("layerzero.step.reducer")
+    logger = logging.getLogger("layerzero.step.accumulation")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     batch = torch.randn(2, 64)

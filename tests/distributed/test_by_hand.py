@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import ZeRO3, pregather, units
-from layerzero.step.states import ShardState
+from layerzero.step.unit import ShardState
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp

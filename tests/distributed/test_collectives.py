@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.config import GatherBudget
-from layerzero.step.states import ShardState
+from layerzero.step.unit import ShardState
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks

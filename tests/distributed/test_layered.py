@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3, global_norm, units
-from layerzero.step.states import ShardState
+from layerzero.step.unit import ShardState
 from tests.harness.checks import (
     assert_bitwise,
     assert_same_on_all_ranks,

@@ -30,7 +30,7 @@ from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose
 from layerzero.optim.whole_tensor.trial_steps import steps_bucket_by_bucket
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
-from layerzero.step.states import TrainingState
+from layerzero.step.unit import TrainingState
 
 _NAME = "WholeTensorOptimizer"
 _LAYOUT = "whole_tensors"
