@@ -1,6 +1,6 @@
 """What is it worth that gloo's threads take no core from those that compute?
 
-See the note in layerzero/comm/gloo/loop_threads.py. A transformer on gloo ranks of this machine,
+See the note in layerzero/comm/gloo/threads.py. A transformer on gloo ranks of this machine,
 AdamW included, under DDP, layerzero and `fully_shard`; they share one process group, so they share
 its threads. Each runs in each round with threads that take a core when they wake (Linux's default:
 "takes") and with those that wait for one ("waits"). Ratios are within one round; elapsed time is

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.comm.gloo import loop_threads
+from layerzero.comm.gloo import threads as loop_threads
 
 SIZES = dict(tiny=(64, 2), **{"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)})
 """Width and layers of the transformer."""
@@ -349,7 +349,7 @@ def let_gloo_wait(waits: bool) -> None:
     """Have the threads of gloo's sockets wait for a core when they wake, or take one.
 
     Wrapping a model with layerzero has them wait, for all that this process runs afterwards;
-    without it they take one (layerzero/comm/gloo/loop_threads.py). Engines that are compared in one
+    without it they take one (layerzero/comm/gloo/threads.py). Engines that are compared in one
     process each get what their users have.
     """
     if sys.platform.startswith("linux"):

@@ -18,7 +18,7 @@ from layerzero.config import (
 )
 from layerzero.ops import native_status
 from layerzero.rewrap import rewrap  # The module of that name would take the function's place.
-from layerzero.step.states import Hold
+from layerzero.step.unit import Hold
 from layerzero.version import __version__
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.zero3 import ZeRO3

@@ -27,14 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from layerzero.build.device import current_accelerator
+from layerzero.flat.flat_param import ParameterViews, Slot
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
-from layerzero.flat.views import ParameterViews, Slot
-from layerzero.model_functions import UnitView
+from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
 from layerzero.step import hooks, module_guards
-from layerzero.step.root import RootState, UnshardHandle, root_if_alive, root_of
-from layerzero.step.states import Hold
-from layerzero.step.unit import Unit, set_unit, unset_unit
+from layerzero.step.root import RootState, root_if_alive, root_of
+from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
 from layerzero.step.unwrap import modules_of, units_inside
 from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
 
@@ -330,7 +329,7 @@ class FSDPModule:
         """Gather this unit's parameters. Collective. With `async_op`, they are shown after a
         `wait()` on the handle returned, or in the next forward."""
         unit = _state(self).unit
-        return root_of(unit).unshard_explicitly(unit, async_op)
+        return unshard_unit(root_of(unit), unit, async_op)
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters. Not collective."""

@@ -7,9 +7,49 @@ from collections.abc import Sequence
 from torch import nn
 
 from layerzero.step import hooks
-from layerzero.step.root import UnshardHandle, ordered_units, root_of
-from layerzero.step.states import Hold, ShardState
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.on_request import keep
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.unit import Hold, ShardState, Unit, get_unit
+
+_EXPLICIT = int(Hold.EXPLICIT)
+
+
+class UnshardHandle:
+    """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
+
+    def __init__(self, root: RootState, unit: Unit) -> None:
+        self._root = root
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the gather and show the unsharded parameters."""
+        _finish_unshard(self._root, self._unit)
+
+
+@remembers_failure
+def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle | None:
+    """Implements `ZeRO3.unshard`."""
+    if not root.is_in_pass:
+        root.before_call("unshard")
+    root.backward.clear_abandoned()
+    root.context.note_weights()
+    if unit.is_stale:
+        unit.reshard()
+    keep(unit)
+    root.context.wait_for_uploads()
+    if async_op:
+        return UnshardHandle(root, unit)
+    _finish_unshard(root, unit)
+    return None
+
+
+@remembers_failure
+def _finish_unshard(root: RootState, unit: Unit) -> None:
+    """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
+    if unit.state is not ShardState.SHARDED:
+        unit.wait_for_unshard()
+        unit.show_unsharded()
 
 
 class UnitView:
@@ -61,7 +101,7 @@ class UnitView:
         Returns:
             With `async_op` a handle whose `wait()` shows the parameters; otherwise None.
         """
-        return root_of(self._unit).unshard_explicitly(self._unit, async_op)
+        return unshard_unit(root_of(self._unit), self._unit, async_op)
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters. Not collective."""
@@ -135,7 +175,8 @@ def pregather(model: nn.Module, *, wait: bool = True) -> None:
         raise ValueError(f"pregather: expected a ZeRO3 module, got {type(model).__name__}")
     inside = {id(other) for m in model.modules() if (other := get_unit(m)) is not None}
     root = root_of(unit)
-    root.pregather([other for other in root.units if id(other) in inside], wait)
+    units_inside = [other for other in root.units if id(other) in inside]
+    _pregather(root, units_inside, wait)
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
@@ -159,3 +200,39 @@ def register_forward_method(model: nn.Module, name: str) -> None:
             f"register_forward_method: {type(unit.module).__name__} has no method {name!r}"
         )
     hooks.install(unit.module, name, unit)
+
+
+@remembers_failure
+def _pregather(root: RootState, units: Sequence[Unit], waits: bool) -> None:
+    """Implements `layerzero.pregather`."""
+    root.before_call("pregather")
+    root.check_between_steps(
+        "pregather: called inside forward or backward; call it between them",
+    )
+    _gather_ahead(root, units, waits=True)
+    for unit in units:
+        if unit.handles:
+            unit.hold(_EXPLICIT)
+    root.context.wait_for_uploads()
+    if waits:
+        root.streams.wait_on_host(root.streams.record_compute_event())
+
+
+def _gather_ahead(root: RootState, units: Sequence[Unit], waits: bool) -> None:
+    root.context.note_weights()
+    if not root.reducer.kept.adds_up:
+        root.scheduler.mark_stale()
+    root.scheduler.unshard_ahead(units, waits)
+
+
+@remembers_failure
+def unshard_all(root: RootState) -> None:
+    """Start gathering all units, held for micro-batches. Collective; does not block the host.
+
+    Raises:
+        CollectiveError: a collective of this model failed.
+    """
+    root.before_call("micro_batches")
+    root.backward.clear_abandoned()
+    _gather_ahead(root, root.units, waits=False)
+    root.scheduler.hold_micro_batches(True)

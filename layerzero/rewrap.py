@@ -6,8 +6,7 @@ from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.step.root import root_of
-from layerzero.step.states import TrainingState
-from layerzero.step.unit import get_unit
+from layerzero.step.unit import TrainingState, get_unit
 from layerzero.zero3 import ZeRO3
 
 

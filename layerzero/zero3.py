@@ -35,14 +35,16 @@ from layerzero.config import (
     ReshardAfterForward,
     Verify,
 )
+from layerzero.flat.groups import is_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
+from layerzero.model_functions import UnshardHandle, unshard_unit
 from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
-from layerzero.step.root import RootState, UnshardHandle, root_of
-from layerzero.step.timeouts import duration
+from layerzero.step import on_request
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.uneven.joinable import JoinableModel
 from layerzero.wrapper import ModuleWrapper
@@ -297,7 +299,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         Raises:
             RuntimeError: inside forward or backward.
         """
-        self._root_state.reduce_waiting()
+        on_request.reduce_waiting(self._root_state)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce gradients by `hook`, as FSDP1 does; torch's own hooks work unchanged.
@@ -339,8 +341,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
             RuntimeError: inside forward or backward, where waits may have begun already.
             CollectiveError: a collective of this model failed before.
         """
-        limit = duration(**keywords)
-        return self._root_state.phase(limit)
+        return _phase(self._root_state, _duration(keywords))
 
     def step_signature(
         self,
@@ -388,11 +389,11 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         """
         root = self._root_state
         if optimizer is None:
-            root.reducer.call_on_delivered(None)
+            root.reducer.step_by(None)
         else:
             from layerzero.optim.in_backward import StepInBackward
 
-            root.reducer.call_on_delivered(StepInBackward(optimizer, root.units).step_unit)
+            root.reducer.step_by(StepInBackward(optimizer, root.units).deliver)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.
@@ -465,7 +466,7 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         until `reshard`. With `async_op`, return a handle without waiting for the gather; the
         parameters are unsharded after its `wait()`.
         """
-        return self._root_state.unshard_explicitly(self._unit, async_op)
+        return unshard_unit(self._root_state, self._unit, async_op)
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters. Not collective."""
@@ -572,6 +573,36 @@ def find_features(
         modules, mean = given.optional_modules, given.optional_mean
         found.append(OptionalModules(module, modules, mean, units, groups, everyone))
     return found
+
+
+@contextmanager
+def _phase(root: RootState, limit: timedelta) -> Iterator[None]:
+    root.check_between_steps("timeout: entered inside forward or backward; enter it around it")
+    with root.operations.phases.phase(limit):
+        yield
+
+
+def _duration(keywords: Mapping[str, float]) -> timedelta:
+    """The `timedelta` of the keywords of `model.timeout`.
+
+    Raises:
+        TypeError: a keyword or value that `timedelta` does not take.
+        ValueError: it is not positive, or longer than `LONGEST_TIMEOUT`.
+    """
+    try:
+        limit = timedelta(**keywords)
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
+        ) from None
+    if not is_timeout(limit):
+        given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+        raise ValueError(
+            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
+            f"got ({given})"
+        )
+    return limit
 
 
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flat_param import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, sharded_param_of
-from layerzero.flat.views import Slot
 from layerzero.step.unit import Unit, get_unit
 
 Choice = bool | Mapping[str, Any]

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from layerzero.comm.gloo import messages
-from layerzero.comm.gloo.messages import messages_carry_names
-from layerzero.comm.pending import Operation, Pending
+from layerzero.comm.pending import Operation, Pending, messages_carry_names
 from layerzero.flat.groups import ShardGroup
 from layerzero.ops import ordered_sum_
 

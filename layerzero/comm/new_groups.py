@@ -17,12 +17,12 @@ Note [Names of groups that only some ranks make]
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,25 +89,20 @@ def _within(limit: timedelta, make: Callable[[], object]) -> object:
     Raises:
         TimeoutError: it took longer; its thread is left behind.
     """
-    outcome: list[Callable[[], object]] = []
+    made: Future[object] = Future()
 
     def run() -> None:
         try:
-            made = make()
-            outcome.append(lambda: made)
+            made.set_result(make())
         except BaseException as error:
-            outcome.append(functools.partial(_raise, error))
+            made.set_exception(error)
 
     thread = threading.Thread(target=run, name="layerzero-new-group", daemon=True)
     thread.start()
     thread.join(limit.total_seconds())
-    if not outcome:
+    if not made.done():
         raise TimeoutError("timed out")
-    return outcome[0]()
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+    return made.result()
 
 
 def _is_of_others(error: Exception) -> bool:

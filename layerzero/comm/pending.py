@@ -9,6 +9,7 @@ from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 from layerzero.comm.streams import Event
@@ -53,6 +54,11 @@ class Operation(NamedTuple):
         """
         name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}/{piece}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
+
+
+def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
+    """See Note [A message carries its name] in messages.py"""
+    return group.backend == "gloo" and device.type == "cpu"
 
 
 class Pending:

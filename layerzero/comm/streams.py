@@ -5,20 +5,13 @@ torch's, and waiting for an event orders streams without blocking the host. On C
 runs its work at once on the host, so only the collectives themselves, which are asynchronous,
 overlap with compute; events are None, because the host runs in order.
 
-On CPU with gloo the reduce stream also has a thread. It finishes each reduction as soon as its data
-has arrived: it sums, and frees the buffers that only the exchange needed. Otherwise they would stay
-until the next unit's backward is done. An all-gather prefetched in backward starts after the
-pending reductions, so that its buffer can reuse their memory.
+On CPU with gloo two streams also have a thread (gloo/threads.py).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +19,6 @@ import torch
 from layerzero.flat.device_streams import stream_interface
 from layerzero.watch.events import Event as Event
 from layerzero.watch.events import PooledEvent, event_pool
-from layerzero.watch.thread import end_at_exit
 
 
 class Waitable(Protocol):
@@ -74,7 +66,7 @@ class InlineStream:
         return pending
 
     def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective at once; a `FinishingStream` finishes its pending work first."""
+        """Start a collective at once; a stream with a thread finishes its pending work first."""
         return issue()
 
     def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
@@ -96,115 +88,6 @@ class InlineStream:
 
     def wait_until_idle(self) -> None:
         """Block the host until a thread of the stream has nothing to do, and forget its work."""
-
-
-class ChainingStream(InlineStream):
-    """An inline stream with a thread, which starts a collective once another is done."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[OnThread | None] = queue.SimpleQueue()
-        self._last: OnThread | None = None
-        self._thread: threading.Thread | None = None
-
-    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Let the thread wait for `first`, then start the other. Does not block the host."""
-
-        def chained() -> Waitable:
-            first.wait()
-            return issue()
-
-        return self._enqueue(chained)
-
-    def wait_until_idle(self) -> None:
-        # Forgotten: its error would keep the frames of all callers of `wait` alive.
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait_until_idle()
-
-    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
-        if self._thread is None:
-            # A daemon: a thread that waits for a dead peer must not keep the process from exiting.
-            self._thread = threading.Thread(
-                target=_run_all, args=(self._queue,), name="layerzero-stream", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-            end_at_exit(self._thread, partial(self._queue.put, None))
-        self._last = OnThread(work, self._thread)
-        self._queue.put(self._last)
-        return self._last
-
-
-class FinishingStream(ChainingStream):
-    """An inline stream whose thread finishes its collectives, in order of issue."""
-
-    def enqueue_wait(
-        self, pending: Waitable, on_done: Callable[[], None] | None = None
-    ) -> Waitable:
-        """Let the thread wait for the collective, then call `on_done`. Does not block the host."""
-
-        def finish() -> None:
-            pending.wait()
-            if on_done is not None:
-                on_done()
-
-        return self._enqueue(finish)
-
-    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once all work enqueued on this stream so far is finished."""
-        return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
-
-    def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
-        """Let the thread run the collectives. Does not block the host."""
-        return self._enqueue(lambda: collectives(input_done))
-
-
-class OnThread:
-    """Work for the stream's thread; may start a collective, which `wait` then waits for as well."""
-
-    def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
-        self._work: Callable[[], Waitable | None] | None = work
-        self._thread = thread
-        self._started: Waitable | None = None
-        self._error: BaseException | None = None
-        self._has_run = threading.Event()
-
-    @property
-    def is_done(self) -> bool:
-        return self._has_run.is_set()
-
-    def run(self) -> None:
-        """Do the work, on the stream's thread; `wait` raises its error."""
-        try:
-            assert self._work is not None, "runs once"
-            self._started = self._work()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._work = None
-            self._has_run.set()
-
-    def wait_until_idle(self) -> None:
-        """Wait until it has run."""
-        while not self._has_run.wait(timeout=1.0):
-            if not self._thread.is_alive():
-                raise RuntimeError(
-                    "the thread that finishes reductions has ended: was the process forked after "
-                    "training began? Wrap the model in the process that trains it"
-                )
-
-    def wait(self) -> None:
-        self.wait_until_idle()
-        if self._error is not None:
-            raise self._error
-        if self._started is not None:
-            self._started.wait()
-
-
-def _run_all(work: queue.SimpleQueue[OnThread | None]) -> None:
-    while (item := work.get()) is not None:
-        item.run()
-        del item  # Else the loop variable keeps its result alive until the next item comes.
 
 
 class DeviceStream:
@@ -311,16 +194,20 @@ class Streams:
         offload: copies of gradients between device and host.
     """
 
-    def __init__(self, device: torch.device, finishing_thread: bool) -> None:
-        """`finishing_thread`: on CPU, give the unshard and reduce streams a thread; for backends
-        on which the engine does the sums itself (gloo)."""
+    def __init__(
+        self,
+        device: torch.device,
+        unshard: InlineStream | None = None,
+        reduce: InlineStream | None = None,
+    ) -> None:
+        """`unshard`, `reduce`: on CPU, streams with a thread; None: without."""
         self._module: Any = None
         self._index = device.index
         self._entered: list[DeviceStream] = []
         if device.type == "cpu":
             self.pre_unshard: CommStream = InlineStream()
-            self.unshard: CommStream = ChainingStream() if finishing_thread else InlineStream()
-            self.reduce: CommStream = FinishingStream() if finishing_thread else InlineStream()
+            self.unshard: CommStream = unshard or InlineStream()
+            self.reduce: CommStream = reduce or InlineStream()
             self.offload: CommStream = InlineStream()
         else:
             self._module = stream_interface(device)
@@ -331,11 +218,11 @@ class Streams:
             self.unshard = DeviceStream(device, self._entered, is_urgent=True)
             self.reduce = DeviceStream(device, self._entered, is_urgent=True)
             self.offload = DeviceStream(device, self._entered)
-        self._usual = self.reduce
+        self._usual = reduce if device.type == "cpu" else None
 
     def finish_late(self, stream: CommStream | None) -> None:
         """Let `stream` stand for a reduce stream with a thread; None: no longer. Between passes."""
-        if isinstance(self._usual, FinishingStream):
+        if self._usual is not None:
             self.reduce = self._usual if stream is None else stream
 
     @property

@@ -14,7 +14,7 @@ Note [A pass adds only when it is complete]
 Each gradient is copied once, and the buffer's storage exists only from `collect` until the
 reduction is done. Micro-batches without synchronization add up in one of two places, in float32 at
 least: unsharded, before anything is sent, or sharded, after the first hop of the reduction. `.grad`
-is written only when the pass has ended (step/deliver.py).
+is written only when the pass has ended (step/reducer.py).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from layerzero.memory_budget.timeline import Event, Settings, Timeline
 from layerzero.notices import outside, warn_once
 from layerzero.ops import Segments
 from layerzero.step.accumulation import AccumulationCosts
-from layerzero.step.calls import ForwardPass
+from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -100,7 +100,7 @@ class Learner(Extension):
         elif self._record is None:
             if torch.is_grad_enabled():
                 self._start()
-        elif root.reducer.adds_up:
+        elif root.reducer.kept.adds_up:
             self._saw_micro_batches = True
         elif self._record.has_reduced:
             peak = self._record.look() + self._slack
@@ -190,7 +190,7 @@ class Learner(Extension):
         self._steps = []
         costs = self._costs()
         settings = choose(timeline, costs, self._budget)
-        _apply(root, settings, root.reducer.may_decide_sums)
+        _apply(root, settings, root.reducer.accumulation.may_decide)
         self.choice = self._described(timeline, costs, settings)
         if self._placement.is_first:
             _logger.info("%s", self.choice)
@@ -224,9 +224,11 @@ class Learner(Extension):
         sizes = [unit.nbytes for unit in root.units]
         # A unit that only some ranks run has another place in the step of each rank.
         never = frozenset(unit.index for unit in root.units if unit.is_optional)
-        chooses_sums = self._saw_micro_batches and root.reducer.may_decide_sums
+        chooses_sums = self._saw_micro_batches and root.reducer.accumulation.may_decide
         more = _more_unsharded(root) if chooses_sums else 0
-        return Costs(sizes, never, more, sum(sizes) * (root.reducer.num_micro_batches - 1))
+        return Costs(
+            sizes, never, more, sum(sizes) * (root.reducer.accumulation.num_micro_batches - 1)
+        )
 
     def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
         root = self._root
@@ -240,7 +242,7 @@ class Learner(Extension):
             kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
             forward_prefetch=settings.forward_depth,
             backward_prefetch=root.scheduler.backward_prefetch,
-            accumulation="sharded" if root.reducer.sums_sharded else "unsharded",
+            accumulation="sharded" if root.reducer.accumulation.sums_sharded else "unsharded",
             saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
         )
 
@@ -284,7 +286,7 @@ def _apply(root: RootState, settings: Settings, decides_sums: bool) -> None:
     # It would count units that are kept; the choice bounds what is ahead.
     root.context.limiter.set_budget(GatherBudget())
     if decides_sums:
-        root.reducer.decide_sums(sharded=not settings.sums_unsharded)
+        root.reducer.accumulation.decide(sharded=not settings.sums_unsharded)
 
 
 def _more_unsharded(root: RootState) -> int:

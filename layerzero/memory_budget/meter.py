@@ -20,7 +20,8 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves
 
-from layerzero.comm.streams import FinishingStream, OnThread, Waitable
+from layerzero.comm.gloo.threads import FinishingStream, OnThread
+from layerzero.comm.streams import Waitable
 from layerzero.memory_budget.storages import CountingMode, StorageCount, begin_resizes, end_resizes
 
 _PLAIN = torch.Tensor.__torch_dispatch__

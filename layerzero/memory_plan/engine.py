@@ -174,8 +174,8 @@ class _PlannedRoot(RootState):
         self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
         super().__init__(*arguments, **named)
 
-    def _make_streams(self, finishing_thread: bool) -> Streams:
-        return PlannedStreams(self.device, finishing_thread, **self._planned)
+    def _make_streams(self, on_gloo: bool) -> Streams:
+        return PlannedStreams(self.device, on_gloo, **self._planned)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
         return PlannedOperations(self.device, self.streams)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.streams import ChainedCollectives, InlineStream, OnThread, Streams, Waitable
+from layerzero.comm.gloo.threads import OnThread
+from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
 from layerzero.flat.groups import DEFAULT_TIMEOUT, ShardGroup
 from layerzero.memory_budget.meter import LateStream
 from layerzero.memory_budget.storages import StorageCount
@@ -176,7 +177,7 @@ class PlannedStreams(Streams):
             device: where the tensors seem to be: the CPU.
             on_accelerator: the planned device has streams.
         """
-        super().__init__(device, finishing_thread=False)
+        super().__init__(device)
         self._is_apart = on_accelerator
         if on_accelerator:
             self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()

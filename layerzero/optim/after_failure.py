@@ -20,13 +20,13 @@ from layerzero.step.root import RootState
 
 def skipping_models(optimizer: torch.optim.Optimizer) -> list[RootState]:
     """Models of its parameters whose step `on_nonfinite="skip"` leaves out."""
-    return [root for root in _kept(optimizer) if root.reducer.is_skipping]
+    return [root for root in _kept(optimizer) if root.reducer.kept.is_skipping]
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[RootState]:
     """Models of its parameters that keep something of the step; usually none, at little cost."""
     for root in live_roots():
-        if root.reducer.keeps_step:
+        if root.reducer.kept.is_any:
             own = {id(parameter) for group in whole_groups(optimizer) for parameter in group}
             if any(id(each.sharded_param) in own for each in owners(root)):
                 yield root
@@ -51,9 +51,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 if owner is not None and owner.root.operations.has_failed:
                     owner.root.operations.refuse()
     for root in _kept(optimizer):
-        root.reducer.before_step()
+        root.reducer.kept.before_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for root in _kept(optimizer):
-        root.reducer.after_step()
+        root.reducer.kept.after_step()

@@ -14,8 +14,7 @@ from torch import nn
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, sharded_param_of
 from layerzero.optim.checks import name_of
-from layerzero.step.states import TrainingState
-from layerzero.step.unit import get_unit
+from layerzero.step.unit import TrainingState, get_unit
 
 Rule: TypeAlias = str | type[nn.Module]
 """Selects parameters: by name, or by the class of a module around them."""

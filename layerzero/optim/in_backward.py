@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from layerzero.flat.gradients import Gradient
+from layerzero.step.reducer import Delivery, Part
 from layerzero.step.unit import Unit
 
+_logger = logging.getLogger(__name__)
 _WHOLE = "_layerzero_whole_groups"
 """Attribute of an optimizer while it steps with only some of its parameters: all of these."""
 
@@ -46,14 +50,51 @@ class StepInBackward:
         self.optimizer = optimizer
         self._sharded_params = {each for unit in units for each in unit.sharded_params}
 
-    def step_unit(self, unit: Unit | None) -> None:
-        """Step those of a unit's parameters that the optimizer has; None, at the end: those that
-        belong to no unit."""
-        of_units = self._sharded_params if unit is None else {*unit.sharded_params}
+    def deliver(self, delivery: Delivery, parts: Sequence[Part]) -> None:
+        """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
+        while the device still computes the rest. Steps cannot be undone."""
+        # Each of several nested passes (reentrant checkpoints) may reduce a unit.
+        last_of = {unit: index for index, (unit, _) in enumerate(parts)}
+        hooked: list[Gradient] = []
+        complete: list[Unit] = []
+        stepped: list[str] = []
+        try:
+            for index, (unit, add) in enumerate(parts):
+                hooked += add()
+                delivery.commit()
+                if last_of[unit] == index:
+                    complete.append(unit)
+                if not hooked:
+                    # Parameters with hooks get their gradients below, together; until then neither
+                    # their unit nor a later one is stepped.
+                    while complete:
+                        stepped.append(complete[0].label)
+                        self.step(complete.pop(0).sharded_params)
+            if hooked:
+                delivery.run_hooks(hooked)
+            for unit in complete:
+                stepped.append(unit.label)
+                self.step(unit.sharded_params)
+            self.step_others(self._sharded_params)
+        except BaseException as error:
+            if stepped:
+                _note_steps(error, stepped)
+            raise
+
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Run one step on those of `parameters` that the optimizer has."""
+        self._step(set(parameters))
+
+    def step_others(self, done: Iterable[nn.Parameter]) -> None:
+        """Run one step on all of its parameters except `done`."""
+        everything = {each for group in self.optimizer.param_groups for each in group["params"]}
+        self._step(everything - set(done))
+
+    def _step(self, wanted: set[nn.Parameter]) -> None:
         groups, whole = self.optimizer.param_groups, whole_groups(self.optimizer)
         self.optimizer.__dict__[_WHOLE] = whole
         for group, parameters in zip(groups, whole, strict=True):
-            group["params"] = [p for p in parameters if (p in of_units) is (unit is not None)]
+            group["params"] = [parameter for parameter in parameters if parameter in wanted]
         try:
             if any(group["params"] for group in groups):
                 self.optimizer.step()
@@ -61,3 +102,15 @@ class StepInBackward:
             del self.optimizer.__dict__[_WHOLE]
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+
+def _note_steps(error: BaseException, units: Sequence[str]) -> None:
+    """Add the units that have stepped already to an error of `step_in_backward`."""
+    text = (
+        f"step_in_backward: the parameters of {', '.join(units)} had stepped by then, which cannot "
+        "be undone: load a checkpoint, or go on with the next batch, but do not run this one again"
+    )
+    if hasattr(error, "add_note"):  # Python 3.11.
+        error.add_note(text)
+    else:
+        _logger.error(text)

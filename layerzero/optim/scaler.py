@@ -103,7 +103,7 @@ class GradScaler(torch.amp.GradScaler):
         for root in skipping_models(optimizer):
             # An overflow that `on_nonfinite="skip"` has found: no gradient is left to show it.
             found_inf = torch.ones_like(found_inf)
-            root.reducer.give_up()
+            root.reducer.kept.give_up()
         self._num_agreements += 1
         groups = [
             make_shard_group(process_group, found_inf.device, self._timeout)

@@ -16,12 +16,11 @@ from layerzero.optional.agreement import NOTHING, Agreement
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.places import Places
 from layerzero.optional.reductions import OptionalReductions
-from layerzero.step.calls import ForwardCall, ForwardPass
+from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.step.states import Hold, ShardState
 from layerzero.step.tensors import find_tensors
-from layerzero.step.unit import Unit
+from layerzero.step.unit import Hold, ShardState, Unit
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
 _OPTIONAL = int(Hold.OPTIONAL)

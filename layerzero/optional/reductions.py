@@ -34,7 +34,8 @@ class AgreedReductions:
     def sends(self, unit: Unit) -> bool:
         """Whether reducing the unit now is collective, rather than a sum on this rank."""
         return self._reducer.requires_sync or (
-            self._reducer.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
+            self._reducer.accumulation.sums_sharded
+            and any(h.placement.sums_in_shards for h in unit.handles)
         )
 
     def take(self, unit: Unit) -> None:
@@ -142,7 +143,7 @@ class OptionalReductions(AgreedReductions):
     def expect_sums(self) -> None:
         """Any rank may hold sums of micro-batches of any optional unit, if there are any."""
         optional = {unit for unit in self._units if unit.is_optional}
-        self._waiting = optional if self._reducer.adds_up else set()
+        self._waiting = optional if self._reducer.kept.adds_up else set()
 
     def before_reduction(self, unit: Unit) -> bool:
         """Whether this rank reduces the unit now."""

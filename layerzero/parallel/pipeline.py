@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.flat.groups import resolve_process_groups
+from layerzero.model_functions import unshard_all
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
 from layerzero.optional.arguments import names_of_optional
 from layerzero.parallel.totals import Totals
@@ -112,11 +113,11 @@ class ZeRO3PipelineStage(PipelineStage):
         Collective over the stage's data-parallel ranks.
         """
         if self._in_step:
-            self._root.unshard_all()
+            unshard_all(self._root)
 
     def free(self) -> None:
         """Reshard all units. Not collective."""
-        self._root.end_micro_batches()
+        self._root.scheduler.free_all()
 
     # Called by schedules --------------------------------------------------------------------
 
@@ -127,7 +128,8 @@ class ZeRO3PipelineStage(PipelineStage):
             self._root.abort()
             self._root.give_up_step()
         self._in_step = True
-        self._root.begin_micro_batches(keep_unsharded=not self._reshards)
+        self._root.before_call("micro_batches")
+        self._root.scheduler.hold_micro_batches(not self._reshards)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch; the last one of an evaluation reshards the units."""
@@ -160,7 +162,7 @@ class ZeRO3PipelineStage(PipelineStage):
     ) -> Any:
         """Reduce only in the backward of the last micro-batch."""
         if last_backward:
-            self._root.last_micro_batch()
+            self._root.scheduler.hold_micro_batches(False)  # It frees each unit once that is done.
         with nullcontext() if last_backward else self.model.no_sync():
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
@@ -183,7 +185,7 @@ class ZeRO3PipelineStage(PipelineStage):
 
     def _end_step(self) -> None:
         self._in_step = False
-        self._root.end_micro_batches()
+        self._root.scheduler.free_all()
 
 
 def gather_as_scheduled(schedule: Any, stages: Sequence[ZeRO3PipelineStage]) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.root import root_of
-from layerzero.step.states import TrainingState
+from layerzero.step.unit import TrainingState
 from layerzero.step.unwrap import units_inside
 
 _METHOD = "save_pretrained"

@@ -20,8 +20,7 @@ from layerzero.flat.flat_param import OriginalParameter
 from layerzero.flat.parameter_info import ParameterInfo, gather_by, get_info
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive
-from layerzero.step.states import ShardState, TrainingState
-from layerzero.step.unit import Unit
+from layerzero.step.unit import ShardState, TrainingState, Unit
 
 if TYPE_CHECKING:
     from layerzero.state_dict.parameter_shard import ParameterShard

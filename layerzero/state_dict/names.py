@@ -14,6 +14,7 @@ from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
 
@@ -84,7 +85,8 @@ def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
 
 def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
     units = (get_unit(module) for module in model.modules())
-    groups = (unit.context.tensor_parallel_groups for unit in units if unit is not None)
+    roots = (root_if_alive(unit) for unit in units if unit is not None)
+    groups = (root.tensor_parallel_groups for root in roots if root is not None)
     return next((found for found in groups if found), ())
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from layerzero.step.root import RootState, root_of
-from layerzero.step.states import TrainingState
-from layerzero.step.unit import get_unit
+from layerzero.step.unit import TrainingState, get_unit
 
 
 def refuse_experts(state: RootState, what: str) -> None:

@@ -17,8 +17,7 @@ from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
-from layerzero.step.states import TrainingState
-from layerzero.step.unit import Unit
+from layerzero.step.unit import TrainingState, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,12 @@ def summon(
     _check_idle(root, units, what)
     root.structure.check(what)
     root.before_call(what)
-    root.reducer.hide()
+    root.reducer.kept.hide()
     try:
         with _shown(root, units, options):
             yield
     finally:
-        root.reducer.show()
+        root.reducer.kept.show()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Cost model that decides where gradients accumulate when `accumulation="auto"`. No collective.
+"""Where the gradients of micro-batches add up, and what decides that for `accumulation="auto"`.
 
 Two ways to accumulate the gradients of M micro-batches (docs/reference/layered.md):
 
@@ -6,15 +6,19 @@ Two ways to accumulate the gradients of M micro-batches (docs/reference/layered.
     sharded     every rank keeps its shard after the first hop, and runs that hop M times
 
 Unsharded costs memory: E more bytes resident. Sharded costs traffic: W more bytes sent, (M - 1)
-times what a rank sends in the first hop. Unsharded is chosen if E <= W and E bytes fit.
+times what a rank sends in the first hop. Unsharded is chosen if E <= W and E bytes fit. M is
+that of the last step that had several. No collective: every rank decides alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layerzero.step.handle import FlatParamHandle
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,42 @@ class AccumulationCosts:
             sharded += gradients.sum_nbytes // size
             sent += gradients.buffer_nbytes * (size - 1) // size
         return cls(unsharded, sharded, sent, state)
+
+
+class Accumulation:
+    """Where one model adds up micro-batches."""
+
+    sums_sharded: bool
+    """Whether after the first hop of the reduction instead of before it."""
+    may_decide: bool
+    """Whether the engine chooses; the user did not."""
+    num_micro_batches: int
+    """Micro-batches of the last step that had several; 2 before."""
+
+    def __init__(self, policy: str) -> None:
+        """`policy`: see `ReductionPolicy.accumulation`."""
+        self.sums_sharded = policy == "sharded"
+        self.may_decide = self._is_auto = policy == "auto"
+        self.num_micro_batches = 2
+        self._reason = ""
+
+    def decide(self, sharded: bool) -> None:
+        """Add up there from now on. Between steps."""
+        self.sums_sharded, self._is_auto = sharded, False
+
+    def begin_step(self, handles: Sequence[FlatParamHandle], budget_nbytes: int | None) -> None:
+        """The first micro-batch of several begins; later ones must add up in the same place."""
+        if not self._is_auto:
+            return
+        costs = AccumulationCosts.of(handles)
+        self.sums_sharded, reason = choose_sharded(costs, self.num_micro_batches, budget_nbytes)
+        if reason != self._reason and all(handle.placement.is_first for handle in handles):
+            _logger.info("accumulation='auto': %s", reason)
+        self._reason = reason
+
+    def end_step(self, num_micro_batches: int) -> None:
+        """The sum of several micro-batches is delivered."""
+        self.num_micro_batches = num_micro_batches
 
 
 def choose_sharded(

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from layerzero.comm import collectives
-from layerzero.comm.gloo.messages import messages_carry_names
+from layerzero.comm.pending import messages_carry_names
 from layerzero.comm.streams import Event, Streams
-from layerzero.flat.groups import ShardGroup
+from layerzero.config import GatherBudget
 from layerzero.flat.placement import Placement
 from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
-from layerzero.step.rate_limiter import RateLimiter
 
 _logger = logging.getLogger(__name__)
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -36,6 +35,42 @@ class Transport:
     reduce_with_peer = staticmethod(collectives.reduce_with_peer)
 
 
+class RateLimiter:
+    """Counts resident full buffers against a budget: of units, or of bytes.
+
+    Only in the order of issue, which is the same on every rank, so ranks never disagree and the
+    host never blocks. The count also bounds *device* memory, because the unshard stream waits for
+    the event of the last free before it writes a new full buffer (docs/internals/streams.md).
+    """
+
+    def __init__(self, budget: GatherBudget) -> None:
+        self.budget = budget
+        self.num_units = 0
+        self.nbytes = 0
+
+    def reset(self) -> None:
+        """Nothing is resident."""
+        self.num_units = self.nbytes = 0
+
+    def set_budget(self, budget: GatherBudget) -> None:
+        self.budget = budget
+
+    def admits(self, nbytes: int) -> bool:
+        """Whether a prefetch of `nbytes` fits the budget. Gathers needed now are not checked."""
+        budget = self.budget
+        if budget.max_units is not None and self.num_units + 1 > budget.max_units:
+            return False
+        return budget.max_nbytes is None or self.nbytes + nbytes <= budget.max_nbytes
+
+    def acquire(self, nbytes: int) -> None:
+        self.num_units += 1
+        self.nbytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self.num_units -= 1
+        self.nbytes -= nbytes
+
+
 class RuntimeContext:
     """Shared by the units of one model. Units reference it; it references no unit."""
 
@@ -46,8 +81,6 @@ class RuntimeContext:
     streams: Streams
     operations: Operations
     limiter: RateLimiter
-    tensor_parallel_groups: tuple[ShardGroup, ...]
-    """Groups along the axes of the device mesh of DTensor parameters."""
     owner: Callable[[], object | None]
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
@@ -65,7 +98,6 @@ class RuntimeContext:
         streams: Streams,
         operations: Operations,
         limiter: RateLimiter,
-        tensor_parallel_groups: Sequence[ShardGroup],
         owner: Callable[[], object | None],
         extensions: Extensions,
     ) -> None:
@@ -76,7 +108,6 @@ class RuntimeContext:
         self.streams = streams
         self.operations = operations
         self.limiter = limiter
-        self.tensor_parallel_groups = tuple(tensor_parallel_groups)
         self.owner = owner
         self.replaced = []
         self.in_backward = False

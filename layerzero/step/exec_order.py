@@ -32,13 +32,9 @@ class ExecOrderRecorder:
         self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
         self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
         """State that `take_back` restores: a kind, its orders, and the kind dropped for it."""
-        self.num_recorded = 0
         self._kind: Hashable | None = None
         self._trace: list[int] = []
         self._candidates: list[Order] = []
-
-    num_recorded: int
-    """Passes recorded and not taken back."""
 
     @property
     def is_recording(self) -> bool:
@@ -88,7 +84,6 @@ class ExecOrderRecorder:
         if len(self._recorded) > self._max_kinds:
             dropped = self._recorded.popitem(last=False)
         self._before = None if is_final else (self._kind, before, dropped)
-        self.num_recorded += 1
         self.abort()
         return order
 
@@ -105,7 +100,6 @@ class ExecOrderRecorder:
         if dropped is not None:
             self._recorded[dropped[0]] = dropped[1]
             self._recorded.move_to_end(dropped[0], last=False)
-        self.num_recorded -= 1
         return True
 
     def abort(self) -> None:
@@ -118,7 +112,6 @@ class ExecOrderRecorder:
         """Drop all recorded orders. Between passes."""
         self._recorded.clear()
         self._before = None
-        self.num_recorded = 0
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""

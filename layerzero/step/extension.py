@@ -89,27 +89,10 @@ class Extension:
 
 
 class Extensions:
-    """The extensions of one model: for each event, the methods to call."""
+    """The extensions of one model; for each event, an attribute: the methods to call."""
 
-    exit_call: _Events
-    before_forward: _Events
-    before_backward: _Events
-    before_delivery: _Events
-    end_backward: _Events
-    before_write: _Events
-    kept_micro_batch: _Events
-    weights_written: _Events
-    after_abort: _Events
-    before_abort: _Events
-    begin_call: _Events
-    end_call: _Events
-    after_forward: _Events
-    trainable_changed: _Events
-    begin_backward: _Events
-    reduce: _Events
-    reduced: _Events
-    begin_action: _Events
-    end_action: _Events
+    def __getattr__(self, event: str) -> _Events:
+        raise AttributeError(event)  # `_bind` sets those that exist.
 
     def __init__(self) -> None:
         self._all: list[Extension] = []
@@ -127,7 +110,7 @@ class Extensions:
         return [each for each in self._all if isinstance(each, kind)]
 
     def _bind(self) -> None:
-        for event in type(self).__annotations__:
-            own = getattr(Extension, event)
+        events = [(name, own) for name, own in vars(Extension).items() if not name.startswith("_")]
+        for event, own in events:
             methods = (getattr(e, event) for e in self._all if getattr(type(e), event) is not own)
             setattr(self, event, tuple(methods))

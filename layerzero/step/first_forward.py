@@ -12,7 +12,6 @@ import torch
 
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.flat import unset_values
-from layerzero.flat.placement import Placement
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.step.unit import Unit
 
@@ -41,16 +40,11 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
                     f"{other.label} of another model; wrap a module that contains both, or remove "
                     "it from the list"
                 )
-    by_placement: dict[int, tuple[Placement, list[Unit]]] = {}
-    for unit in every:
-        for handle in unit.handles if unit.awaits_values else ():
-            placement = handle.placement.data_parallel or handle.placement
-            units = by_placement.setdefault(id(placement), (placement, []))[1]
-            if unit not in units:
-                units.append(unit)
     waiting = [unit for unit in every if unit.awaits_values]
-    for placement, units in by_placement.values():
-        missing = next(_missing(units + [u for u in waiting if not u.handles]), None)
+    own = [handle.placement for unit in waiting for handle in unit.handles]
+    placements = {id(each): each for each in (p.data_parallel or p for p in own)}
+    missing = next(_missing(waiting), None)
+    for placement in placements.values():
         found = gather_texts(missing, placement.rank, placement.groups, device, "values")
         if found:
             rank, text = next(iter(found.items()))

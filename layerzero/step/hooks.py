@@ -30,12 +30,12 @@ from torch._compile import _disable_dynamo
 
 from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
-from layerzero.step.calls import ForwardCall
+from layerzero.step.backward import ForwardCall
 from layerzero.step.module_guards import check_compile, is_compiled
+from layerzero.step.on_request import keep_returned
 from layerzero.step.root import root_of
-from layerzero.step.states import TrainingState
 from layerzero.step.tensors import cast_floating, find_tensors, move
-from layerzero.step.unit import Unit
+from layerzero.step.unit import TrainingState, Unit
 
 Method = Callable[..., Any]
 
@@ -190,9 +190,8 @@ def _call(
         call = root.begin_call(unit)
         if unit.index == 0 and root.moves_inputs:
             args, kwargs = move((args, kwargs), root.device)
-        dtype = unit.options.mixed_precision.input_dtype(unit.module) if casts else None
-        if dtype is not None:
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        if casts and unit.input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), unit.input_dtype)
         outputs = method(*args, **kwargs)
         if casts and unit.output_dtype is not None:
             outputs = cast_floating(outputs, unit.output_dtype)
@@ -213,7 +212,7 @@ def _call(
             if tensor.grad_fn is not None:
                 _watch_gradient(tensor, call)
             elif unit.owns(tensor):
-                root.keep_returned(unit)
+                keep_returned(root, unit)
     return outputs
 
 

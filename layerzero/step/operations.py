@@ -18,10 +18,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.gloo.loop_threads import wake_without_preempting
-from layerzero.comm.gloo.messages import messages_carry_names
+from layerzero.comm.gloo.threads import wake_without_preempting
 from layerzero.comm.model_numbers import number_model
-from layerzero.comm.pending import Operation, Timer
+from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import ShardGroup
 from layerzero.step.timeouts import Phases

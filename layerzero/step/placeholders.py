@@ -1,4 +1,4 @@
-"""Placeholders: `.grad` while the engine keeps something of a step: sums, or that it is left out.
+"""KeptStep: what the engine keeps of a step, and `.grad` meanwhile: sums, or that it is left out.
 
 Gradients of micro-batches that are not reduced yet (`no_sync`) are no tensors of the shape of a
 shard. A `WaitingGradient` stands for them, so that a program may scale or clear what it has
@@ -9,7 +9,7 @@ later backwards of that step are dropped, too, until the program clears its grad
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from layerzero.comm.streams import Streams
 from layerzero.flat.gradients import GradientBuffer
+from layerzero.step.unit import Unit
 
 _aten = torch.ops.aten
 _VERBS: dict[Any, str] = {_aten.zero_.default: "zero_", _aten._foreach_zero_.default: "zero_"}
@@ -129,39 +130,95 @@ class _Placed(NamedTuple):
     before: torch.Tensor | None
 
 
-class Placeholders:
-    """The placeholders of one model."""
+class KeptStep:
+    """State of a step that one model keeps: gradients that wait, or that the step is left out."""
 
-    def __init__(self) -> None:
+    is_skipping: bool
+    """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
+    num_waiting: int
+    """Micro-batches whose gradients wait for their reduction."""
+
+    def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
+        """`units` is the root's list."""
+        self._units = units
+        self._streams = streams
+        self.num_waiting = 0
+        self._waiting_units: Sequence[Unit] = ()
+        self.is_skipping = self._skips_next = False
         self._placed: list[_Placed] = []
+        self._waiting: dict[nn.Parameter, WaitingGradient] = {}
+        self._is_stepping = False
+        """Whether an optimizer steps, for which it was hidden."""
 
-    def put_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put zeros where `.grad` is None, and watch the others."""
-        for parameter in parameters:
-            before = parameter.grad
-            self._put(parameter, torch.zeros_like(parameter) if before is None else before)
+    @property
+    def adds_up(self) -> bool:
+        """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
+        return self.num_waiting > 0
 
-    def put(self, waiting: Iterable[tuple[nn.Parameter, WaitingGradient]]) -> None:
-        for parameter, shown in waiting:
-            shown.stand_before(parameter.grad)
-            self._put(parameter, shown)
+    @property
+    def is_any(self) -> bool:
+        """Whether the step is left out, or earlier micro-batches wait."""
+        return self.is_skipping or bool(self._placed) or self._is_stepping
+
+    # A pass ---------------------------------------------------------------------------------
+
+    def skip(self) -> None:
+        """Leave the step out, once the pass is complete."""
+        self._skips_next = True
+
+    def undo(self) -> None:
+        """The pass has failed."""
+        self._skips_next = self.is_skipping
+
+    def end_pass(self, num_micro_batches: int, waiting: Sequence[Unit]) -> int:
+        """The pass is complete.
+
+        Args:
+            num_micro_batches: that it has added.
+            waiting: units whose gradients are not reduced by now, on any rank.
+
+        Returns:
+            Number of micro-batches in the sum.
+        """
+        self.is_skipping = self._skips_next
+        total = self.num_waiting + num_micro_batches
+        self.num_waiting = total if waiting else 0
+        self._waiting_units = waiting
+        return total
+
+    # In `.grad` -----------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
+        if self._placed:
+            return
+        units = self._units if self.is_skipping else self._waiting_units
+        handles = [handle for unit in units for handle in unit.handles]
+        if self.is_skipping:
+            for handle in handles:
+                for sharded in handle.sharded_params:
+                    if sharded.requires_grad:
+                        before = sharded.grad
+                        zeros = torch.zeros_like(sharded) if before is None else before
+                        self._put(sharded, zeros)
+        elif self.adds_up:
+            for handle in handles:
+                for index in handle.gradients.layout.trainable:
+                    sharded = handle.sharded_params[index]
+                    if sharded not in self._waiting:
+                        self._waiting[sharded] = WaitingGradient(
+                            handle.gradients, index, sharded.detach(), self._streams
+                        )
+                    self._waiting[sharded].stand_before(sharded.grad)
+                    self._put(sharded, self._waiting[sharded])
 
     def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
         self._placed.append(_Placed(parameter, shown, parameter.grad))
         parameter.grad = shown
 
-    @property
-    def are_placed(self) -> bool:
-        return bool(self._placed)
-
-    def are_cleared(self, all_of_them: bool) -> bool:
-        """Whether the program has cleared one, or all, since they were put."""
-        cleared = (parameter.grad is not shown for parameter, shown, _ in self._placed)
-        return bool(self._placed) and (all if all_of_them else any)(cleared)
-
-    def take(self) -> bool:
-        """Remove them, so that `.grad` is what the program expects, and drop the sums of those that
-        it has cleared; returns whether there were any."""
+    def hide(self) -> bool:
+        """Remove what it shows, so that `.grad` is what was reduced, and drop the sums of
+        parameters that the program has cleared; returns whether there was anything."""
         placed, self._placed = self._placed, []
         for parameter, shown, before in placed:
             if parameter.grad is shown:
@@ -169,3 +226,35 @@ class Placeholders:
             elif isinstance(shown, WaitingGradient):
                 shown.drop()
         return bool(placed)
+
+    # When the program gives the step up -----------------------------------------------------
+
+    def give_up_if_cleared(self) -> None:
+        """Give the step up if the program has cleared all sums, or any gradient of a step that is
+        left out."""
+        cleared = (parameter.grad is not shown for parameter, shown, _ in self._placed)
+        if self._placed and (any if self.is_skipping else all)(cleared):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The program begins another step: drop what is kept of this one."""
+        self.forget_sums()  # First: then there is nothing to clear parameter by parameter.
+        self.hide()
+        self._is_stepping = self.is_skipping = self._skips_next = False
+
+    def forget_sums(self) -> None:
+        """Drop the sums of earlier micro-batches."""
+        for unit in self._units:
+            for handle in unit.handles:
+                handle.gradients.forget()
+        self.num_waiting = 0
+        self._waiting_units = ()
+
+    def before_step(self) -> None:
+        """An optimizer steps, and must not take what is kept for gradients."""
+        self.give_up_if_cleared()
+        self._is_stepping = self.hide()
+
+    def after_step(self) -> None:
+        self._is_stepping = self.is_skipping = self._skips_next = False
+        self.show()

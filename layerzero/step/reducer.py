@@ -9,8 +9,8 @@ changes no gradient the user can see.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ from layerzero.comm.pending import Pending
 from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.groups import ShardGroup
-from layerzero.flat.parameter_hooks import stepped_by_torch
-from layerzero.step.accumulation import AccumulationCosts, choose_sharded
+from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
+from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
-from layerzero.step.deliver import Delivery, note_steps
-from layerzero.step.handle import FlatParamHandle
-from layerzero.step.placeholders import Placeholders, WaitingGradient
+from layerzero.step.placeholders import KeptStep
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
-_logger = logging.getLogger(__name__)
+Part = tuple[Unit, Callable[[], list[Gradient]]]
+"""A unit, and what adds a reduction of it to the delivery and returns its gradients for hooks."""
+StepBy = Callable[["Delivery", list[Part]], None]
+"""Delivers the parts, in the order of issue, and uses the gradients up; see `optim/in_backward`."""
 
 
 class GradientReducer:
@@ -38,14 +39,9 @@ class GradientReducer:
 
     requires_sync: bool
     """False inside `no_sync`: gradients accumulate over micro-batches."""
-    sums_sharded: bool
-    """Whether gradients accumulate after the first hop of the reduction instead of before it."""
-
-    is_skipping: bool
-    """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
-
-    num_waiting: int
-    """Micro-batches whose gradients wait for their reduction."""
+    accumulation: Accumulation
+    kept: KeptStep
+    """State of a step that it keeps, and shows in `.grad`, until the program gives the step up."""
 
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
@@ -55,30 +51,19 @@ class GradientReducer:
         self, context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
     ) -> None:
         """`units` is the root's list."""
-        accumulation, in_flight = policy.accumulation, policy.in_flight
-        self._max_in_flight_nbytes = parse_nbytes(in_flight or 0, "in_flight", least=0)
+        self._max_in_flight_nbytes = parse_nbytes(policy.in_flight or 0, "in_flight", least=0)
         self._context = context
         self._units = units
         self.agreed: Any = None
         """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
         self.requires_sync = True
-        self.sums_sharded = accumulation == "sharded"
-        self._is_auto = self._may_decide = accumulation == "auto"
-        self.num_waiting = 0
+        self.accumulation = Accumulation(policy.accumulation)
+        self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
-        self._waiting: Sequence[Unit] = ()
-        """Units that the last pass left waiting, on any rank."""
-        self._num_micro_batches = 2
-        self._reason = ""
-        self._step: Callable[[Unit | None], None] | None = None
-        """Called with each unit once its `.grad`s are complete; last with None."""
+        self._step_by: StepBy | None = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self._delivery = Delivery()
-        self._placeholders = Placeholders()
-        self._stand_ins: dict[nn.Parameter, WaitingGradient] = {}
-        self._hid_placeholders = False
-        self.is_skipping = self._skips_next = False
         self._others: Sequence[nn.Parameter] = ()
 
     def __del__(self) -> None:
@@ -96,59 +81,25 @@ class GradientReducer:
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
         micro-batches wait after the first hop."""
-        waits, sums_sharded = self.unit_flags.get(unit, (False, self.sums_sharded))
+        waits, sums_sharded = self.unit_flags.get(unit, (False, self.accumulation.sums_sharded))
         return self.requires_sync and not waits, sums_sharded
 
-    @property
-    def may_decide_sums(self) -> bool:
-        """Whether the engine chooses where micro-batches add up."""
-        return self._may_decide
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches of the last step that had several; 2 before."""
-        return self._num_micro_batches
-
-    def decide_sums(self, sharded: bool) -> None:
-        """Decide for "auto" where micro-batches add up from now on. Between steps."""
-        self.sums_sharded, self._is_auto = sharded, False
-
-    def call_on_delivered(self, function: Callable[[Unit | None], None] | None) -> None:
+    def step_by(self, function: StepBy | None) -> None:
         """Let `function` use up gradients as they are delivered; None: they stay in `.grad`."""
-        self._step = function
+        self._step_by = function
 
     @property
     def uses_up_gradients(self) -> bool:
         """Whether an optimizer steps while gradients are delivered."""
-        return self._step is not None
+        return self._step_by is not None
 
     def begin_backward(self) -> None:
-        """A backward pass of the whole model begins; "auto" decides where gradients accumulate."""
-        self.give_up_if_cleared()
-        self.hide()
-        # Only for the first micro-batch: the later ones must add up in the same place.
-        if not self._is_auto or self.requires_sync or self.adds_up:
-            return
-        handles = [handle for unit in self._units for handle in unit.handles]
-        costs = AccumulationCosts.of(handles)
-        self.sums_sharded, reason = choose_sharded(
-            costs, self._num_micro_batches, self._context.limiter.budget.max_nbytes
-        )
-        if reason != self._reason and all(h.placement.is_first for h in handles):
-            _logger.info("accumulation='auto': %s", reason)
-        self._reason = reason
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
-        return self.num_waiting > 0
-
-    def _end_accumulation(self) -> None:
-        """The sum over micro-batches is delivered."""
-        if self.num_waiting > 1:
-            # "auto" expects as many micro-batches in the next step.
-            self._num_micro_batches = self.num_waiting
-        self.num_waiting = 0
+        """A backward pass of the whole model begins."""
+        self.kept.give_up_if_cleared()
+        self.kept.hide()
+        if not self.requires_sync and not self.kept.adds_up:
+            handles = [handle for unit in self._units for handle in unit.handles]
+            self.accumulation.begin_step(handles, self._context.limiter.budget.max_nbytes)
 
     def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
@@ -162,7 +113,7 @@ class GradientReducer:
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
                 self._complete_oldest()
-            hops = self.requires_sync, self.sums_sharded
+            hops = self.requires_sync, self.accumulation.sums_sharded
             if self.unit_flags:
                 hops = self.hops_of(unit)
             self._in_flight += reduce_unit(self._context, unit, *hops)
@@ -216,11 +167,14 @@ class GradientReducer:
             judges = self._context.extensions.before_write
             drops = [before_write([each for each, _ in arrived]) for before_write in judges]
             self._undelivered = []
-        if any(drops) or self.is_skipping:
+        if any(drops) or self.kept.is_skipping:
             self._drop_delivery(arrived)
             return
-        if self._step is not None:
-            self._deliver_and_step(arrived)
+        if self._step_by is not None:
+            self._step_by(
+                self._delivery,
+                [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived],
+            )
             return
         hooked = self._add_parts(arrived)
         if hooked:
@@ -235,71 +189,11 @@ class GradientReducer:
         self._others = parameters
 
     def _drop_delivery(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
-        self._skips_next = True
+        self.kept.skip()
         sharded = (p for unit in self._units for p in unit.sharded_params)
         self._delivery.clear([*sharded, *self._others])
         for reduction, _ in arrived:
             reduction.handle.gradients.release()
-
-    # State of a step, kept until the program gives it up: see placeholders.py -------------------
-
-    @property
-    def keeps_step(self) -> bool:
-        """Whether the step is left out, or earlier micro-batches wait."""
-        return self.is_skipping or self._placeholders.are_placed or self._hid_placeholders
-
-    def show(self) -> None:
-        """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
-        if self._placeholders.are_placed:
-            return
-        units = self._units if self.is_skipping else self._waiting
-        handles = [handle for unit in units for handle in unit.handles]
-        if self.is_skipping:
-            sharded = (p for handle in handles for p in handle.sharded_params if p.requires_grad)
-            self._placeholders.put_zeros(sharded)
-        elif self.adds_up:
-            self._placeholders.put(
-                (handle.sharded_params[index], self._waiting_gradient(handle, index))
-                for handle in handles
-                for index in handle.gradients.layout.trainable
-            )
-
-    def _waiting_gradient(self, handle: FlatParamHandle, index: int) -> WaitingGradient:
-        sharded = handle.sharded_params[index]
-        if sharded not in self._stand_ins:
-            stand_in = WaitingGradient(
-                handle.gradients, index, sharded.detach(), self._context.streams
-            )
-            self._stand_ins[sharded] = stand_in
-        return self._stand_ins[sharded]
-
-    def hide(self) -> bool:
-        """Have `.grad` be what was reduced; returns whether it showed what is kept."""
-        return self._placeholders.take()
-
-    def give_up_if_cleared(self) -> None:
-        if self._placeholders.are_cleared(all_of_them=not self.is_skipping):
-            self.give_up()
-
-    def give_up(self) -> None:
-        """The program begins another step: drop what is kept of this one."""
-        self.forget_sums()  # First: then there is nothing to clear parameter by parameter.
-        self.hide()
-        self._hid_placeholders = False
-        self.stop_skipping()
-
-    def before_step(self) -> None:
-        """An optimizer steps, and must not take what is kept for gradients."""
-        self.give_up_if_cleared()
-        self._hid_placeholders = self.hide()
-
-    def after_step(self) -> None:
-        self.stop_skipping()
-        self._hid_placeholders = False
-        self.show()
-
-    def stop_skipping(self) -> None:
-        self.is_skipping = self._skips_next = False
 
     def _add_parts(self, arrived: list[tuple[Reduction, set[int]]]) -> list[Gradient]:
         """Add the gradients of reductions to the delivery, but return those for hooks."""
@@ -315,39 +209,6 @@ class GradientReducer:
                     gradients.release()
         return hooked
 
-    def _deliver_and_step(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
-        """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
-        while the device still computes the rest. Steps cannot be undone."""
-        # Each of several nested passes (reentrant checkpoints) may reduce a unit.
-        last_of = {reduction.unit: index for index, (reduction, _) in enumerate(arrived)}
-        hooked: list[Gradient] = []
-        complete: list[Unit] = []
-        stepped: list[str] = []
-        step = self._step
-        assert step is not None, "the optimizer is part of it"
-        try:
-            for index, (reduction, present) in enumerate(arrived):
-                hooked += self._add_parts([(reduction, present)])
-                self._delivery.commit()
-                if last_of[reduction.unit] == index:
-                    complete.append(reduction.unit)
-                if not hooked:
-                    # Parameters with hooks get their gradients below, together; until then neither
-                    # their unit nor a later one is reported.
-                    while complete:
-                        stepped.append(complete[0].label)
-                        step(complete.pop(0))
-            if hooked:
-                self._delivery.run_hooks(hooked)
-            for unit in complete:
-                stepped.append(unit.label)
-                step(unit)
-            step(None)
-        except BaseException as error:
-            if stepped:
-                note_steps(error, stepped)
-            raise
-
     def commit(self, num_micro_batches: int = 1) -> None:
         """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
         micro-batches.
@@ -356,16 +217,15 @@ class GradientReducer:
             num_micro_batches: 0 if only what waited was reduced.
         """
         self._delivery.commit()
-        self.is_skipping = self._skips_next
-        self._waiting = ()
+        waiting: Sequence[Unit] = ()
         if self.unit_flags or not self.requires_sync:
-            self._waiting = [unit for unit in self._units if not self.hops_of(unit)[0]]
-        if self.num_waiting or self._waiting:
+            waiting = [unit for unit in self._units if not self.hops_of(unit)[0]]
+        if self.kept.adds_up or waiting:
             self._keep_sums()
-        self.num_waiting += num_micro_batches
-        if not self._waiting:
-            self._end_accumulation()
-        self.show()
+        num_added = self.kept.end_pass(num_micro_batches, waiting)
+        if not waiting and num_added > 1:
+            self.accumulation.end_step(num_added)
+        self.kept.show()
         if self.agreed is not None:
             self.agreed.commit()
 
@@ -390,16 +250,8 @@ class GradientReducer:
                 each.pending.wait()
         self._in_flight = []
         self._undelivered = []
-        self._skips_next = self.is_skipping
+        self.kept.undo()
         self._delivery.undo()
-
-    def forget_sums(self) -> None:
-        """Drop the sums of earlier micro-batches."""
-        for unit in self._units:
-            for handle in unit.handles:
-                handle.gradients.forget()
-        self.num_waiting = 0
-        self._waiting = ()
 
     def exchange_presence(
         self, reductions: list[Reduction]
@@ -450,3 +302,59 @@ class GradientReducer:
     def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
         operation = self._context.operations.next("gradient presence", "the model", group)
         return gather_flags(flags, group, operation)
+
+
+class Delivery:
+    """The gradients of one pass, on their way to `.grad`."""
+
+    plain: list[Gradient]
+    """Gradients that `commit` writes."""
+
+    def __init__(self) -> None:
+        self.plain = []
+        self._written: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
+        """Parameters written early, each with its `.grad` before, and a copy of that."""
+        self._cleared: list[nn.Parameter] = []
+
+    def run_hooks(self, hooked: Sequence[Gradient]) -> None:
+        """Write the gradients that were added, then those of parameters with hooks, and run these.
+
+        Hooks see all gradients, and may raise. So what is written first is copied, for `undo`.
+        """
+        for parameter, _ in (*self.plain, *hooked):
+            before = parameter.grad
+            copied = None if before is None else before.detach().clone()
+            self._written.append((parameter, before, copied))
+        self._write()
+        accumulate_with_hooks(hooked)
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Write nothing but None, to `.grad` of these parameters."""
+        self.plain = []
+        self._cleared = [*parameters]
+
+    def commit(self) -> None:
+        self._write()
+        self._written = []
+        cleared, self._cleared = self._cleared, []
+        for parameter in cleared:
+            parameter.grad = None
+
+    def _write(self) -> None:
+        plain, self.plain = self.plain, []
+        with torch.no_grad():
+            for parameter, gradient in plain:
+                if (before := parameter.grad) is None:
+                    parameter.grad = gradient
+                else:
+                    before.add_(gradient)
+
+    def undo(self) -> None:
+        """Return `.grad` to what it was, unless `commit` was called."""
+        self.plain, self._cleared = [], []
+        for parameter, before, copied in reversed(self._written):
+            parameter.grad = before
+            if before is not None and copied is not None:
+                with torch.no_grad():
+                    before.copy_(copied)
+        self._written = []

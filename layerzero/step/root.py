@@ -10,47 +10,30 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
 from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
-from layerzero.step.backward import Backward
-from layerzero.step.calls import ForwardCall, ForwardPass
-from layerzero.step.context import RuntimeContext
+from layerzero.step.backward import Backward, ForwardCall, ForwardPass
+from layerzero.step.context import RateLimiter, RuntimeContext
 from layerzero.step.extension import Extensions
 from layerzero.step.first_forward import check_first_forward
 from layerzero.step.module_guards import refuse_export
 from layerzero.step.operations import Operations, remembers_failure
-from layerzero.step.rate_limiter import RateLimiter
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.states import Hold, ShardState, TrainingState
 from layerzero.step.structure import Ignored, Structure
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unit import TrainingState, Unit, get_unit
 from layerzero.watch.diagnosis import CollectiveError
 
-_EXPLICIT = int(Hold.EXPLICIT)
 _is_tracing = torch._C._is_tracing
-
-
-class UnshardHandle:
-    """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
-
-    def __init__(self, root: RootState, unit: Unit) -> None:
-        self._root = root
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait for the gather and show the unsharded parameters."""
-        self._root.finish_unshard(self._unit)
 
 
 class RootState:
@@ -106,7 +89,6 @@ class RootState:
             self.streams,
             self.operations,
             RateLimiter(budget),
-            tensor_parallel_groups,
             owner=weakref.ref(self),
             extensions=self.extensions,
         )
@@ -133,8 +115,10 @@ class RootState:
         self.has_forward_checks = any(unit.awaits_values for unit in self.units)
         self._join_units()
 
-    def _make_streams(self, finishing_thread: bool) -> Streams:
-        return Streams(self.device, finishing_thread)
+    def _make_streams(self, on_gloo: bool) -> Streams:
+        if on_gloo and self.device.type == "cpu":
+            return Streams(self.device, ChainingStream(), FinishingStream())
+        return Streams(self.device)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
         return Operations(self.device, self.streams, groups)
@@ -167,6 +151,11 @@ class RootState:
             gc.collect()
         return self.wrapper_ref() is not None
 
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a forward or a backward runs."""
+        return self.context.in_backward or self._call_depth > 0
+
     def check_between_steps(self, what: str) -> None:
         """Refuse a call inside forward or backward, or after a collective failed.
 
@@ -176,120 +165,13 @@ class RootState:
         self.backward.clear_abandoned()
         if self.operations.has_failed:
             self.operations.refuse()
-        if self.context.in_backward or self._call_depth:
+        if self.is_in_pass:
             raise RuntimeError(what)
-
-    @contextmanager
-    def phase(self, limit: timedelta) -> Iterator[None]:
-        """Implements `ZeRO3.timeout`."""
-        self.check_between_steps("timeout: entered inside forward or backward; enter it around it")
-        with self.operations.phases.phase(limit):
-            yield
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
         if self.join is not None:
             self.join.before_call(what)
-
-    # Explicit unsharding --------------------------------------------------------------------
-
-    @remembers_failure
-    def unshard_all(self) -> None:
-        """Start gathering all units, held for micro-batches. Collective; does not block the host.
-
-        Raises:
-            CollectiveError: a collective of this model failed.
-        """
-        self.before_call("micro_batches")
-        self.backward.clear_abandoned()
-        self.context.note_weights()
-        self.scheduler.unshard_all(weights_may_have_changed=not self.reducer.adds_up)
-
-    @remembers_failure
-    def unshard_explicitly(self, unit: Unit, async_op: bool) -> UnshardHandle | None:
-        """Implements `ZeRO3.unshard`."""
-        if not self._call_depth and not self.context.in_backward:
-            self.before_call("unshard")
-        self.backward.clear_abandoned()
-        self.context.note_weights()
-        if unit.is_stale:
-            unit.reshard()
-        unit.unshard()
-        unit.hold(_EXPLICIT)
-        self.context.wait_for_uploads()
-        unit.watch_gradients(self._gradient_hook(unit))
-        if async_op:
-            return UnshardHandle(self, unit)
-        self.finish_unshard(unit)
-        return None
-
-    @remembers_failure
-    def finish_unshard(self, unit: Unit) -> None:
-        """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
-        if unit.state is not ShardState.SHARDED:
-            unit.wait_for_unshard()
-            unit.show_unsharded()
-
-    @remembers_failure
-    def keep_returned(self, unit: Unit) -> None:
-        """A call of `unit` returned one of its parameters: keep it as if unsharded explicitly."""
-        unit.unshard()
-        unit.hold(_EXPLICIT)
-        unit.watch_gradients(self._gradient_hook(unit))
-        unit.wait_for_unshard()
-
-    @remembers_failure
-    def pregather(self, units: Sequence[Unit], waits: bool) -> None:
-        """Implements `layerzero.pregather`."""
-        self.before_call("pregather")
-        self.check_between_steps(
-            "pregather: called inside forward or backward; call it between them",
-        )
-        self.context.note_weights()
-        if not self.reducer.adds_up:
-            self.scheduler.mark_stale()
-        self.scheduler.unshard_ahead(units)
-        for unit in units:
-            if unit.handles:
-                unit.hold(_EXPLICIT)
-        self.context.wait_for_uploads()
-        if waits:
-            self.streams.wait_on_host(self.streams.record_compute_event())
-
-    # Micro-batches in flight ----------------------------------------------------------------
-
-    def begin_micro_batches(self, keep_unsharded: bool = True) -> None:
-        """Begin the micro-batches of one optimizer step, of which several may be in flight.
-
-        Args:
-            keep_unsharded: units stay unsharded from their first use until `end_micro_batches`, or
-                until their backward after `last_micro_batch`.
-        """
-        self.before_call("micro_batches")
-        if keep_unsharded:
-            self.scheduler.hold_micro_batches()
-        else:
-            self.scheduler.end_micro_batches()
-
-    def last_micro_batch(self) -> None:
-        """The last backward comes next; it frees each unit as it is done with it."""
-        self.scheduler.end_micro_batches()
-
-    def end_micro_batches(self) -> None:
-        """The step is over: free every unit."""
-        self.scheduler.free_all()
-
-    @contextmanager
-    def micro_batches(self, *, keep_unsharded: bool = True) -> Iterator[Callable[[], None]]:
-        """Context around the micro-batches of one step. It yields `last_micro_batch`.
-
-        Schedules that are not one block of code, such as a pipeline's, call the methods above.
-        """
-        self.begin_micro_batches(keep_unsharded)
-        try:
-            yield self.last_micro_batch
-        finally:
-            self.end_micro_batches()
 
     # Forward --------------------------------------------------------------------------------
 
@@ -325,12 +207,12 @@ class RootState:
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
         self._start = self.clock
-        self.reducer.give_up_if_cleared()
+        self.reducer.kept.give_up_if_cleared()
         self.structure.check("forward")
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)
         self.context.note_weights()
-        self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.adds_up)
+        self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.kept.adds_up)
 
     @remembers_failure
     def end_call(self, call: ForwardCall, outputs: object) -> None:
@@ -384,50 +266,7 @@ class RootState:
         if self._call_depth == 0 and not self.context.in_backward:
             self.abort(error)
 
-    # Backward: see backward.py ----------------------------------------------------------------
-
-    def _gradient_hook(self, unit: Unit) -> Callable[[torch.Tensor], None]:
-        unit_ref = weakref.ref(unit)
-
-        def on_gradient(_: torch.Tensor) -> None:
-            unit = unit_ref()
-            if unit is not None:
-                root_of(unit).backward.on_unsharded_gradient(
-                    unit
-                )  # It may have another root by now.
-
-        return on_gradient
-
-    @remembers_failure
-    def reduce_waiting(self) -> None:
-        """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
-
-        All trainable units take part, because ranks may differ in which ones hold gradients.
-        """
-        self.check_between_steps(
-            "reduce_gradients: called inside forward or backward; call it between them, or leave "
-            "no_sync before the last backward"
-        )
-        self.before_call("reduce_gradients")
-        self.reducer.give_up_if_cleared()
-        if not self.reducer.adds_up:
-            return
-        self.reducer.hide()
-        syncs = self.reducer.requires_sync
-        self.reducer.set_requires_sync(True)
-        try:
-            # A fixed order, because no backward gives one that all ranks share.
-            for unit in reversed(self.units):
-                if unit.is_trainable:
-                    self.reducer.reduce(unit)
-            with self.context.profile("deliver", "model"):
-                self.reducer.deliver()
-            self.reducer.commit(num_micro_batches=0)
-        except BaseException as error:
-            self.abort(error)
-            raise
-        finally:
-            self.reducer.set_requires_sync(syncs)
+    # After an error -------------------------------------------------------------------------
 
     def abort(self, error: BaseException | None = None) -> None:
         """Return to the state between steps, after an error or an interrupt.
@@ -445,7 +284,7 @@ class RootState:
     def give_up_step(self) -> None:
         """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
         self.backward.clear_abandoned()
-        self.reducer.give_up()
+        self.reducer.kept.give_up()
 
     def _end_pass(self) -> None:
         if self.backward.is_recorded:
@@ -461,7 +300,7 @@ class RootState:
         # that had been posted.
         self.streams.wait_until_idle()
         self.operations.wait_until_idle()
-        self.reducer.show()
+        self.reducer.kept.show()
         for unit in self.units:
             unit.reset()
             unit.forget_starts_after(self._start)

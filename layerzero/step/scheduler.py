@@ -32,8 +32,7 @@ from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.flat_param import version_of
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
-from layerzero.step.states import Hold, ShardState, TrainingState
-from layerzero.step.unit import Unit
+from layerzero.step.unit import Hold, ShardState, TrainingState, Unit
 
 # Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
 _LAST = int(Hold.LAST_OF_FORWARD)
@@ -188,26 +187,15 @@ class UnshardScheduler:
             self.last_order = self._order_before
         return is_taken
 
-    def unshard_ahead(self, units: Sequence[Unit]) -> None:
-        """Start all gathers of these units, then order compute after all of them."""
+    def unshard_ahead(self, units: Sequence[Unit], waits: bool = True) -> None:
+        """Start all gathers of these units; then, if it `waits`, order compute after all."""
         with_parameters = [unit for unit in units if unit.handles]
         for unit in with_parameters:
             if unit.is_stale:
                 unit.reshard()
             unit.unshard()
-        for unit in with_parameters:
+        for unit in with_parameters if waits else ():
             unit.wait_for_unshard()
-
-    def unshard_all(self, weights_may_have_changed: bool) -> None:
-        """Start gathering all units, held for micro-batches. For the flag see `mark_stale`."""
-        if weights_may_have_changed:
-            self.mark_stale()
-        for unit in self._units:
-            if unit.is_stale:
-                unit.reshard()
-            if unit.handles:
-                unit.unshard()
-        self.hold_micro_batches()
 
     def mark_stale(self) -> None:
         """Have sharded units rewrite their compute shards: writes through `.data` bump no version.
@@ -220,18 +208,15 @@ class UnshardScheduler:
                 for handle in unit.handles:
                     handle.mark_stale()
 
-    def hold_micro_batches(self) -> None:
-        """Keep units unsharded once gathered; see Note [Micro-batches in flight]."""
+    def hold_micro_batches(self, holds: bool) -> None:
+        """Keep units unsharded once gathered, or free them after their use again; frees none
+        itself. See Note [Micro-batches in flight]."""
         for unit in self._units:
-            unit.hold(_MICRO_BATCHES)
-
-    def end_micro_batches(self) -> None:
-        """Free units after their use again. Frees none itself."""
-        for unit in self._units:
-            unit.end_hold(_MICRO_BATCHES)
+            (unit.hold if holds else unit.end_hold)(_MICRO_BATCHES)
 
     def free_all(self) -> None:
-        """Free every unit not held for a graph, and end its other holds. Call it between passes."""
+        """Free every unit not held for a graph, and end its other holds. Between passes, and after
+        micro-batches in flight."""
         self.last = None
         for unit in self._units:
             unit.free(_MICRO_BATCHES | _OF_A_STEP)

@@ -37,26 +37,21 @@ class Ignored:
     def __init__(
         self, modules: Iterable[nn.Module] = (), parameters: Iterable[nn.Parameter] = ()
     ) -> None:
-        self._modules = {id(module): weakref.ref(module) for module in modules}
-        self._parameters = {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._refs = {id(each): weakref.ref(each) for each in (*modules, *parameters)}
         self.names: set[str] = set()
         """Their names in the model; `Structure` fills them in."""
 
-    def has_module(self, module: nn.Module) -> bool:
-        reference = self._modules.get(id(module))
-        return reference is not None and reference() is module
-
-    def has_parameter(self, parameter: nn.Parameter) -> bool:
-        reference = self._parameters.get(id(parameter))
-        return reference is not None and reference() is parameter
+    def has(self, member: nn.Module | nn.Parameter) -> bool:
+        reference = self._refs.get(id(member))
+        return reference is not None and reference() is member
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [module for ref in self._modules.values() if (module := ref()) is not None]
+        return [each for ref in self._refs.values() if isinstance(each := ref(), nn.Module)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [each for ref in self._parameters.values() if (each := ref()) is not None]
+        return [each for ref in self._refs.values() if isinstance(each := ref(), nn.Parameter)]
 
     def and_also(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Ignored:
         return Ignored([*self.modules, *modules], [*self.parameters, *parameters])
@@ -71,7 +66,8 @@ class Structure:
         self._units = units
         self._root_ref = weakref.ref(units[0].module)
         if ignored.modules or ignored.parameters:
-            self._note_ignored(units[0].module)
+            members = _members(list(self._modules(units[0].module)))
+            ignored.names.update(name for name, each in members if ignored.has(each))
         modules = [*self._modules(units[0].module)]
         self._named = dict(self._named_parameters(modules))
         self._take_snapshot(modules)
@@ -107,7 +103,7 @@ class Structure:
         handles = [handle for unit in self._units for handle in unit.handles]
         if handles:
             modules = root.named_modules()
-            present = (each for each in modules if not self.ignored.has_module(each[1]))
+            present = (each for each in modules if not self.ignored.has(each[1]))
             check_compiled(present, handles[0].gradients.device)
 
     # In C -----------------------------------------------------------------------------------
@@ -194,44 +190,38 @@ class Structure:
             inner = clean_name(f"{fqn}.{name}" if fqn else name)
             # Scripted modules, which have no sharded parameter, lack the dicts of others.
             is_scripted = isinstance(child, torch.jit.ScriptModule)
-            if child is not None and not is_scripted and not self._is_ignored(child, inner):
+            if child is not None and not is_scripted and not self._is_ignored(inner, child):
                 yield from self._visit(child, inner, seen)
 
-    def _is_ignored(self, module: nn.Module, name: str) -> bool:
-        return self.ignored.has_module(module) or name in self.ignored.names
+    def _is_ignored(self, name: str, member: nn.Module | nn.Parameter) -> bool:
+        return self.ignored.has(member) or name in self.ignored.names
 
     def _named_parameters(
         self, modules: Iterable[tuple[str, nn.Module]]
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for fqn, module in modules:
-            for name, parameter in module._parameters.items():
-                full_name = clean_name(f"{fqn}.{name}" if fqn else name)
-                if parameter is not None and full_name not in self.ignored.names:
-                    yield full_name, parameter
-
-    def _note_ignored(self, root: nn.Module) -> None:
-        names = self.ignored.names
-        for fqn, module in list(self._modules(root)):
-            for name, child in module._modules.items():
-                if child is not None and self.ignored.has_module(child):
-                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
-            for name, parameter in module._parameters.items():
-                if parameter is not None and self.ignored.has_parameter(parameter):
-                    names.add(clean_name(f"{fqn}.{name}" if fqn else name))
+        for name, each in _members(modules):
+            if isinstance(each, torch.Tensor) and name not in self.ignored.names:
+                yield name, each
 
     def ignored_now(self) -> Ignored:
         """The ignored modules and parameters, including those that replaced others."""
         root = self._root_ref()
-        modules, parameters = self.ignored.modules, self.ignored.parameters
-        for fqn, module in self._modules(root) if root is not None else ():
-            prefix = f"{fqn}." if fqn else ""
-            for name, child in module._modules.items():
-                if child is not None and self._is_ignored(child, clean_name(prefix + name)):
-                    modules.append(child)
-            for name, parameter in module._parameters.items():
-                if parameter is not None and clean_name(prefix + name) in self.ignored.names:
-                    parameters.append(parameter)
-        return Ignored(modules, parameters)
+        members = () if root is None else _members(self._modules(root))
+        found = [each for name, each in members if self._is_ignored(name, each)]
+        return self.ignored.and_also(
+            (each for each in found if isinstance(each, nn.Module)),
+            (each for each in found if isinstance(each, torch.Tensor)),
+        )
+
+
+def _members(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    """The modules and parameters directly in these modules, with their names in the model."""
+    for fqn, module in modules:
+        for name, each in (*module._modules.items(), *module._parameters.items()):
+            if each is not None:
+                yield clean_name(f"{fqn}.{name}" if fqn else name), each
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

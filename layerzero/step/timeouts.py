@@ -9,32 +9,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from layerzero.flat.groups import ShardGroup, is_timeout, raise_backend_timeout
+from layerzero.flat.groups import ShardGroup, raise_backend_timeout
 
 _HOST = torch.device("cpu")
-
-
-def duration(**keywords: float) -> timedelta:
-    """The `timedelta` of the keywords of `model.timeout`.
-
-    Raises:
-        TypeError: a keyword or value that `timedelta` does not take.
-        ValueError: it is not positive, or longer than `LONGEST_TIMEOUT`.
-    """
-    try:
-        limit = timedelta(**keywords)
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
-        ) from None
-    if not is_timeout(limit):
-        given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
-        raise ValueError(
-            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
-            f"got ({given})"
-        )
-    return limit
 
 
 class Phases:

@@ -5,8 +5,9 @@ Everything here concerns a single unit; the order among units is decided above i
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -17,13 +18,109 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from layerzero.config import MixedPrecision, ReshardAfterForward
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flat_param import OriginalParameter, ParameterViews
 from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
-from layerzero.flat.views import ParameterViews
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
-from layerzero.step.states import Hold, ShardState, TrainingState, check_transition, names_of
+
+
+class ShardState(enum.Enum):
+    """Which parameter memory of a unit is allocated and valid."""
+
+    successors: tuple[ShardState, ...]
+    """States that may follow. An attribute of the member instead of a dict lookup, because hashing
+    a member runs Python code and this is read many times a step."""
+    SHARDED = "sharded"
+    """Only the shard."""
+    GATHERING = "gathering"
+    """The shard, and a full buffer that is not valid yet."""
+    UNSHARDED = "unsharded"
+    """The shard, and a valid full buffer."""
+
+    def allow(self, successors: Iterable[ShardState]) -> None:
+        self.successors = tuple(successors)
+
+
+class TrainingState(enum.Enum):
+    """Where in the step a unit is."""
+
+    successors: tuple[TrainingState, ...]
+    IDLE = "idle"
+    """None of the states below."""
+    FORWARD = "forward"
+    """Between pre_forward and post_forward."""
+    BACKWARD = "backward"
+    """Between pre_backward and the reduction of its gradients; includes recomputed forwards."""
+    SUMMON_FULL_PARAMS = "summon_full_params"
+    """Inside the context manager `summon_full_params`."""
+
+    def allow(self, successors: Iterable[TrainingState]) -> None:
+        self.successors = tuple(successors)
+
+
+class Hold(enum.IntFlag):
+    """Reasons to keep a unit unsharded, shown as `.holds` of `layerzero.units`.
+
+    A unit with none is freed after its use.
+    """
+
+    LAST_OF_FORWARD = 1
+    """The unit ran last; see Note [One unit stays] in scheduler.py."""
+    FIRST_OF_FORWARD = 2
+    """First of the next micro-batch; see Note [The first unit stays between micro-batches]."""
+    POLICY = 4
+    """`reshard_after_forward=False`: kept from its forward to its backward."""
+    EXPLICIT = 8
+    """The user unsharded it: kept until its next forward or the next backward has ended."""
+    MICRO_BATCHES = 16
+    """Kept for a pipeline; see Note [Micro-batches in flight] in scheduler.py."""
+    DOUBLE_BACKWARD = 32
+    """A graph of the backward (`create_graph`) reads it again."""
+    OPTIONAL = 64
+    """Ranks may skip it, and the backward of a forward that used it is still to come."""
+
+
+SHARD_TRANSITIONS: dict[ShardState, frozenset[ShardState]] = {
+    ShardState.SHARDED: frozenset({ShardState.GATHERING}),
+    ShardState.GATHERING: frozenset({ShardState.UNSHARDED}),
+    ShardState.UNSHARDED: frozenset({ShardState.SHARDED}),
+}
+
+TRAINING_TRANSITIONS: dict[TrainingState, frozenset[TrainingState]] = {
+    TrainingState.IDLE: frozenset(
+        {TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMON_FULL_PARAMS}
+    ),
+    TrainingState.FORWARD: frozenset({TrainingState.IDLE}),
+    TrainingState.BACKWARD: frozenset({TrainingState.IDLE}),
+    TrainingState.SUMMON_FULL_PARAMS: frozenset({TrainingState.IDLE}),
+}
+
+
+def check_transition(
+    unit: str, current: ShardState | TrainingState, new: ShardState | TrainingState
+) -> None:
+    """Refuse a transition that is not in the tables.
+
+    Raises:
+        RuntimeError: names the unit and both states.
+    """
+    if new not in current.successors:
+        raise RuntimeError(
+            f"{unit}: {type(current).__name__} cannot go from {current.name} to {new.name}"
+        )
+
+
+def names_of(holds: Hold) -> str:
+    """The names of the flags that are set, such as `LAST_OF_FORWARD|EXPLICIT`."""
+    return "|".join(hold.name or "" for hold in Hold if hold & holds)
+
+
+for _shard_state, _shard_states in SHARD_TRANSITIONS.items():
+    _shard_state.allow(_shard_states)
+for _training_state, _training_states in TRAINING_TRANSITIONS.items():
+    _training_state.allow(_training_states)
+
 
 _UNIT = "_layerzero_unit"
 _requires_grad_of = attrgetter("requires_grad")
@@ -66,6 +163,8 @@ class Unit:
     """Whether module attributes are the unsharded parameters."""
     is_trainable: bool
     """Whether any parameter requires grad."""
+    input_dtype: torch.dtype | None
+    """Dtype that floating-point inputs are cast to; None: no cast."""
     output_dtype: torch.dtype | None
     """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
@@ -117,7 +216,7 @@ class Unit:
         self.awaited_buffers = ()
         self.state = ShardState.SHARDED
         self._training_state = TrainingState.IDLE
-        self._module_ref = weakref.ref(module)
+        self.move_to(module)
         slots = (slot for group in originals for original in group for slot in original.slots)
         self._owner_refs = [
             weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
@@ -159,6 +258,7 @@ class Unit:
     def move_to(self, module: nn.Module) -> None:
         """Take `module` for the unit's own from now on."""
         self._module_ref = weakref.ref(module)
+        self.input_dtype = self.options.mixed_precision.input_dtype(module)
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -427,7 +527,7 @@ class Unit:
         """Lay out the gradient buffers for the parameters that require grad now, and for those that
         earlier micro-batches of the step have gradients of."""
         root: Any = self.context.owner() if self.has_joined else None
-        adds_up = root is not None and root.reducer.adds_up
+        adds_up = root is not None and root.reducer.kept.adds_up
         self._is_laid_out = True
         for handle in self.handles:
             trainable, former = set(handle.trainable()), handle.gradients.layout.trainable
@@ -450,21 +550,10 @@ class Unit:
                 if unsharded.requires_grad:
                     unsharded.register_post_accumulate_grad_hook(on_gradient)
 
-    def drop_post_forward_shards(self) -> None:
-        """Drop the shards kept for a gather in backward; it will not happen any more."""
-        for handle in self.handles:
-            handle.drop_post_forward_shard()
-
     def drop_gradients(self) -> None:
         """Drop gradients that were not delivered."""
         for handle in self.handles:
             handle.gradients.forget()
-        self.drop_unsharded_gradients()
-
-    def undo_gradients(self) -> None:
-        """Drop the gradients of a pass that failed; sums of earlier micro-batches stay."""
-        for handle in self.handles:
-            handle.gradients.undo()
         self.drop_unsharded_gradients()
 
     def drop_unsharded_gradients(self) -> None:
@@ -473,11 +562,13 @@ class Unit:
                 unsharded.grad = None
 
     def reset(self) -> None:
-        """Return to the state between steps, after an error."""
+        """Return to the state between steps, after an error; sums of earlier micro-batches stay."""
         self.depth = 0
         self._holds = 0
-        self.undo_gradients()
-        self.drop_post_forward_shards()
+        for handle in self.handles:
+            handle.gradients.undo()
+            handle.drop_post_forward_shard()
+        self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()
         if self._training_state is not TrainingState.IDLE:

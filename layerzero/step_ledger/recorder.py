@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.flat.groups import ShardGroup
-from layerzero.step.calls import ForwardPass
+from layerzero.step.backward import ForwardPass
 from layerzero.step.exec_order import Order
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState

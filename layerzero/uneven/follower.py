@@ -13,8 +13,7 @@ from layerzero.optional.optional_units import gather_with_others
 from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
-from layerzero.step.states import ShardState
-from layerzero.step.unit import Unit
+from layerzero.step.unit import ShardState, Unit
 from layerzero.uneven.state import JoinState
 
 

@@ -17,12 +17,12 @@ from layerzero.optim.scaler import ScalerCall, refuse_scaler, scaler_that_calls
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.optional_units import OptionalUnits
-from layerzero.step.calls import ForwardCall, ForwardPass
+from layerzero.step import on_request
+from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.step.states import Hold
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unit import Hold, Unit, get_unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.negotiation import Negotiation
 from layerzero.uneven.requests import (
@@ -305,7 +305,7 @@ class RunningJoin(Extension):
                 elif request.kind == Kind.CLIP:
                     self._follow_clip(request)
                 elif request.kind == Kind.REDUCE:
-                    root.reduce_waiting()
+                    on_request.reduce_waiting(root)
                 elif request.kind in SCALING:
                     state.scalers.follow(request, root.device)
                 elif request.kind == Kind.STEP:
@@ -322,7 +322,7 @@ class RunningJoin(Extension):
         forward_pass = ForwardPass(root.clock)
         self._note_forward(forward_pass)
         root.context.note_weights()
-        root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.adds_up)
+        root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.kept.adds_up)
         assert self._follower is not None, "of this pass"
         self._follower.finish()
         root.context.wait_for_uploads()

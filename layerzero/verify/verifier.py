@@ -257,7 +257,7 @@ class Verifier(Transport, Extension):
         if different:
             # What waits may be of bytes that were compared only now.
             self._wire.clear(self._wire.used())
-            self._root.reducer.forget_sums()
+            self._root.reducer.kept.forget_sums()
             raise CorruptionError(
                 f"{different[0]}. No rank finishes this step: weights and optimizer state are as "
                 "before it" + "".join(f"\n  also: {text}" for text in different[1:5])

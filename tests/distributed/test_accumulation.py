@@ -640,7 +640,7 @@ def test_weights_changed_between_micro_batches_are_not_stale() -> None:
 @on_ranks(2)
 def test_auto_says_once_what_it_chose_and_why() -> None:
     batch = torch.randn(2, 64)
-    with logged("layerzero.step.reducer") as said:
+    with logged("layerzero.step.accumulation") as said:
         for budget in ("1KB", "1GB"):
             model = _linears(limit_all_gathers=budget)
             for _ in range(2):

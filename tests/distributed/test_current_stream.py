@@ -148,7 +148,7 @@ class Module(WithoutPriorities):
 @pytest.mark.parametrize(("module", "urgent"), [(Module(), -1), (WithoutPriorities(), 0)])
 def test_streams_that_compute_waits_for_are_urgent(module, urgent, monkeypatch) -> None:
     monkeypatch.setattr(streams.torch, "get_device_module", lambda _: module)
-    made = Streams(torch.device("cuda", 0), False)
+    made = Streams(torch.device("cuda", 0))
     carrying = (made.pre_unshard, made.unshard, made.reduce)
     assert [stream._stream for stream in carrying] == [urgent] * 3
     assert made.offload._stream == 0
@@ -178,7 +178,7 @@ def test_a_stream_that_is_a_context_is_entered_by_itself(monkeypatch) -> None:
 
     module = OfContexts()
     monkeypatch.setattr(streams.torch, "get_device_module", lambda _: module)
-    made = Streams(torch.device("cuda", 0), False)
+    made = Streams(torch.device("cuda", 0))
     with made.unshard as stream:
         before = made.record_event()
         assert made.events_before() == stream.events_before == (before,)

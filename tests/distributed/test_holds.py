@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import Hold, ZeRO3, units
-from layerzero.step.states import ShardState
+from layerzero.step.unit import ShardState
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
@@ -87,19 +87,19 @@ def _explicit() -> None:
 def _micro_batches() -> None:
     model = _wrapped()
     root = root_state(model)
-    with root.micro_batches() as last_is_next:
-        outputs = [model(_batch()) for _ in range(2)]
-        assert all(holds & Hold.MICRO_BATCHES for holds in _held(model).values())
-        assert set(_held(model)) == set(_names(model))
-        with model.no_sync():
-            outputs.pop().sum().backward()
-        assert set(_held(model)) == set(_names(model))
-        last_is_next()
+    root.scheduler.hold_micro_batches(True)
+    outputs = [model(_batch()) for _ in range(2)]
+    assert all(holds & Hold.MICRO_BATCHES for holds in _held(model).values())
+    assert set(_held(model)) == set(_names(model))
+    with model.no_sync():
         outputs.pop().sum().backward()
-        assert _held(model) == {}
+    assert set(_held(model)) == set(_names(model))
+    root.scheduler.hold_micro_batches(False)
+    outputs.pop().sum().backward()
+    assert _held(model) == {}
     model(_batch())
     assert len(_held(model)) == 1
-    root.end_micro_batches()
+    root.scheduler.free_all()
     assert _held(model) == {}
 
 

@@ -1,5 +1,5 @@
 """The threads of gloo's sockets take no core from a thread that computes; see the note in
-comm/gloo/loop_threads.py."""
+comm/gloo/threads.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from layerzero import ZeRO3
-from layerzero.comm.gloo import loop_threads
+from layerzero.comm.gloo import threads as loop_threads
 from tests.harness.models import Mlp
 from tests.harness.ranks import run_ranks
 

@@ -241,7 +241,7 @@ def _warns_once_a_step(caplog_level: int = logging.WARNING) -> None:
     optimizer.step()
     found = [each for each in records if "is not finite" in each]
     assert len(found) == (dist.get_rank() == 0)
-    assert not root_state(model).reducer.is_skipping
+    assert not root_state(model).reducer.kept.is_skipping
 
 
 def _names_an_expert() -> None:

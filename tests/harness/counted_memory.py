@@ -15,8 +15,9 @@ from torch import nn
 
 import layerzero.comm.collectives as collectives
 import layerzero.comm.gloo.messages as messages
+import layerzero.comm.gloo.threads as threads
 import layerzero.comm.pending as pending
-import layerzero.comm.streams as streams
+import layerzero.step.root as root
 from layerzero import ZeRO3
 from layerzero.memory_budget.storages import CountingMode, StorageCount
 from tests.harness.models import tensors_of
@@ -83,17 +84,17 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs:
 @contextlib.contextmanager
 def _threads_counted(count: StorageCount) -> Iterator[None]:
     """Count what threads of streams allocate that are started inside."""
-    run_all = streams._run_all
+    run_all = threads._run_all
 
     def counted(work: SimpleQueue[Any]) -> None:
         with CountingMode(count):
             run_all(work)
 
-    streams._run_all = counted
+    threads._run_all = counted
     try:
         yield
     finally:
-        streams._run_all = run_all
+        threads._run_all = run_all
 
 
 class _Pace:
@@ -114,9 +115,9 @@ which nothing on this rank does."""
 
 @contextlib.contextmanager
 def _threads_paced(pace: _Pace) -> Iterator[None]:
-    last: list[streams.OnThread | None] = [None]
+    last: list[threads.OnThread | None] = [None]
 
-    class OnThread(streams.OnThread):
+    class OnThread(threads.OnThread):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self._before = last[0] if pace.is_late else None
@@ -138,7 +139,7 @@ def _threads_paced(pace: _Pace) -> Iterator[None]:
                 before, item._before = item._before, None
                 item = before
 
-    class Stream(streams.FinishingStream):
+    class Stream(threads.FinishingStream):
         def _enqueue(self, work: Callable[[], Any]) -> Any:
             last[0] = item = super()._enqueue(work)
             return item
@@ -156,8 +157,8 @@ def _threads_paced(pace: _Pace) -> Iterator[None]:
                 self._before._has_run.wait()
 
     with (
-        mock.patch.object(streams, "FinishingStream", Stream),
-        mock.patch.object(streams, "OnThread", OnThread),
+        mock.patch.object(root, "FinishingStream", Stream),
+        mock.patch.object(threads, "OnThread", OnThread),
         mock.patch.object(collectives, "Pending", Pending),
         mock.patch.object(messages, "Pending", Pending),
     ):

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
-from layerzero.comm.streams import FinishingStream, Waitable
+from layerzero.comm.gloo.threads import FinishingStream
+from layerzero.comm.streams import Waitable
 from tests.harness.internals import root_state
 
 
@@ -75,7 +76,7 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     for parameter in model.parameters():
         found += [(key, _copy(value)) for key, value in optimizer.state.get(parameter, {}).items()]
     found.append(recorded_orders(model))
-    found.append(root.reducer.adds_up)
+    found.append(root.reducer.kept.adds_up)
     for handle in (handle for unit in root.units for handle in unit.handles):
         sums = handle.gradients
         found.append((sums.holds_sum, set(sums.present)))

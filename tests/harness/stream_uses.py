@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
+from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
 from layerzero.state_dict.stream import stream_full
 from tests.harness.internals import root_state
@@ -122,15 +123,16 @@ def keeping_units(model: ZeRO3) -> None:
     """What a stage of a pipeline does, gathered by itself or by the schedule."""
     root = root_state(model)
     for by_schedule in (False, True):
-        with root.micro_batches() as last_is_next:
-            if by_schedule:
-                root.unshard_all()
-            outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
-            for index, output in enumerate(outputs):
-                if index == 2:
-                    last_is_next()
-                with nullcontext() if index == 2 else model.no_sync():
-                    output.sum().backward()
+        root.scheduler.hold_micro_batches(True)
+        if by_schedule:
+            unshard_all(root)
+        outputs = [model(torch.randn(3, WIDTH)) for _ in range(3)]
+        for index, output in enumerate(outputs):
+            if index == 2:
+                root.scheduler.hold_micro_batches(False)
+            with nullcontext() if index == 2 else model.no_sync():
+                output.sum().backward()
+        root.scheduler.free_all()
         train(model, 1)
 
 

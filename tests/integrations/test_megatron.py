@@ -27,7 +27,7 @@ from torch import Tensor
 
 from layerzero import MixedPrecision
 from layerzero.step.placeholders import WaitingGradient
-from layerzero.step.states import ShardState
+from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import gathered, recorded_operations

@@ -308,7 +308,7 @@ def _streams(library: Path) -> None:
         event = stream.record_event()
     assert torch.accelerator.current_stream(device) == compute
     assert torch.accelerator.current_device_index() == 0
-    stream.wait(Streams(device, False).record_compute_event())
+    stream.wait(Streams(device).record_compute_event())
     event.synchronize()
     assert event.query()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layerzero.config import GatherBudget, parse_nbytes
-from layerzero.step.rate_limiter import RateLimiter
+from layerzero.step.context import RateLimiter
 
 
 @pytest.mark.parametrize(

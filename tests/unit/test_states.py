@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from layerzero.step.states import (
+from layerzero.step.unit import (
     SHARD_TRANSITIONS,
     TRAINING_TRANSITIONS,
     ShardState,

@@ -26,7 +26,7 @@ from layerzero.ops.reference import DTYPES
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.preconditions import root_states_of
 from layerzero.step.handle import FlatParamHandle
-from layerzero.step.states import TrainingState
+from layerzero.step.unit import TrainingState
 
 _INDEX_NBYTES = 8
 _numbers = itertools.count()

@@ -39,11 +39,6 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.groups import ShardGroup
 
 
-def messages_carry_names(group: ShardGroup, device: torch.device) -> bool:
-    """See Note [A message carries its name]; on other backends a `Watchdog` compares ranks."""
-    return group.backend == "gloo" and device.type == "cpu"
-
-
 def exchange(
     incoming: Sequence[torch.Tensor],
     outgoing: Sequence[torch.Tensor],

@@ -148,14 +148,15 @@ class ZeRO3DataParallel(_BaseDataParallel):
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes accumulate gradients; see `ZeRO3.no_sync`."""
         root = self.root
-        root.begin_micro_batches(keep_unsharded=self._keeps_units)
+        root.before_call("micro_batches")
+        root.scheduler.hold_micro_batches(self._keeps_units)
         try:
             with self.engine.no_sync():
                 yield
         finally:
-            root.last_micro_batch()
+            root.scheduler.hold_micro_batches(False)
             if self._keeps_units and not torch.is_grad_enabled():
-                root.end_micro_batches()  # An evaluation has no backward that would end them.
+                root.scheduler.free_all()  # An evaluation has no backward that would end them.
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Reduce gradients accumulated in `no_sync`, if there are any. Collective."""
@@ -190,7 +191,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients, including unreduced sums of an interrupted step."""
-        if self.root.reducer.adds_up:
+        if self.root.reducer.kept.adds_up:
             self.root.abort()
         self.engine.zero_grad()
 

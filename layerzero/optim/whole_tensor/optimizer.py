@@ -28,7 +28,7 @@ from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of
 from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
-from layerzero.step.states import TrainingState
+from layerzero.step.unit import TrainingState
 
 _NAME = "WholeTensorOptimizer"
 _LAYOUT = "whole_tensors"

@@ -1,0 +1,67 @@
+"""Units used outside their calls, and a reduction outside backward: no plain step needs these."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState, root_of
+from layerzero.step.unit import Hold, Unit
+
+_EXPLICIT = int(Hold.EXPLICIT)
+
+
+@remembers_failure
+def keep_returned(root: RootState, unit: Unit) -> None:
+    """A call of `unit` returned one of its parameters: keep it as if unsharded explicitly."""
+    keep(unit)
+    unit.wait_for_unshard()
+
+
+def keep(unit: Unit) -> None:
+    """Unshard a unit whose parameters may be used outside its calls, and hold it."""
+    unit.unshard()
+    unit.hold(_EXPLICIT)
+    unit_ref = weakref.ref(unit)
+
+    def on_gradient(_: torch.Tensor) -> None:
+        unit = unit_ref()
+        if unit is not None:  # It may have another root by now.
+            root_of(unit).backward.on_unsharded_gradient(unit)
+
+    unit.watch_gradients(on_gradient)
+
+
+@remembers_failure
+def reduce_waiting(root: RootState) -> None:
+    """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
+
+    All trainable units take part, because ranks may differ in which ones hold gradients.
+    """
+    root.check_between_steps(
+        "reduce_gradients: called inside forward or backward; call it between them, or leave "
+        "no_sync before the last backward"
+    )
+    root.before_call("reduce_gradients")
+    reducer = root.reducer
+    reducer.kept.give_up_if_cleared()
+    if not reducer.kept.adds_up:
+        return
+    reducer.kept.hide()
+    syncs = reducer.requires_sync
+    reducer.set_requires_sync(True)
+    try:
+        # A fixed order, because no backward gives one that all ranks share.
+        for unit in reversed(root.units):
+            if unit.is_trainable:
+                reducer.reduce(unit)
+        with root.context.profile("deliver", "model"):
+            reducer.deliver()
+        reducer.commit(num_micro_batches=0)
+    except BaseException as error:
+        root.abort(error)
+        raise
+    finally:
+        reducer.set_requires_sync(syncs)
