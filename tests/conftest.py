@@ -2,13 +2,14 @@
 
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from layerzero import notices
+from tests.harness.ranks import KeptRanks
 
 pytest_plugins = ["tests.harness.expected_time", "tests.harness.skips"]
 
@@ -93,3 +94,13 @@ def fixed_seeds() -> None:
 def nothing_told() -> None:
     """A warning that comes once in a process comes once in each test."""
     notices._issued.clear()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[KeptRanks]:
+    """Ranks that the tests of a file share."""
+    kept = KeptRanks()
+    try:
+        yield kept
+    finally:
+        kept.close()

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
 from tests.harness.models import CASES, Block, Mlp, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 from tests.harness.reference import batches_of, seeded
 
 STEPS = 6
@@ -267,15 +267,16 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="compare with such a file, and write nothing")
     parser.add_argument("-k", default="", help="only runs whose name contains this")
     arguments = parser.parse_args()
-    runs = {}
+    runs, ranks = {}, KeptRanks()
     for index, (name, world_size, _) in enumerate(RUNS):
         if arguments.k in name:
             try:
-                runs[name] = run_ranks(world_size, train, index, timeout=120)[0]
+                runs[name] = ranks(world_size, train, index, timeout=120)[0]
             except AssertionError as error:
                 runs[name] = ["failed"]
                 print(f"{name}: {str(error)[-1500:]}", file=sys.stderr)
             print(f"{name}: {runs[name][-1]}", file=sys.stderr)
+    ranks.close()
     new = {"runs": runs, "names": public_names(), "messages": messages()}
     if arguments.against is None:
         text = json.dumps(new, indent=1)

@@ -202,3 +202,25 @@ def warns_on_first_rank(match: str) -> Iterator[None]:
         warnings.simplefilter("always")
         yield
     assert not [each for each in others if re.search(match, str(each.message))]
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Texts of all warnings inside, on this rank; there when the block ends."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield texts
+        finally:
+            texts += [str(each.message) for each in caught]
+
+
+@contextmanager
+def named(*what: object) -> Iterator[None]:
+    """Say which of several cases an error is of."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {', '.join(map(str, what))}")
+        raise

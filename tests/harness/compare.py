@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
-from tests.harness.models import Case
+from tests.harness.models import CASES, Case
 from tests.harness.reference import (
     OPTIMIZERS,
     RunFn,
     Terms,
-    backward_of_all_ranks,
+    backward_of_each_rank,
+    batches_of,
     forward_backward,
     full_gradients,
     full_parameters,
@@ -53,8 +54,8 @@ class Shared:
 class Step(NamedTuple):
     """What one step of the reference gave, before its optimizer."""
 
-    losses: list[Tensor]
-    """Of each rank's batch."""
+    loss: Tensor
+    """Of this rank's batch."""
     gradients: dict[str, Tensor | None]
     bounds: dict[str, Tensor | float] | None
     """Of gradients whose terms are added in another order; None: in this one."""
@@ -104,9 +105,9 @@ def assert_trains_alike(
         losses.append(run(model, step[rank]))
         key = index, regrouped, _bits(reference)
         if key not in known:
-            known[key] = _step(reference, step, reference_run or run, reduction, regrouped)
+            known[key] = _step(reference, step, reference_run or run, reduction, regrouped, group)
         truth = known[key]
-        assert_bitwise(losses[-1], truth.losses[rank], f"step {index}: loss")
+        assert_bitwise(losses[-1], truth.loss, f"step {index}: loss")
         what = f"step {index}: gradient of"
         gradients = full_gradients(model)
         assert_same_parameters(gradients, truth.gradients, truth.bounds, what)
@@ -118,13 +119,44 @@ def assert_trains_alike(
     return losses
 
 
+def trained_alike(
+    build: Callable[[], nn.Module],
+    *units: type[nn.Module],
+    batches: Sequence[Sequence[Any]] | None = None,
+    steps: int = 2,
+    optimizer: str = "sgd_momentum",
+    run: RunFn = forward_backward,
+    reference_run: RunFn | None = None,
+    regrouped: bool = False,
+    reduction: str = "mean",
+    **options: Any,
+) -> ZeRO3:
+    """Wrap what `build` returns (see `zero3`), and train it beside that: see `assert_trains_alike`.
+
+    Args:
+        batches: [step][rank]; None: `steps` times a [4, WIDTH] for each rank.
+
+    Returns:
+        The trained model.
+    """
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps) if batches is None else batches
+    model, given = zero3(build, *units, **options), (optimizer, run, reference_run, regrouped)
+    assert_trains_alike(model, seeded(build), batches, *given, reduction)
+    return model
+
+
 def _step(
-    model: nn.Module, batches: Sequence[Any], run: RunFn, reduction: str, regrouped: bool
+    model: nn.Module,
+    batches: Sequence[Any],
+    run: RunFn,
+    reduction: str,
+    regrouped: bool,
+    group: dist.ProcessGroup | None,
 ) -> Step:
     terms = Terms() if regrouped else None
-    losses = backward_of_all_ranks(model, batches, run, reduction, terms)
+    loss = backward_of_each_rank(model, batches, run, reduction, terms, group)
     bounds = None if terms is None else terms.bounds(model)
-    return Step(losses, full_gradients(model), bounds)
+    return Step(loss, full_gradients(model), bounds)
 
 
 def _bits(model: nn.Module) -> bytes:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from layerzero.step.placeholders import WaitingGradient
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import Unit, get_unit
+
+__all__ = ["Unit", "WaitingGradient", "inner_units", "root_state"]
 
 
 def inner_units(model: nn.Module) -> list[Unit]:

@@ -1,12 +1,18 @@
-"""Run one function on several ranks, each a process, and always come back.
+"""Run functions on several ranks, each a process, and always come back.
 
 The ranks are forked from a server that has torch loaded already, meet through a file (no ports, so
 tests may run side by side) and have a gloo default group.
 
-Note [A rank's life]: a rank runs the function and sends its value or its traceback. Where it
-returned, it waits until the function has ended on every rank before it leaves, so that no peer
-loses a connection because this rank was faster. Where it raised, it leaves at once, so that peers
-that wait for it see it go.
+Three ways, the shortest first:
+
+- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share;
+- the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test that reads what they return;
+- `run_ranks(2, fn)`: on new ranks, for a test that kills one or changes the process for good.
+
+Note [A rank's life]: a rank runs a function and sends its value or its traceback. Where it
+returned, it waits for the next function, or to be released, so that no peer loses a connection
+because this rank was faster. Where it raised, it leaves at once, so that peers that wait for it see
+it go; the next test of the file starts new ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +20,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
+import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
@@ -35,6 +44,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from layerzero import notices
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_S = 10.0  # that the other ranks have, once one has failed
@@ -77,31 +88,166 @@ def run_ranks(
         AssertionError: a rank raised, died, hung, or did not end as expected. It tells for each
             rank its state, exit code, traceback and output.
     """
-    expected = dict(expect_exit or {})
-    payload = pickle.dumps((_in_float64, (fn, *args)) if in_float64 else (fn, args))
-    group: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with Ranks(world_size, timeout, expect_exit, backend) as group:
+        return group.call(fn, *args, timeout=timeout, in_float64=in_float64)
+
+
+def on_ranks(
+    world_size: int | None = None, *, timeout: float = 60.0, in_float64: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body runs on ranks, see `KeptRanks`.
+
+    Args:
+        world_size: how many; None: what the test's argument `world_size` says.
+        timeout: seconds for the body.
+        in_float64: see `run_ranks`.
+
+    The test's arguments (parameters and fixtures) are pickled, so `tmp_path` is one path on all
+    ranks.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_kept_ranks(ranks: KeptRanks, **arguments: Any) -> None:
+            size = arguments["world_size"] if world_size is None else world_size
+            wanted = {name: arguments[name] for name in own}
+            ranks(size, on_kept_ranks, timeout=timeout, in_float64=in_float64, arguments=wanted)
+
+        signature = inspect.signature(test)
+        own = list(signature.parameters)
+        on_kept_ranks.body = test  # type: ignore[attr-defined]
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        on_kept_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), fixture]
+        )
+        return on_kept_ranks
+
+    return decorate
+
+
+class KeptRanks:
+    """Groups of ranks, one of each size, that the tests of a file share: the fixture `ranks`.
+
+    A start takes as long as a small test, most of it for what a process does for the first time.
+    Each call begins with the seeds, notices and dtype of a new process. What a test changes beyond
+    these (environment, classes, loggers) stays: such a test undoes it, or calls `run_ranks`.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Ranks] = {}
+
+    def __call__(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """As `run_ranks`, with the options `timeout` and `in_float64`, and keyword `arguments`."""
+        group = self._groups.get(world_size)
+        if group is None or group.closed:
+            group = self._groups[world_size] = Ranks(world_size)
+        return group.call(fn, *args, **options)
+
+    def close(self) -> None:
+        """End all ranks.
+
+        Raises:
+            AssertionError: a rank did not end well.
+        """
+        groups, self._groups = self._groups, {}
+        with contextlib.ExitStack() as stack:
+            for group in groups.values():
+                stack.callback(group.close)
+
+
+class Ranks:
+    """One group of ranks, which calls one function after another; closed when one failed."""
+
+    def __init__(
+        self,
+        world_size: int,
+        timeout: float = 60.0,
+        expect_exit: Mapping[int, int] | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        expected = dict(expect_exit or {})
+        self.closed = False
+        self._what = "nothing"  # which function was called last
+        self._members: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         try:
             with server_finds_the_repository():
                 for rank in range(world_size):
-                    start = _Start(rank, world_size, backend, timeout, folder, payload)
-                    group.append(_Rank(start, expected.get(rank)))
-            _wait_for_functions(group, timeout)
-            _wait_for_exits(group)
+                    start = _Start(rank, world_size, backend, timeout, self._folder.name)
+                    self._members.append(_Rank(start, expected.get(rank)))
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end()
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        in_float64: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **arguments)` on each rank; see `run_ranks`."""
+        self._what = f"{fn.__module__}.{fn.__qualname__}"
+        payload = pickle.dumps((fn, args, dict(arguments or {}), in_float64))
+        try:
+            for member in self._members:
+                member.call(payload, timeout)
+            _wait_for_functions(self._members, timeout)
+        except BaseException:
+            self._end()
+            raise
+        if any(member.failed for member in self._members):
+            self.close()
+        self._print_output()
+        return [member.value() for member in self._members]
+
+    def close(self) -> None:
+        """Let all ranks leave.
+
+        Raises:
+            AssertionError: one failed, or did not leave.
+        """
+        if self.closed:
+            return
+        try:
+            _wait_for_exits(self._members)
         finally:
-            for member in group:
-                member.kill()
-        report = "\n".join(member.report() for member in group)
-    failed = [member for member in group if member.failed]
-    if failed:
-        first = min(failed, key=lambda member: member.settled_at)
-        raise AssertionError(
-            f"{len(failed)} of {world_size} ranks of {fn.__module__}.{fn.__qualname__} failed, "
-            f"rank {first.start.rank} first\n{report}"
-        )
-    if any(member.output for member in group):
-        print(report)
-    return [member.value() for member in group]
+            self._end()
+        failed = [member for member in self._members if member.failed]
+        if failed:
+            first = min(failed, key=lambda member: member.settled_at)
+            raise AssertionError(
+                f"{len(failed)} of {len(self._members)} ranks of {self._what} failed, "
+                f"rank {first.start.rank} first\n{self._report()}"
+            )
+        self._print_output()
+
+    def _print_output(self) -> None:
+        for member in self._members:
+            member.read_output()
+        if any(member.output for member in self._members):
+            print(self._report())
+        for member in self._members:
+            member.output = ""
+
+    def _report(self) -> str:
+        return "\n".join(member.report() for member in self._members)
+
+    def _end(self) -> None:
+        self.closed = True
+        for member in self._members:
+            member.kill()
+        self._folder.cleanup()
 
 
 @contextlib.contextmanager
@@ -115,11 +261,6 @@ def float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@float64_by_default()
-def _in_float64(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
-
-
 @dataclass(frozen=True)
 class _Start:
     """What a rank is told."""
@@ -129,7 +270,6 @@ class _Start:
     backend: str
     timeout: float
     folder: str
-    payload: bytes
 
     @property
     def output_path(self) -> Path:
@@ -149,6 +289,7 @@ class _Rank:
         self._traceback = ""
         self._threads = ""
         self._value: bytes | None = None
+        self._output_read = 0  # bytes of earlier functions
         self._connection, child = context.Pipe()
         self._process = context.Process(
             target=_rank_main, args=(start, child), name=f"rank {start.rank}", daemon=True
@@ -173,6 +314,12 @@ class _Rank:
     def connection(self) -> Connection:
         """Readable when the rank has something to say, or is dead."""
         return self._connection
+
+    def call(self, payload: bytes, timeout: float) -> None:
+        """Start a function."""
+        self.settled_at, self._outcome, self._value = 0.0, "running", None
+        with contextlib.suppress(OSError):  # it is gone, which `receive` finds
+            self._connection.send_bytes(pickle.dumps((timeout, payload)))
 
     def receive(self) -> None:
         """Take the rank's message, or learn that it is gone."""
@@ -211,7 +358,7 @@ class _Rank:
     def release(self) -> None:
         """Let it leave (Note [A rank's life])."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(b"leave")
+            self._connection.send_bytes(b"")
 
     def leave(self, timeout: float) -> None:
         """Wait for the end of the process."""
@@ -229,8 +376,15 @@ class _Rank:
             self._process.kill()
         self._process.join(_LEAVE_S)
         self._connection.close()
-        with contextlib.suppress(OSError):
-            self.output = self.start.output_path.read_text(errors="replace").strip()
+        self.read_output()
+
+    def read_output(self) -> None:
+        """Add what it has written since the last call of this."""
+        with contextlib.suppress(OSError), open(self.start.output_path, "rb") as file:
+            file.seek(self._output_read)
+            text = file.read()
+            self._output_read += len(text)
+            self.output = (self.output + text.decode(errors="replace")).strip()
 
     def value(self) -> Any:
         return None if self._value is None else pickle.loads(self._value)
@@ -314,23 +468,22 @@ def server_finds_the_repository() -> Iterator[None]:
 
 def _rank_main(start: _Start, connection: Connection) -> None:
     """The whole life of a rank; never returns (Note [A rank's life])."""
-    # Nothing survives its test: not even when the test itself was killed.
-    signal.alarm(int(start.timeout + _GRACE_S + _LEAVE_S) + 1)
     _share_cores_well(start)
     _redirect_output(start.output_path)
     exit_code = 1
     try:
+        _limit_time(start.timeout)
         _join_group(start)
-        fn, args = pickle.loads(start.payload)
-        # Bytes made here, because a connection would send a tensor as a handle to this process.
-        value = pickle.dumps(fn(*args))
+        while message := connection.recv_bytes():
+            timeout, payload = pickle.loads(message)
+            _limit_time(timeout)
+            # Bytes made here: a connection would send a tensor as a handle to this process.
+            connection.send_bytes(pickle.dumps(("returned", pickle.dumps(_call(payload)))))
+            signal.alarm(0)
     except BaseException:
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
     else:
-        with contextlib.suppress(EOFError, OSError):
-            connection.send_bytes(pickle.dumps(("returned", value)))
-            connection.recv_bytes()
         if dist.is_initialized():
             dist.destroy_process_group()
         exit_code = 0
@@ -339,6 +492,24 @@ def _rank_main(start: _Start, connection: Connection) -> None:
         sys.stderr.flush()
         # No interpreter shutdown: it takes as long as the test.
         os._exit(exit_code)
+
+
+def _limit_time(timeout: float) -> None:
+    """Nothing survives its test: when the test itself was killed, a rank that waits for a function
+    finds its pipe closed, and one that runs a function ends by this alarm."""
+    signal.alarm(int(timeout + _GRACE_S + _LEAVE_S) + 1)
+
+
+def _call(payload: bytes) -> Any:
+    """Run one function as in a new process; an `on_ranks` test stands for its body."""
+    gc.collect()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    notices._issued.clear()
+    fn, args, arguments, in_float64 = pickle.loads(payload)
+    with float64_by_default() if in_float64 else contextlib.nullcontext():
+        return getattr(fn, "body", fn)(*args, **arguments)
 
 
 def _share_cores_well(start: _Start) -> None:
@@ -373,9 +544,6 @@ def _redirect_output(path: Path) -> None:
 
 def _join_group(start: _Start) -> None:
     torch.set_num_threads(1)
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
     # gloo would ask the resolver for the host's name, which need not lead to a usable interface.
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:

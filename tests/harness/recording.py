@@ -1,7 +1,8 @@
-"""What an engine did: its collectives in order, and which full buffers exist."""
+"""What an engine did: its collectives in order, what it logged, and which full buffers exist."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,22 @@ def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
         yield operations
     finally:
         del root.operations.next
+
+
+@contextmanager
+def logged(logger_name: str, level: int = logging.INFO) -> Iterator[list[str]]:
+    """Messages that one of layerzero's loggers gets inside, on this rank."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger(logger_name), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    former = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(former)
 
 
 def gathered(operations: list[Operation]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,6 +57,17 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     return loss.detach()
 
 
+def backward_of(loss_function: Callable[[nn.Module, Any], Tensor]) -> RunFn:
+    """One forward and backward whose loss is `loss_function(model, batch)`."""
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        loss = loss_function(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
 class Terms:
     """What was added up in each gradient of a plain model: one term for each backward of each rank.
 
@@ -84,6 +97,21 @@ class Terms:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def gather(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Add the terms that the other ranks collected. Collective over `group`."""
+        zeros = [torch.zeros_like(parameter) for parameter in parameters]
+        pairs = list(zip(parameters, zeros, strict=True))
+        magnitudes = [self._magnitudes.get(parameter, zero) for parameter, zero in pairs]
+        counts = [self._counts.get(parameter, 0) for parameter in parameters]
+        parts = [torch.tensor(counts), *(each.flatten() for each in magnitudes)]
+        total = torch.cat([part.double() for part in parts])
+        dist.all_reduce(total, group=group)
+        each, *sums = total.split([part.numel() for part in parts])
+        for parameter, count, values in zip(parameters, each.tolist(), sums, strict=True):
+            if count:
+                self._counts[parameter] = int(count)
+                self._magnitudes[parameter] = values.view_as(parameter).to(parameter.dtype)
 
     def start_from(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients that are there count as one term each."""
@@ -125,20 +153,79 @@ def backward_of_all_ranks(
     Returns:
         What `run` returned for each batch.
     """
-    parameters = list(model.parameters())
+    parameters, losses, gradients = list(model.parameters()), [], []
     before = [parameter.grad for parameter in parameters]
-    sums: list[Tensor | None] = [None] * len(parameters)
-    losses = []
     scale = 1 / len(batches) if reduction == "mean" else 1.0
     with nullcontext() if terms is None else terms.collected(parameters, scale):
         for batch in batches:
             model.zero_grad(set_to_none=True)
             losses.append(run(model, batch))
-            for index, parameter in enumerate(parameters):
-                sums[index] = _add(sums[index], parameter.grad)
-    for parameter, old, total in zip(parameters, before, sums, strict=True):
-        parameter.grad = _add(old, None if total is None else total * scale)
+            gradients.append([parameter.grad for parameter in parameters])
+    _reduce(parameters, before, gradients, scale)
     return losses
+
+
+def backward_of_each_rank(
+    model: nn.Module,
+    batches: Sequence[Any],
+    run: RunFn = forward_backward,
+    reduction: str = "mean",
+    terms: Terms | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`backward_of_all_ranks`, bitwise, but each rank of `group` runs its own batch alone, and they
+    exchange gradients (and `terms`, which are new). Collective; the loss of this rank's batch."""
+    assert dist.get_world_size(group) == len(batches), "one batch for each rank"
+    rank = dist.get_rank(group)
+    if len(batches) == 1:
+        return backward_of_all_ranks(model, batches, run, reduction, terms)[0]
+    parameters = list(model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    scale = 1 / len(batches) if reduction == "mean" else 1.0
+    model.zero_grad(set_to_none=True)
+    with nullcontext() if terms is None else terms.collected(parameters, scale):
+        loss = run(model, batches[rank])
+    if terms is not None:
+        terms.gather(parameters, group)
+    _reduce(parameters, before, _exchanged(parameters, group), scale)
+    return loss
+
+
+def _reduce(
+    parameters: Sequence[nn.Parameter],
+    before: Sequence[Tensor | None],
+    gradients: Sequence[Sequence[Tensor | None]],
+    scale: float,
+) -> None:
+    """Add the sum over ranks of `gradients` [rank][parameter] to those `before`."""
+    for parameter, old, *each in zip(parameters, before, *gradients, strict=True):
+        total = functools.reduce(_add, each)
+        parameter.grad = _add(old, None if total is None else total * scale)
+
+
+def _exchanged(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+) -> list[list[Tensor | None]]:
+    """The gradients [rank][parameter] of all ranks: as bytes, after one that says which exist."""
+    own = [parameter.grad for parameter in parameters]
+    exists = torch.tensor([gradient is not None for gradient in own], dtype=torch.uint8)
+    values = [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(parameters, own, strict=True)
+    ]
+    parts = [exists, *(value.detach().reshape(-1).view(torch.uint8) for value in values)]
+    sent = torch.cat(parts)
+    received = sent.new_empty(dist.get_world_size(group) * sent.numel())
+    dist.all_gather_into_tensor(received, sent, group)
+    return [
+        [
+            part.clone().view(parameter.dtype).view(parameter.shape) if exist else None
+            for exist, part, parameter in zip(flags.tolist(), rest, parameters, strict=True)
+        ]
+        for flags, *rest in (
+            each.split([part.numel() for part in parts]) for each in received.split(sent.numel())
+        )
+    ]
 
 
 def train_unsharded(

@@ -26,7 +26,7 @@ from tests.harness.checks import (
 )
 from tests.harness.compare import Shared, assert_clips, assert_trains_alike
 from tests.harness.models import CASES, Mlp, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     Terms,
@@ -111,10 +111,36 @@ def test_ranks_share_a_process_group_and_return_tensors(world_size: int) -> None
         assert total.item() == sum(range(world_size))
 
 
-def test_ranks_start_with_equal_seeds_and_one_thread() -> None:
-    first, second = run_ranks(2, _draws)
-    assert first == second
+def test_ranks_start_with_equal_seeds_and_one_thread(ranks: KeptRanks) -> None:
+    first, *others = [*run_ranks(2, _draws), *ranks(2, _draws), *ranks(2, _draws)]
+    assert others == [first] * 5
     assert first[2] == 1
+
+
+@on_ranks(2)
+def test_a_body_runs_on_ranks_that_a_file_shares() -> None:
+    assert _sum_of_ranks().item() == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(in_float64=True)
+def test_the_arguments_of_a_test_reach_its_ranks(world_size: int, tmp_path: Path) -> None:
+    assert dist.get_world_size() == world_size
+    assert torch.rand(()).dtype == torch.float64
+    assert tmp_path.is_dir()
+
+
+def test_ranks_are_kept_until_one_fails(ranks: KeptRanks, capsys: pytest.CaptureFixture) -> None:
+    first = ranks(2, _who_am_i, 0)
+    assert ranks(2, _who_am_i, 0) == first
+    with pytest.raises(AssertionError, match=r"_rank_1_raises failed, rank 1 first"):
+        ranks(2, _rank_1_raises)
+    second = ranks(2, _who_am_i, 0)
+    assert not {pid for *_, pid in first} & {pid for *_, pid in second}
+    ranks(2, print, "hello")
+    assert capsys.readouterr().out.count("hello") == 2
+    assert ranks(2, _who_am_i, 0) == second
+    assert not capsys.readouterr().out
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
