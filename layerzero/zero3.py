@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
-from layerzero.build import argument_warnings
 from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
 from layerzero.build.plan import AnyGroup, Feature
@@ -511,11 +510,14 @@ def shard_in_place(
         from layerzero.state_dict import foreign_methods
 
         foreign_methods.install(module)
-    argument_warnings.warn(module, arguments, plan, topology.placement)
-    if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
-        from layerzero.log import log_units
+    if topology.placement.is_first:
+        from layerzero.build import argument_warnings
 
-        log_units(module, root)
+        argument_warnings.warn(module, arguments, plan, topology.placement)
+        if _logger.isEnabledFor(logging.INFO):
+            from layerzero.log import log_units
+
+            log_units(module, root)
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()
