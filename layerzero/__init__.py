@@ -17,7 +17,6 @@ from layerzero.config import (
     ReductionPolicy,
 )
 from layerzero.ops import native_status
-from layerzero.rewrap import rewrap  # The module of that name would take the function's place.
 from layerzero.step.unit import Hold
 from layerzero.version import __version__
 from layerzero.watch.diagnosis import CollectiveError
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
     from layerzero.step_ledger import ledger
     from layerzero.uneven.context import join
+    from layerzero.wrap_again import rewrap
 
 _LAZY = {
     "ActivationCheckpointing": "layerzero.plan",
@@ -57,6 +57,7 @@ _LAZY = {
     "pregather": "layerzero.model_functions",
     "register_forward_method": "layerzero.model_functions",
     "register_fsdp_forward_method": "layerzero.fsdp",
+    "rewrap": "layerzero.wrap_again",
     "share_comm_ctx": "layerzero.fsdp",
     "shard_with_plan": "layerzero.plan",
     "units": "layerzero.model_functions",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -46,6 +46,34 @@ class BackwardPrefetch(enum.Enum):
 
     BACKWARD_PRE = "backward_pre"
     BACKWARD_POST = "backward_post"
+
+
+Check = Callable[[str, Any], Any]
+"""Takes an argument's name and value; returns the value, perhaps converted, or raises."""
+
+
+def one_of(expected: str, *allowed: object) -> Check:
+    """A check that the value has one of these classes, or is one of these values.
+
+    It raises TypeError or ValueError, respectively, and says what was `expected`.
+    """
+    classes = tuple(each for each in allowed if isinstance(each, type))
+
+    def check(name: str, value: Any) -> Any:
+        # A bool is an int.
+        is_class = isinstance(value, classes) and isinstance(value, bool) == (bool in classes)
+        if (value is None and None in allowed) or (is_class if classes else value in allowed):
+            return value
+        error = TypeError if classes else ValueError
+        raise error(f"{name}: expected {expected}, got {value!r}")
+
+    return check
+
+
+FLAG = one_of("True or False", bool)
+ACCUMULATION = one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation))
+BACKWARD_PREFETCH = one_of("a BackwardPrefetch or None", BackwardPrefetch, None)
+GRADIENT_REDUCTION = one_of("'mean' or 'sum'", *get_args(GradientReduction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +178,7 @@ class PrefetchPolicy:
 
     def __post_init__(self) -> None:
         prefetch_depth(self.forward, "PrefetchPolicy.forward")
-        if self.backward is not None and not isinstance(self.backward, BackwardPrefetch):
-            raise TypeError(
-                "PrefetchPolicy.backward: expected a BackwardPrefetch or None, got "
-                f"{self.backward!r}"
-            )
+        BACKWARD_PREFETCH("PrefetchPolicy.backward", self.backward)
         GatherBudget.parse(self.limit, default_units=1, name="PrefetchPolicy.limit")
 
 
@@ -181,26 +205,15 @@ class ReductionPolicy:
     in_flight: str | None = None
 
     def __post_init__(self) -> None:
-        for field, expected in (
-            ("reduce", get_args(GradientReduction)),
-            ("accumulation", get_args(Accumulation)),
+        for field, check in (
+            ("reduce", GRADIENT_REDUCTION),
+            ("accumulation", ACCUMULATION),
+            ("deterministic", FLAG),
+            ("separate_groups", FLAG),
+            ("in_flight", one_of("a size such as '512MB' or None", str, None)),
         ):
-            if getattr(self, field) not in expected:
-                raise ValueError(
-                    f"ReductionPolicy.{field}: expected one of {expected}, got "
-                    f"{getattr(self, field)!r}"
-                )
-        for field in ("deterministic", "separate_groups"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(
-                    f"ReductionPolicy.{field}: expected True or False, got {getattr(self, field)!r}"
-                )
+            check(f"ReductionPolicy.{field}", getattr(self, field))
         if self.in_flight is not None:
-            if not isinstance(self.in_flight, str):
-                raise TypeError(
-                    "ReductionPolicy.in_flight: expected a size such as '512MB' or None, got "
-                    f"{self.in_flight!r}"
-                )
             parse_nbytes(self.in_flight, "ReductionPolicy.in_flight")
 
 

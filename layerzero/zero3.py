@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
-from layerzero.build import argument_warnings
 from layerzero.build.arguments import Arguments
 from layerzero.build.build import Parts, build
 from layerzero.build.plan import AnyGroup, Feature
@@ -46,7 +46,6 @@ from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step import on_request
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit, set_unit
-from layerzero.uneven.joinable import JoinableModel
 from layerzero.wrapper import ModuleWrapper
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ _OF_EXPERTS = {"process_group", "expert_numbers"}
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
-class ZeRO3(JoinableModel, ModuleWrapper):
+class ZeRO3(Joinable, ModuleWrapper):
     """Shards a module's parameters, gradients and optimizer state over a process group.
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
@@ -343,6 +342,39 @@ class ZeRO3(JoinableModel, ModuleWrapper):
         """
         return _phase(self._root_state, _duration(keywords))
 
+    # Joins ----------------------------------------------------------------------------------
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
+
+        Args:
+            options: `optimizers`: those of the model, in the same order on every rank;
+                `divide_by_initial_world_size`: whether gradients stay means over all ranks (the
+                default), or are over those that still have batches.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: this model or an argument cannot join.
+            RuntimeError: the model is inside another join.
+        """
+        from layerzero.uneven.joinable import hook_of
+
+        return hook_of(self, **options)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The host: the answers decide what it does next."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """A gloo group of the model's data-parallel ranks. The first use makes it, and is
+        collective."""
+        from layerzero.uneven.joinable import group_of
+
+        return group_of(self._root_state)
+
+    # Weights, gradients and optimizers ------------------------------------------------------
+
     def step_signature(
         self,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
@@ -535,11 +567,14 @@ def shard_in_place(
         from layerzero.state_dict import foreign_methods
 
         foreign_methods.install(module)
-    argument_warnings.warn(module, arguments, plan, topology.placement)
-    if topology.placement.is_first and _logger.isEnabledFor(logging.INFO):
-        from layerzero.log import log_units
+    if topology.placement.is_first:
+        from layerzero.build import argument_warnings
 
-        log_units(module, root)
+        argument_warnings.warn(module, arguments, plan, topology.placement)
+        if _logger.isEnabledFor(logging.INFO):
+            from layerzero.log import log_units
+
+            log_units(module, root)
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()

@@ -19,14 +19,13 @@ from layerzero.ops import missing_kernels
 
 
 def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placement) -> None:
-    """Issue every warning that applies. Only the first rank warns; not collective.
+    """Issue every warning that applies. Called on the first rank alone.
 
     Args:
         placement: placement of the whole model.
     """
-    if placement.is_first:
-        for text in _texts(module, given, plan, placement.num_ranks > 1):
-            warn_once(text, text, is_first=True, stacklevel=outside())
+    for text in _texts(module, given, plan, placement.num_ranks > 1):
+        warn_once(text, text, is_first=True, stacklevel=outside())
 
 
 def _texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) -> Iterator[str]:

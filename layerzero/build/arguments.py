@@ -17,8 +17,11 @@ from layerzero.build.device import check_device_type
 from layerzero.build.materialize import InitFunction, Later
 from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
-    Accumulation,
-    BackwardPrefetch,
+    ACCUMULATION,
+    BACKWARD_PREFETCH,
+    FLAG,
+    GRADIENT_REDUCTION,
+    Check,
     GatherBudget,
     GradientReduction,
     MixedPrecision,
@@ -30,6 +33,7 @@ from layerzero.config import (
     ReshardAfterForward,
     Verify,
     is_of_fsdp,
+    one_of,
     parse_nbytes,
     prefetch_depth,
 )
@@ -41,25 +45,7 @@ from layerzero.notices import outside, warn_once
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
-_Check = Callable[[str, Any], Any]
-"""Takes an argument's name and value; returns the value, perhaps converted, or raises."""
-
 # Single arguments ---------------------------------------------------------------------------------
-
-
-def _one_of(expected: str, *allowed: object) -> _Check:
-    """A check that the value has one of these classes, or is one of these values."""
-    classes = tuple(each for each in allowed if isinstance(each, type))
-
-    def check(name: str, value: Any) -> Any:
-        # A bool is an int.
-        is_class = isinstance(value, classes) and isinstance(value, bool) == (bool in classes)
-        if (value is None and None in allowed) or (is_class if classes else value in allowed):
-            return value
-        error = TypeError if classes else ValueError
-        raise error(f"{name}: expected {expected}, got {value!r}")
-
-    return check
 
 
 def _timeout(name: str, value: Any) -> timedelta | None:
@@ -99,7 +85,7 @@ def named_device(device: object) -> torch.device:
         raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
 
 
-def _several(kind: type[Any], what: str) -> _Check:
+def _several(kind: type[Any], what: str) -> Check:
     """A check that the value lists modules or parameters; it becomes a tuple."""
     return lambda name, value: _listed(value, kind, name, what)
 
@@ -175,33 +161,32 @@ def _depth(name: str, value: Any) -> Any:
     return value
 
 
-_FLAG = _one_of("True or False", bool)
-_CHECKS: Mapping[str, _Check] = {
-    "accumulation": _one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation)),
-    "backward_prefetch": _one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
-    "deterministic": _FLAG,
+_CHECKS: Mapping[str, Check] = {
+    "accumulation": ACCUMULATION,
+    "backward_prefetch": BACKWARD_PREFETCH,
+    "deterministic": FLAG,
     "device": _device,
     "forward_prefetch": _depth,
-    "gradient_reduction": _one_of("'mean' or 'sum'", *get_args(GradientReduction)),
-    "hook_module": _one_of("an nn.Module or None", nn.Module, None),
+    "gradient_reduction": GRADIENT_REDUCTION,
+    "hook_module": one_of("an nn.Module or None", nn.Module, None),
     "ignored_modules": _several(nn.Module, "modules"),
     "ignored_parameters": _several(nn.Parameter, "parameters"),
     "layout": _layout,
     "limit_all_gathers": _gather_limit,
     "memory_budget": _memory_budget,
-    "mixed_precision": _one_of("a MixedPrecision or None", MixedPrecision, None),
-    "move_inputs": _FLAG,
-    "offload": _one_of("an OffloadPolicy or None", OffloadPolicy, None),
-    "on_nonfinite": _one_of("'raise', 'skip' or None", *get_args(OnNonFinite), None),
-    "optional_mean": _one_of("'all' or 'participants'", *get_args(OptionalMean)),
+    "mixed_precision": one_of("a MixedPrecision or None", MixedPrecision, None),
+    "move_inputs": FLAG,
+    "offload": one_of("an OffloadPolicy or None", OffloadPolicy, None),
+    "on_nonfinite": one_of("'raise', 'skip' or None", *get_args(OnNonFinite), None),
+    "optional_mean": one_of("'all' or 'participants'", *get_args(OptionalMean)),
     "optional_modules": _several(nn.Module, "modules"),
-    "outer": _one_of("'zero1', 'replicate' or 'shard'", *get_args(Outer)),
+    "outer": one_of("'zero1', 'replicate' or 'shard'", *get_args(Outer)),
     "param_init_fn": _init_function,
     "reshard_after_forward": lambda n, value: value if callable(value) else _resharding(n, value),
-    "sync_module_states": _FLAG,
+    "sync_module_states": FLAG,
     "timeout": _timeout,
-    "verify": _one_of("'sampled', 'always' or None", *get_args(Verify), None),
-    "zero3_size": _one_of("an int or None", int, None),
+    "verify": one_of("'sampled', 'always' or None", *get_args(Verify), None),
+    "zero3_size": one_of("an int or None", int, None),
 }
 
 
@@ -250,6 +235,8 @@ _REDUCTION = {
 }
 """Each field of the policy, and the `ZeRO3` argument with the same meaning."""
 
+_OF_FSDP = ("mixed_precision", "backward_prefetch", "offload")
+"""Arguments that may be objects of `torch.distributed.fsdp`."""
 _Policy = TypeVar("_Policy", PrefetchPolicy, ReductionPolicy)
 
 
@@ -402,12 +389,13 @@ def check_arguments(
 
         refuse_unknown(unknown, given)
     ours: dict[str, Any] = {**given, "root_precision": given["mixed_precision"]}
-    if any(map(is_of_fsdp, given.values())):
+    if any(is_of_fsdp(given[name]) for name in _OF_FSDP):
         from layerzero.build.migrate import to_arguments
 
         ours.update(to_arguments(given))
     ours.update(check(**ours))
-    _check_ignored(module, ours["ignored_modules"])
+    if ours["ignored_modules"]:
+        _check_ignored(module, ours["ignored_modules"])
     ours["group"] = find_group(given["process_group"])
     ours["prefetch"] = _policy(PrefetchPolicy, "prefetch", ours, _PREFETCH)
     ours["reduction"] = _policy(ReductionPolicy, "reduction", ours, _REDUCTION)

@@ -65,9 +65,11 @@ class Exchange:
     """Messages between all ranks at construction. Each method is collective; blocks the host."""
 
     def __init__(self, axes: Sequence[ShardGroup], device: torch.device, what: str) -> None:
-        """Args:
-        axes: groups that together connect the ranks, inner first.
-        device: one that their backends serve.
+        """
+        Args:
+            axes: groups that together connect the ranks, inner first.
+            device: one that their backends serve.
+            what: the subject, which the error names if a rank does not take part.
         """
         self._axes = [axis for axis in axes if axis.size > 1]
         self._device = device
@@ -141,11 +143,11 @@ class Outline:
         ranks_of_text: dict[str, list[int]] = {}
         for number, each in exchange.texts(self._difference(first, rank)).items():
             ranks_of_text.setdefault(each, []).append(number)
+        listed = []
+        for text, ranks in ranks_of_text.items():
+            row = text.partition("\0")[2]
+            listed.append(f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
         section = next(iter(ranks_of_text)).partition("\0")[0]
-        listed = [
-            f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.partition(chr(0))[2]}"
-            for text, ranks in ranks_of_text.items()
-        ]
         more = f" (and {len(listed) - 4} more differences)" if len(listed) > 4 else ""
         return _ERRORS[section].format("; ".join(listed[:4]) + more)
 

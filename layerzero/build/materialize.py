@@ -247,40 +247,25 @@ class _MarksFreshMemory(TorchFunctionMode):
         return result
 
 
-@dataclass
-class _Saved:
-    """A tensor, its place in a module, and the memory it had."""
-
-    place: Place
-    tensor: torch.Tensor
-    data: torch.Tensor
-
-    @classmethod
-    def of(cls, place: Place) -> _Saved:
-        assert place.tensor is not None
-        return cls(place, place.tensor, place.tensor.data)
-
-    def restore_if_wiped(self) -> None:
-        now = self.place.tensor
-        if now is None or now.is_meta:
-            return
-        is_same = now is self.tensor and _pointer(now) == _pointer(self.data)
-        if not is_same and unset_values.is_left(now):
-            self.place.tensors[self.place.name] = self.tensor
-            if not self.tensor.is_meta:
-                self.tensor.data = self.data
-
-
 class _Snapshot:
     """Tensors of a module and those inside; `to_empty()` recurses, and would wipe their values."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._saved = [_Saved.of(place) for part in module.modules() for place in _places(part)]
+        places = [place for part in module.modules() for place in _places(part)]
+        self._saved = [
+            (place, tensor, tensor.data) for place in places if (tensor := place.tensor) is not None
+        ]
 
     def restore_wiped(self) -> None:
         """Put back each tensor that was replaced by unwritten memory."""
-        for saved in self._saved:
-            saved.restore_if_wiped()
+        for place, tensor, data in self._saved:
+            now = place.tensor
+            if now is None or now.is_meta or (now is tensor and _pointer(now) == _pointer(data)):
+                continue
+            if unset_values.is_left(now):
+                place.tensors[place.name] = tensor
+                if not tensor.is_meta:
+                    tensor.data = data
 
 
 def _pointer(tensor: torch.Tensor) -> int:

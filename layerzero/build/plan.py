@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, UnitArguments, effective_offload
-from layerzero.build.device import resolve_device, tensor_parallel_mesh
-from layerzero.build.shared_memory import refuse_shared_memory
+from layerzero.build.device import refuse_shared_memory, resolve_device, tensor_parallel_mesh
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.names import clean_name
@@ -148,7 +147,8 @@ def plan_wrapping(
     mesh = tensor_parallel_mesh(dense, None if everyone else everyone_here)
     device = resolve_device(given.device, units, given.group, mesh)
     sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
-    refuse_shared_memory(sharded, _others(module, ignored, sharded))
+    has_others = ignored.modules or ignored.parameters
+    refuse_shared_memory(sharded, _others(module, sharded) if has_others else ())
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(
         units=units,
@@ -164,11 +164,9 @@ def plan_wrapping(
 
 
 def _others(
-    module: nn.Module, ignored: Ignored, sharded: Sequence[tuple[str, nn.Parameter]]
+    module: nn.Module, sharded: Sequence[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
     """The parameters that are not to be sharded, with their names."""
-    if not ignored.modules and not ignored.parameters:
-        return []
     inside = {id(parameter) for _, parameter in sharded}
     # Bypass an override, which may return less.
     named = nn.Module.named_parameters(module)

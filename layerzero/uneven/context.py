@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from layerzero.notices import warn_once
 from layerzero.optim.scaler import GradScaler
-from layerzero.uneven.joinable import JoinableModel, enter
+from layerzero.step.unit import get_unit
+from layerzero.uneven.joinable import enter
 
 
 @contextmanager
@@ -48,7 +50,7 @@ def join(
         RuntimeError: the model is in a join already; a rank raised inside (then on all others);
             ranks came to different calls; or `throw_on_early_termination`.
     """
-    if not isinstance(model, JoinableModel):
+    if not isinstance(model, Joinable) or get_unit(model) is None:  # type: ignore[arg-type]
         raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in others if isinstance(each, (LRScheduler, ReduceLROnPlateau))]

@@ -1,10 +1,9 @@
-"""JoinableModel: what makes `ZeRO3` a `torch.distributed.algorithms.join.Joinable`."""
+"""What makes `ZeRO3` a `torch.distributed.algorithms.join.Joinable`, and how a join begins."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from layerzero.comm.new_groups import new_group
-from layerzero.step.root import RootState
-from layerzero.step.unit import Unit
+from layerzero.step.root import RootState, root_of
+from layerzero.step.unit import Unit, get_unit
 
 if TYPE_CHECKING:
     from layerzero.optim.scaler import GradScaler
@@ -23,68 +22,40 @@ if TYPE_CHECKING:
 _GROUP, _EXCHANGE = "_join_group", "_join_exchange"
 
 
-class JoinableModel(Joinable):
-    """Base of `ZeRO3`, which has the attributes below."""
+def hook_of(
+    model: Joinable,
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    divide_by_initial_world_size: bool = True,
+) -> JoinHook:
+    """Implements `ZeRO3.join_hook`."""
+    model_ref = weakref.ref(model)
 
-    @property
-    @abstractmethod
-    def _root_state(self) -> RootState: ...
+    def notify() -> Any:
+        return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
 
-    @property
-    @abstractmethod
-    def _unit(self) -> Unit: ...
+    def is_enabled() -> bool:
+        joinable = model_ref()
+        return joinable is not None and _takes_part(joinable)
 
-    def join_hook(  # type: ignore[override]  # Torch passes on the options of its `Join`.
-        self,
-        *,
-        optimizers: Iterable[torch.optim.Optimizer] = (),
-        divide_by_initial_world_size: bool = True,
-    ) -> JoinHook:
-        """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
+    _ = model.join_process_group  # Made here, where all ranks come.
+    averages = not divide_by_initial_world_size
+    join = enter(model, [*optimizers], (), averages, notify=notify, is_enabled=is_enabled)
+    hook = _Hook(join)
+    join.state.hook = weakref.ref(hook)
+    return hook
 
-        Args:
-            optimizers: the optimizers of the model, in the same order on every rank.
-            divide_by_initial_world_size: whether gradients stay means over all ranks; False: over
-                those that still have batches.
 
-        Raises:
-            ValueError, TypeError, NotImplementedError: this model or an argument cannot join.
-            RuntimeError: the model is inside another join.
-        """
-        model_ref = weakref.ref(self)
-
-        def notify() -> Any:
-            return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
-
-        def is_enabled() -> bool:
-            joinable = model_ref()
-            return joinable is not None and _takes_part(joinable)
-
-        _ = self.join_process_group  # Made here, where all ranks come.
-        averages = not divide_by_initial_world_size
-        join = enter(self, [*optimizers], (), averages, notify=notify, is_enabled=is_enabled)
-        hook = _Hook(join)
-        join.state.hook = weakref.ref(hook)
-        return hook
-
-    @property
-    def join_device(self) -> torch.device:
-        """The host: the answers decide what it does next."""
-        return torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """A gloo group of the model's data-parallel ranks. The first use makes it, and is
-        collective."""
-        root = self._root_state
-        if _GROUP not in root.__dict__:
-            shard = next(h for unit in root.units for h in unit.handles).placement
-            timeout = shard.shard_group.timeout
-            root.__dict__[_GROUP] = new_group(
-                shard.members, "gloo", timeout, description="layerzero join"
-            )
-        group: dist.ProcessGroup = root.__dict__[_GROUP]
-        return group
+def group_of(root: RootState) -> dist.ProcessGroup:
+    """Implements `ZeRO3.join_process_group`."""
+    if _GROUP not in root.__dict__:
+        shard = next(h for unit in root.units for h in unit.handles).placement
+        timeout = shard.shard_group.timeout
+        root.__dict__[_GROUP] = new_group(
+            shard.members, "gloo", timeout, description="layerzero join"
+        )
+    group: dist.ProcessGroup = root.__dict__[_GROUP]
+    return group
 
 
 class _Hook(JoinHook):
@@ -105,7 +76,7 @@ class _Hook(JoinHook):
 
 
 def enter(
-    model: JoinableModel,
+    model: Joinable,
     optimizers: Sequence[torch.optim.Optimizer],
     scalers: Sequence[GradScaler],
     averages_active: bool,
@@ -123,8 +94,10 @@ def enter(
     from layerzero.uneven.scalers import JoinedScalers
     from layerzero.uneven.state import JoinState
 
-    root = model._root_state
-    _check(model, root, optimizers)
+    unit = get_unit(model)  # type: ignore[arg-type]
+    assert unit is not None, "a ZeRO3 module"
+    root = root_of(unit)
+    _check(unit, root, optimizers)
     if root.join is not None:
         if root.join.is_open:
             raise RuntimeError("join: the model is inside a join already; leave that one first")
@@ -141,7 +114,7 @@ def enter(
     return RunningJoin(root, state, root.__dict__[_EXCHANGE])
 
 
-def _takes_part(model: JoinableModel) -> bool:
+def _takes_part(model: Joinable) -> bool:
     """Whether the model is in an enabled join.
 
     Raises:
@@ -156,15 +129,13 @@ def _takes_part(model: JoinableModel) -> bool:
     return bool(config.enable)
 
 
-def _check(
-    model: JoinableModel, root: RootState, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def _check(unit: Unit, root: RootState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"join: expected optimizers, got {type(optimizer).__name__}")
-    if root.units[0] is not model._unit:
+    if root.units[0] is not unit:
         raise ValueError(
-            f"join: {model._unit.label} is inside another ZeRO3 module; join the outermost one"
+            f"join: {unit.label} is inside another ZeRO3 module; join the outermost one"
         )
     handles = [handle for unit in root.units for handle in unit.handles]
     if not handles:

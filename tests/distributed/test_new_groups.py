@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from layerzero import ZeRO3
 from layerzero.comm.new_groups import new_group, options_like
 from layerzero.parallel import ParallelManager
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 BOUND = torch.device("cuda", 0)
 
@@ -59,16 +59,13 @@ def test_a_group_of_some_ranks_is_not_split_off_the_default_group() -> None:
         assert found == {"a stage": 0, "rows": 0, "the world": 1, "a mesh": 0}
 
 
-def _binding_after_an_error() -> None:
+@on_ranks(2)
+def test_the_binding_comes_back_after_an_error() -> None:
     dist.group.WORLD.bound_device_id = BOUND
     with pytest.raises(ValueError, match="world size"):
         new_group([0, 1, 2], "gloo")
     assert dist.group.WORLD.bound_device_id == BOUND
     dist.group.WORLD.bound_device_id = None
-
-
-def test_the_binding_comes_back_after_an_error() -> None:
-    run_ranks(2, _binding_after_an_error)
 
 
 class Options(Backend.Options):

@@ -25,7 +25,7 @@ from layerzero.memory_budget.storages import StorageCount
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import gradient_nbytes
 
 _SMALL, _NEVER = 64, 1 << 62
@@ -120,7 +120,8 @@ _CASES: list[dict[str, Any]] = [
 ]
 
 
-def _same_bits() -> None:
+@on_ranks(2)
+def test_gradients_norms_and_steps_have_the_bits_of_one_buffer() -> None:
     for case in _CASES:
         apart, num_filled = _trained(_SMALL, **case)
         in_one, num_others = _trained(_NEVER, **case)
@@ -131,11 +132,8 @@ def _same_bits() -> None:
             assert_bitwise(value, wanted)
 
 
-def test_gradients_norms_and_steps_have_the_bits_of_one_buffer() -> None:
-    run_ranks(2, _same_bits)
-
-
-def _held() -> None:
+@on_ranks(2)
+def test_a_reduction_holds_one_and_a_quarter_of_its_input() -> None:
     numel, rank = 1000, dist.get_rank()
     layout = FlatLayout.build([2 * numel], group_size=2, alignment=1)
     assert dist.group.WORLD is not None
@@ -159,11 +157,8 @@ def _held() -> None:
     assert torch.equal(summed, 2 * torch.arange(2.0 * numel).chunk(2)[rank] + 1)
 
 
-def test_a_reduction_holds_one_and_a_quarter_of_its_input() -> None:
-    run_ranks(2, _held)
-
-
-def _dropped() -> None:
+@on_ranks(2)
+def test_gradients_of_the_own_chunk_are_dropped_before_the_peers_are_packed() -> None:
     numel, rank, cpu = 1000, dist.get_rank(), torch.device("cpu")
     numels = [numel // 2, numel, numel // 2]  # The second one lies in both chunks.
     layout = FlatLayout.build(numels, group_size=2, alignment=1)
@@ -187,11 +182,8 @@ def _dropped() -> None:
         pair.free()
 
 
-def test_gradients_of_the_own_chunk_are_dropped_before_the_peers_are_packed() -> None:
-    run_ranks(2, _dropped)
-
-
-def _one_fails() -> None:
+@on_ranks(2)
+def test_an_exception_while_both_halves_are_under_way_leaves_nothing() -> None:
     torch.manual_seed(0)
     net = _Net()
     model = _wrapped(net, _SMALL)
@@ -215,22 +207,16 @@ def _one_fails() -> None:
         assert_bitwise(value, wanted.detach())
 
 
-def test_an_exception_while_both_halves_are_under_way_leaves_nothing() -> None:
-    run_ranks(2, _one_fails)
-
-
-def _others_pack_as_before() -> None:
+@on_ranks(4)
+def test_larger_groups_and_layers_of_them_pack_into_one_buffer() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     cases: list[dict[str, Any]] = [{"zero3_size": 2}, {}, {"mixed_precision": low}]
     for case in cases:
         assert _trained(_SMALL, **case)[1] == 0, case
 
 
-def test_larger_groups_and_layers_of_them_pack_into_one_buffer() -> None:
-    run_ranks(4, _others_pack_as_before)
-
-
-def _pairs_pack_as_before() -> None:
+@on_ranks(2)
+def test_low_precision_and_small_chunks_pack_into_one_buffer() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     cases: list[dict[str, Any]] = [
         {"mixed_precision": low},
@@ -243,7 +229,3 @@ def _pairs_pack_as_before() -> None:
     wide = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert _trained(_SMALL, mixed_precision=wide)[1] == 9
     assert _trained(pair_input.LEAST_NBYTES)[1] == 0, "small chunks"
-
-
-def test_low_precision_and_small_chunks_pack_into_one_buffer() -> None:
-    run_ranks(2, _pairs_pack_as_before)

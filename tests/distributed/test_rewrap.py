@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, seeded
 
 
@@ -47,8 +46,9 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def _changed() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+@on_ranks(2)
+def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for what, change in CHANGES.items():
         model, plain = zero3(Mlp, Block), seeded(Mlp)
         assert_trains_alike(model, plain, batches[:1])
@@ -65,11 +65,8 @@ def _changed() -> None:
         assert_trains_alike(model, plain, batches[1:])
 
 
-def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
-    run_ranks(2, _changed)
-
-
-def _earlier_root_lives() -> None:
+@on_ranks(1)
+def test_a_parameter_belongs_to_the_model_that_was_wrapped_last() -> None:
     """What keeps the earlier root alive, such as a traceback, may do so on some ranks only."""
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     earlier = root_state(model)
@@ -78,11 +75,8 @@ def _earlier_root_lives() -> None:
     assert {owner.root for owner in owner_of_each().values()} == {root_state(model)}
 
 
-def test_a_parameter_belongs_to_the_model_that_was_wrapped_last() -> None:
-    run_ranks(1, _earlier_root_lives)
-
-
-def _optimizer_goes_on() -> None:
+@on_ranks(2)
+def test_an_optimizer_keeps_its_state_of_units_that_did_not_change() -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, eps=1e-3) for each in (model, plain)]
@@ -105,11 +99,8 @@ def _optimizer_goes_on() -> None:
     assert_same_values(model, plain)
 
 
-def test_an_optimizer_keeps_its_state_of_units_that_did_not_change() -> None:
-    run_ranks(2, _optimizer_goes_on)
-
-
-def _hooked() -> None:
+@on_ranks(2)
+def test_hooks_stay_on_shards_that_stay_and_a_warning_names_the_others() -> None:
     model = zero3(Mlp, Block)
     ran: list[str] = []
     for name in ("stem.bias", "blocks.0.up.bias"):
@@ -126,11 +117,8 @@ def _hooked() -> None:
     assert ran == ["blocks.0.up.bias"]
 
 
-def test_hooks_stay_on_shards_that_stay_and_a_warning_names_the_others() -> None:
-    run_ranks(2, _hooked)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_wrapped_again_is_refused() -> None:
     model = zero3(Mlp, Block)
     with pytest.raises(ValueError, match="rewrap: expected the outermost ZeRO3 module, got Linear"):
         layerzero.rewrap(model.stem)
@@ -145,11 +133,8 @@ def _refused() -> None:
         layerzero.rewrap(nested)
 
 
-def test_what_cannot_be_wrapped_again_is_refused() -> None:
-    run_ranks(2, _refused)
-
-
-def _wrapper_is_gone() -> None:
+@on_ranks(2)
+def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     plain = seeded(Mlp)
     model = zero3(Mlp, Block)
@@ -167,10 +152,6 @@ def _wrapper_is_gone() -> None:
     assert_same_values(alone, plain.blocks[1])
     x = torch.randn(2, WIDTH)
     assert_bitwise(alone(x), plain.blocks[1](x), "a part of a model that is gone")
-
-
-def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
-    run_ranks(2, _wrapper_is_gone)
 
 
 class Head(nn.Module):
@@ -197,7 +178,8 @@ class Both(nn.Module):
         return torch.cat([self.actor(x), self.critic(x)], dim=1)
 
 
-def _shared() -> None:
+@on_ranks(2)
+def test_one_backbone_is_in_one_wrapped_model_which_trains_its_parts_alone_or_together() -> None:
     x = torch.randn(2, WIDTH)
     for policy in (None, {Block}):
         both = seeded(Both)
@@ -214,7 +196,7 @@ def _shared() -> None:
         del actor, before
         critic = ZeRO3(both.critic, auto_wrap_policy=policy)
         assert_bitwise(critic(x), seeded(Both).critic(x), "after the first wrapper is gone")
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
 
     def together(model: nn.Module, batch: Tensor) -> Tensor:
         loss = model.actor(batch).square().mean() + model.critic(batch).square().mean()
@@ -229,11 +211,8 @@ def _shared() -> None:
         assert_trains_alike(model, seeded(Both), batches, run=run)
 
 
-def test_one_backbone_is_in_one_wrapped_model_which_trains_its_parts_alone_or_together() -> None:
-    run_ranks(2, _shared)
-
-
-def _precision() -> None:
+@on_ranks(1)
+def test_the_arguments_are_those_of_the_first_time() -> None:
     model = zero3(Mlp, Block, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     x = torch.randn(2, WIDTH)
     expected = model(x)
@@ -246,12 +225,9 @@ def _precision() -> None:
     assert_bitwise(model(x), 2 * expected, "a patched forward stays")
 
 
-def test_the_arguments_are_those_of_the_first_time() -> None:
-    run_ranks(1, _precision)
-
-
-def _pregathered() -> None:
-    for zero3_size, verify in itertools.product((None, 1), (None, "always")):
+@on_ranks(2)
+def test_units_gathered_before_a_step_are_gathered_again_after_it() -> None:
+    for zero3_size, verify in ((None, None), (1, "always")):
         torch.manual_seed(0)
         model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=zero3_size, verify=verify)
         layerzero.rewrap(model)
@@ -270,7 +246,3 @@ def _pregathered() -> None:
 def _halve(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.mul_(0.5)
-
-
-def test_units_gathered_before_a_step_are_gathered_again_after_it() -> None:
-    run_ranks(2, _pregathered)

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from layerzero import ZeRO3
 from layerzero.build.compare import device_digest, digest
 from tests.harness.checks import assert_same_on_all_ranks
+from tests.harness.compare import assert_same_values
 from tests.harness.models import Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import full_parameters, seeded
 
 
@@ -58,8 +59,8 @@ def _other_values() -> dict[str, list[str]]:
     return told
 
 
-def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
-    first, *others = run_ranks(3, _other_values)
+def test_ranks_that_start_from_other_values_warn_on_the_first(ranks: KeptRanks) -> None:
+    first, *others = ranks(3, _other_values)
     assert not any(any(each.values()) for each in others)
     start = {name: each[0] for name, each in first.items() if each}
     assert start.keys() == {"seeds", "element", "first rank", "buffer", "meta"}
@@ -99,9 +100,11 @@ def _tensor_parallel() -> list[str]:
     return _told(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"])
 
 
-def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group() -> None:
+def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group(
+    ranks: KeptRanks,
+) -> None:
     # Two data-parallel groups, each with a first rank.
-    for rank, told in enumerate(run_ranks(4, _tensor_parallel)):
+    for rank, told in enumerate(ranks(4, _tensor_parallel)):
         assert [each[:14] for each in told] == ["buffer 'table'"] * (rank < 2)
 
 
@@ -124,8 +127,8 @@ def _experts() -> list[str]:
     return _told(build(dist.get_rank()), auto_wrap_policy=choose)
 
 
-def test_experts_are_compared_within_their_group() -> None:
-    first, *others = run_ranks(4, _experts)
+def test_experts_are_compared_within_their_group(ranks: KeptRanks) -> None:
+    first, *others = ranks(4, _experts)
     assert not any(others)
     assert "parameter 'experts.0.weight' differs between ranks: on rank 2" in first[0]
 
@@ -145,7 +148,8 @@ class Odd(nn.Module):
         self.register_buffer("narrow", torch.randn(3).bfloat16())
 
 
-def _synchronised() -> None:
+@on_ranks(3)
+def test_values_of_every_kind_go_from_the_first_rank_to_all_also_to_modules_on_meta() -> None:
     torch.manual_seed(dist.get_rank())
     model = ZeRO3(Odd(), sync_module_states=True)
     torch.manual_seed(0)
@@ -155,10 +159,11 @@ def _synchronised() -> None:
         assert torch.equal(buffer.float(), dict(first.named_buffers())[name].float()), name
     for name, value in full_parameters(model).items():
         assert torch.equal(value, dict(first.named_parameters())[name]), name
-
-
-def test_values_of_every_kind_go_from_the_first_rank_to_all() -> None:
-    run_ranks(2, _synchronised)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = _changed("blocks.1.order", 0)
+    model = ZeRO3(module, auto_wrap_policy={Block}, sync_module_states=True)
+    assert_same_values(model, seeded(Mlp))
+    assert model.blocks[1].order.tolist() == [0, 1, 2, 3, 5, 4]
 
 
 @pytest.mark.parametrize("take", [digest, lambda value: int(device_digest(value))])

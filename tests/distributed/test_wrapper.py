@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import types
@@ -18,7 +19,7 @@ from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, seeded
 
 
@@ -50,8 +51,14 @@ class Configured(nn.Module):
         return self(x) + 1
 
 
-def _attributes() -> None:
+@on_ranks(2)
+def test_attributes_set_on_the_wrapper_are_the_modules() -> None:
     model, plain = zero3(Configured, Block), seeded(Configured)
+    assert isinstance(model, ZeRO3) and isinstance(model.module, Configured)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert list(inspect.signature(type(model).forward).parameters) == ["self", "x"]
+    with pytest.raises(AttributeError):
+        _ = model.no_such_thing
     x = torch.randn(3, WIDTH)
     for each in (model, plain):
         each.flag = True
@@ -70,10 +77,6 @@ def _attributes() -> None:
     model.register_buffer("seen", torch.zeros(1))
     assert model.module.seen is model.seen and "seen" in model.module.state_dict()
     assert model.get_submodule("block.up") is model.module.block.up
-
-
-def test_attributes_set_on_the_wrapper_are_the_modules() -> None:
-    run_ranks(2, _attributes)
 
 
 class Stubborn(nn.Module):
@@ -105,7 +108,8 @@ class Stubborn(nn.Module):
         return self.linear(self.norm(x))
 
 
-def _overrides() -> None:
+@on_ranks(2)
+def test_overridden_methods_of_the_root_are_called() -> None:
     model = zero3(Stubborn, nn.Linear)
     assert model.train() is model and model.eval() is model and model.train() is model
     assert not model.norm.training and model.linear.training and model.training
@@ -125,10 +129,6 @@ def _overrides() -> None:
     assert visited[-1] is model.module and len(visited) == 3
 
 
-def test_overridden_methods_of_the_root_are_called() -> None:
-    run_ranks(2, _overrides)
-
-
 def _patch(model: nn.Module, where: str) -> None:
     """The new forward uses parameters itself, and the forward before."""
     inner = getattr(model, "module", model)
@@ -142,7 +142,8 @@ def _patch(model: nn.Module, where: str) -> None:
     patched.forward = lambda x: before(x) * linear.weight.sum()
 
 
-def _patches() -> None:
+@on_ranks(2)
+def test_a_patched_forward_runs_inside_the_unit() -> None:
     x = torch.randn(3, WIDTH)
     for where in ("wrapper", "module", "unit", "class"):
         model, plain = zero3(Configured, Block), seeded(Configured)
@@ -167,10 +168,6 @@ def _patches() -> None:
     assert_bitwise(model(x), plain(x), "the patch deleted")
 
 
-def test_a_patched_forward_runs_inside_the_unit() -> None:
-    run_ranks(2, _patches)
-
-
 class Engine(ZeRO3):
     """What a user derives."""
 
@@ -189,7 +186,8 @@ class Engine(ZeRO3):
         return super().forward(x) * 2
 
 
-def _subclasses() -> None:
+@on_ranks(2)
+def test_a_subclass_keeps_what_it_is() -> None:
     x = torch.randn(3, WIDTH)
     engine, plain = Engine(seeded(Mlp), "a", auto_wrap_policy={Block}), seeded(Mlp)
     assert isinstance(engine, Engine) and isinstance(engine, ZeRO3)
@@ -201,11 +199,8 @@ def _subclasses() -> None:
     assert isinstance(listed, Engine) and len(listed) == 2 and listed.twice == "bb"
 
 
-def test_a_subclass_keeps_what_it_is() -> None:
-    run_ranks(2, _subclasses)
-
-
-def _containers() -> None:
+@on_ranks(2)
+def test_a_wrapped_container_is_indexed_as_one() -> None:
     def build() -> nn.Sequential:
         return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
 
@@ -222,11 +217,8 @@ def _containers() -> None:
         len(zero3(Mlp))
 
 
-def test_a_wrapped_container_is_indexed_as_one() -> None:
-    run_ranks(2, _containers)
-
-
-def _copies() -> None:
+@on_ranks(2)
+def test_copies_are_refused_with_what_to_do() -> None:
     model = zero3(Mlp, Block)
     parts = {
         "the wrapper": model,
@@ -255,11 +247,8 @@ def _copies() -> None:
     assert all(torch.equal(a, b) for a, b in zip(sharded_params, model.parameters(), strict=True))
 
 
-def test_copies_are_refused_with_what_to_do() -> None:
-    run_ranks(2, _copies)
-
-
-def _conversions() -> None:
+@on_ranks(2)
+def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
     x = torch.randn(3, WIDTH)
     refused: list[Callable[[nn.Module], object]] = [
         lambda model: model.half(),
@@ -296,11 +285,8 @@ def _conversions() -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
-    run_ranks(2, _conversions)
-
-
-def _hooks() -> None:
+@on_ranks(1)
+def test_hooks_registered_on_the_wrapper_run() -> None:
     x = torch.randn(3, WIDTH, requires_grad=True)
     model, plain = zero3(Mlp, Block), seeded(Mlp)
     for each in (model, plain):
@@ -316,10 +302,6 @@ def _hooks() -> None:
     assert_bitwise(model.calls[0], plain.calls[0], "a backward hook on the wrapper")
 
 
-def test_hooks_registered_on_the_wrapper_run() -> None:
-    run_ranks(1, _hooks)
-
-
 class _Looks(nn.Module):
     """Records where its input is; its own block gets a tensor of another device."""
 
@@ -333,7 +315,8 @@ class _Looks(nn.Module):
         return self.block(torch.ones(3, WIDTH))
 
 
-def _moves_inputs() -> None:
+@on_ranks(2)
+def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
     model = zero3(_Looks, Block)
     root = root_state(model)
     assert not root.moves_inputs, "a CPU's inputs are there"
@@ -345,7 +328,3 @@ def _moves_inputs() -> None:
     root.moves_inputs = False
     model(batch)
     assert model.seen == [("meta", "meta"), ("cpu", "meta")]
-
-
-def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
-    run_ranks(2, _moves_inputs)

@@ -29,7 +29,7 @@ LAYERS = [
     "wrapper",
     "zero3",
     "fsdp",
-    "rewrap",
+    "wrap_again",
     "checkpoint",
     "memory_plan",
     "step_ledger",
@@ -186,39 +186,6 @@ def test_an_attribute_on_a_users_object_belongs_to_one_file() -> None:
     assert not {name: files for name, files in owners.items() if len(files) > 1}
 
 
-def run(code: str) -> list[str]:
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent
-    )
-    assert not found.returncode, found.stderr
-    return found.stdout.split()
-
-
-@pytest.fixture(scope="module")
-def imported() -> list[str]:
-    """What a process found that imports layerzero, and then asks for checkpoints: it takes 2 s."""
-    return run(
-        "import sys, torch, numpy, torch.distributed.tensor\n"
-        "before = {name.split('.')[0] for name in sys.modules}\n"
-        "import layerzero\n"
-        "after = {name.split('.')[0] for name in sys.modules}\n"
-        "asked_for = ('layerzero.checkpoint', 'layerzero.memory_plan')\n"
-        "def loaded(): return any(m.startswith(asked_for) for m in sys.modules)\n"
-        "print(loaded(), layerzero.checkpoint.save.__name__, loaded())\n"
-        "print(*sorted(after - before - set(sys.stdlib_module_names)))"
-    )
-
-
-def test_importing_layerzero_loads_nothing_but_torch_and_numpy(imported: list[str]) -> None:
-    assert imported[3:] == ["layerzero"]
-
-
-def test_importing_layerzero_loads_no_checkpoints_or_plans_until_they_are_asked_for(
-    imported: list[str],
-) -> None:
-    assert imported[:3] == ["False", "save", "True"]
-
-
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     import layerzero
 
@@ -226,7 +193,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
         layerzero.checkpoints  # type: ignore[attr-defined]  # noqa: B018
 
 
-WITHOUT_POSIX = """
+PROGRAM = """
 import os, sys
 # All that torch itself needs of this system is loaded first.
 import numpy, torch, torch.distributed.tensor, torch.distributed._state_dict_utils
@@ -237,14 +204,19 @@ for name in dir(os):
         delattr(os, name)
 for name in ("fork", "preadv", "pwritev", "register_at_fork", "sysconf"):
     delattr(os, name)
+before = {name.split(".")[0] for name in sys.modules}
 import layerzero
-print("layerzero")
+new = {name.split(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
+asked_for = ("layerzero.checkpoint", "layerzero.memory_plan")
+def loaded(): return any(name.startswith(asked_for) for name in sys.modules)
+print(*sorted(new), loaded(), layerzero.checkpoint.save.__name__, loaded())
 import layerzero.checkpoint.__main__
-print("checkpoints")
 """
 
 
-@pytest.mark.slow
-def test_imports_need_no_posix_system() -> None:
+def test_an_import_needs_torch_numpy_and_no_posix_system_and_loads_features_at_their_use() -> None:
     """torch runs on Windows and macOS, too."""
-    assert run(WITHOUT_POSIX) == ["layerzero", "checkpoints"]
+    command = [sys.executable, "-c", PROGRAM]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert not found.returncode, found.stderr
+    assert found.stdout.split() == ["layerzero", "False", "save", "True"]
