@@ -1,0 +1,577 @@
+"""Bytes between shards and files: past the cache, in batches cut at pages, whatever is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import math
+import mmap
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from layerzero.checkpoint.file_io import direct_io as direct
+from layerzero.checkpoint.file_io import transfer as moving
+from layerzero.checkpoint.file_io.direct_io import (
+    PAGE_NBYTES,
+    FileReader,
+    FileWriter,
+    bytes_of,
+    pages,
+    populating,
+)
+from layerzero.checkpoint.file_io.transfer import (
+    BATCH_NBYTES,
+    Tally,
+    Transfer,
+    read_ranges,
+    write_ranges,
+)
+from layerzero.checkpoint.format import folder
+from layerzero.checkpoint.format.folder import write_durably
+from layerzero.checkpoint.format.inventory import MODEL, Entry
+from layerzero.checkpoint.format.safetensors_file import TensorEntry
+from layerzero.state_dict.ranges import Extent
+from tests.harness.checks import assert_bitwise
+
+MIB = 1 << 20
+SIZES = [0, 1, PAGE_NBYTES, 300_000, MIB, MIB + 1, 2 * MIB - 5]
+HEAD = b"head of the file"
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+
+
+def _silent(nbytes: int) -> None:
+    """A progress report."""
+
+
+def _transfer(
+    begin: int,
+    data: torch.Tensor,
+    shape: Sequence[int] = (),
+    start: int = 0,
+    file: str = "a",
+    life: object = None,
+) -> Transfer:
+    """A shard of a tensor at byte `begin` of a file; `shape`: that of the tensor, if it is more."""
+    whole = tuple(shape) or (data.numel(),)
+    entry = Entry(
+        *(MODEL, "w", (), Extent.whole(whole), start, start + data.numel(), data),
+        order=(0, 0),
+        is_whole=False,
+        announces=False,
+        replica=0,
+    )
+    return Transfer(file, TensorEntry(data.dtype, whole, begin), 0, entry, life)
+
+
+def _meta(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def _drawn(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+# One file past the cache ------------------------------------------------------------------------
+
+
+def _file_of(path: Path, nbytes: int, generator: random.Random) -> bytes:
+    content = generator.randbytes(nbytes)
+    path.write_bytes(content)
+    _forget(path)
+    return content
+
+
+def _forget(path: Path) -> None:
+    """Drop it from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def _cache_holds(monkeypatch: pytest.MonkeyPatch, until: int) -> None:
+    """Systems forget a file when they like: beside other work perhaps not at once."""
+    monkeypatch.setattr(FileReader, "_is_cached", lambda reader, offset: offset < until)
+
+
+def _read(path: Path, nbytes: int, offset: int = 0, needed: int | None = None) -> memoryview:
+    """What a reader puts into page-aligned memory."""
+    view = bytes_of(pages(nbytes or 1))[:nbytes]
+    reader = FileReader(path)
+    try:
+        reader.read(view, offset, nbytes if needed is None else needed)
+    finally:
+        reader.close()
+    return view
+
+
+def _aligned(data: bytes, offset: int) -> memoryview:
+    """`data` in memory that is aligned as the file is at `offset`."""
+    shift = offset % PAGE_NBYTES
+    memory = bytes_of(pages(shift + len(data) or 1))[shift : shift + len(data)]
+    memory[:] = data
+    return memory
+
+
+def _write(path: Path, data: bytes, offset: int = 0) -> None:
+    writer = FileWriter(path)
+    try:
+        writer.write(_aligned(data, offset), offset)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+class Call(NamedTuple):
+    name: str
+    is_direct: bool
+    nbytes: int
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
+    real_open = os.open
+    real = {name: getattr(os, name) for name in ("preadv", "pwritev")}
+
+    def watching(refusal: int = 0) -> list[Call]:
+        """Calls that move bytes; those past the cache fail with the error `refusal`, if not 0."""
+        seen: list[Call] = []
+        past_the_cache: set[int] = set()
+
+        def opened(path: Any, flags: int, *args: Any) -> int:
+            descriptor = real_open(path, flags, *args)
+            past_the_cache.discard(descriptor)
+            if flags & os.O_DIRECT:
+                past_the_cache.add(descriptor)
+            return descriptor
+
+        def moves(name: str) -> Any:
+            def move(descriptor: int, views: Any, offset: int, *flags: int) -> int:
+                if not flags:  # Others ask about the cache.
+                    is_direct = descriptor in past_the_cache
+                    seen.append(Call(name, is_direct, sum(map(len, views))))
+                    if is_direct and refusal:
+                        raise OSError(refusal, os.strerror(refusal))
+                return int(real[name](descriptor, views, offset, *flags))
+
+            return move
+
+        monkeypatch.setattr(direct.os, "open", opened)
+        for name in real:
+            monkeypatch.setattr(direct.os, name, moves(name))
+        return seen
+
+    return watching
+
+
+@pytest.fixture
+def direct_folder(tmp_path: Path) -> Path:
+    """A folder on a file system with O_DIRECT."""
+    (tmp_path / "probe").write_bytes(bytes(PAGE_NBYTES))
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system reads and writes through the cache alone")
+    return tmp_path
+
+
+def test_what_is_written_is_what_is_read(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
+) -> None:
+    _cache_holds(monkeypatch, 0)
+    path = direct_folder / "file"
+    for nbytes in SIZES:
+        generator = random.Random(nbytes)
+        seen = watch()
+        for offset in (0, PAGE_NBYTES, 64, 5003):
+            content = bytearray(_file_of(path, offset + nbytes + 7000, generator))
+            data = generator.randbytes(nbytes)
+            content[offset : offset + nbytes] = data
+            _write(path, data, offset)
+            assert path.read_bytes() == content, "beside what was written, nothing changed"
+            for begin, end in [(offset, offset + nbytes), (0, len(content))]:
+                # As a region is read: whole pages, also of what is around, up to the file's end.
+                begin -= begin % PAGE_NBYTES
+                num_pages = -(-(end - begin) // PAGE_NBYTES)
+                found = _read(path, num_pages * PAGE_NBYTES, begin, end - begin)
+                assert found[: end - begin] == content[begin:end]
+            assert _read(path, nbytes, offset) == data
+        if nbytes >= MIB:
+            assert {call.name for call in seen if call.is_direct} == {"preadv", "pwritev"}
+
+
+def test_ends_inside_a_page_are_written_last(
+    direct_folder: Path, watch: Callable[..., list[Call]]
+) -> None:
+    content = bytearray(_file_of(direct_folder / "file", 3 * MIB, random.Random(0)))
+    seen = watch()
+    data = bytes(content[::-1])
+    writer = FileWriter(direct_folder / "file")
+    for begin in (100, MIB, 2 * MIB - 60):
+        end = begin + MIB - 100
+        content[begin:end] = data[begin:end]
+        writer.write(_aligned(data[begin:end], begin), begin)
+    assert all(call.is_direct and call.nbytes % PAGE_NBYTES == 0 for call in seen)
+    assert len(seen) == 3
+    writer.finish()
+    sizes = [call.nbytes for call in seen[3:]]
+    assert sizes == [PAGE_NBYTES - 100, PAGE_NBYTES - 100, 60, PAGE_NBYTES - 160]
+    assert (direct_folder / "file").read_bytes() == content
+
+
+def test_what_the_cache_holds_is_read_from_there(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
+) -> None:
+    path = direct_folder / "file"
+    content = _file_of(path, MIB, random.Random(0))
+    assert path.read_bytes() == content  # and now it is in the cache
+    seen = watch()
+    assert _read(path, MIB) == content
+    assert not any(call.is_direct for call in seen)
+    # Whoever reads a file's header leaves the pages behind it in the cache: that does not count.
+    _cache_holds(monkeypatch, MIB // 8)
+    seen.clear()
+    assert _read(path, MIB) == content
+    assert all(call.is_direct for call in seen)
+
+
+def test_a_file_system_that_refuses_gets_ordinary_reads_and_writes(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
+) -> None:
+    _cache_holds(monkeypatch, 0)
+    path = direct_folder / "file"
+    content = _file_of(path, MIB, random.Random(0))
+    for error in (errno.EINVAL, errno.EOPNOTSUPP):
+        seen = watch(error)
+        content = content[::-1]
+        _write(path, content)
+        _forget(path)
+        assert _read(path, MIB) == content
+        assert [call.name for call in seen if call.is_direct] == ["pwritev", "preadv"]
+
+
+def test_a_full_or_broken_disk_is_an_error(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
+) -> None:
+    _cache_holds(monkeypatch, 0)
+    _file_of(direct_folder / "file", MIB, random.Random(0))
+    watch(errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left"):
+        _write(direct_folder / "file", bytes(MIB))
+    watch(errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        _read(direct_folder / "file", MIB)
+
+
+def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+    _file_of(tmp_path / "file", MIB, random.Random(0))
+    for nbytes in (2 * MIB, MIB + 5000):
+        with pytest.raises(OSError, match=f"now ends at byte {MIB}: it was truncated"):
+            _read(tmp_path / "file", nbytes, needed=MIB + 5000)
+
+
+# Batches ----------------------------------------------------------------------------------------
+
+
+def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
+    begins = itertools.accumulate(sizes, initial=begin)
+    return [_transfer(at, _drawn(size)) for at, size in zip(begins, sizes, strict=False)]
+
+
+def _writes(
+    root: Path, transfers: Sequence[Transfer], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """Write the transfers of one file, and check its bytes; [begin, end) of each write, sorted."""
+    end = max(each.place.end for each in transfers)
+    content = bytearray(random.Random(0).randbytes(end + 100))
+    (root / "a").write_bytes(content)
+    found: list[tuple[int, int]] = []
+    original = FileWriter.write
+
+    def write(writer: FileWriter, view: memoryview, offset: int) -> None:
+        found.append((offset, offset + len(view)))
+        original(writer, view, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileWriter, "write", write)
+        write_ranges(root, transfers, _silent)
+    for each in transfers:
+        content[each.place.begin : each.place.end] = bytes(each.entry.tensor.numpy())
+    assert (root / "a").read_bytes() == content
+    return sorted(found)
+
+
+def test_batches_have_every_byte_once_and_are_cut_at_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as small:
+        small.setattr(moving, "BATCH_NBYTES", 4 * PAGE_NBYTES)
+        for seed in range(12):
+            generator = random.Random(seed)
+            sizes = [generator.choice([1, 40, PAGE_NBYTES, 9999, 40_000]) for _ in range(30)]
+            begin = (0, 64, PAGE_NBYTES, 5003)[seed % 4]
+            transfers = _adjacent(begin, sizes)
+            batches = _writes(tmp_path, generator.sample(transfers, len(sizes)), monkeypatch)
+            assert batches[0][0] == begin and batches[-1][1] == begin + sum(sizes)
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(batches))
+            assert all(end % PAGE_NBYTES == 0 for _, end in batches[:-1])
+            nbytes = [end - start // PAGE_NBYTES * PAGE_NBYTES for start, end in batches]
+            assert max(nbytes) <= 4 * PAGE_NBYTES
+            # As few as the largest size allows, and as equal as whole pages allow.
+            assert len(batches) == -(-(begin % PAGE_NBYTES + sum(sizes)) // (4 * PAGE_NBYTES))
+            assert max(nbytes) - min(nbytes) < PAGE_NBYTES * len(batches)
+    # A run just over the largest batch is halved.
+    first, second = _writes(tmp_path, _adjacent(96, [BATCH_NBYTES + 96]), monkeypatch)
+    assert abs(first[1] - first[0] - (second[1] - second[0])) <= 2 * PAGE_NBYTES
+    # What is apart in the file gets batches of its own.
+    apart = _adjacent(0, [10] * 7) + _adjacent(71, [10])
+    assert _writes(tmp_path, apart, monkeypatch) == [(0, 70), (71, 81)]
+
+
+def _written(root: Path, num_files: int) -> list[Transfer]:
+    """Shards of several files, which exist at full length."""
+    transfers = []
+    for number in range(num_files):
+        transfers.append(_transfer(64, _drawn(300_000), file=str(number)))
+        (root / str(number)).write_bytes(bytes(64 + 300_000))
+    return transfers
+
+
+def _read_again(
+    root: Path, transfers: Sequence[Transfer], progress: Any
+) -> tuple[list[Transfer], list[Tally]]:
+    meta = [
+        each._replace(entry=replace(each.entry, tensor=each.entry.tensor.to("meta")))
+        for each in transfers
+    ]
+    return read_ranges(root, meta, progress)
+
+
+def test_several_files_are_moved_with_the_same_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers = _written(tmp_path, 5)
+    done: list[int] = []
+    written = write_ranges(tmp_path, transfers, done.append)
+    new, tallies = _read_again(tmp_path, transfers, done.append)
+    assert tallies == written
+    for old, read in zip(transfers, new, strict=True):
+        assert_bitwise(read.entry.tensor, old.entry.tensor)
+        assert (tmp_path / old.file).read_bytes()[64:] == bytes(old.entry.tensor.numpy())
+    assert sum(done) == 2 * 5 * 300_000
+
+    # The next file begins before the last one is done, or the disk would wait at its end.
+    began = threading.Event()
+    original = FileWriter.write
+
+    def write(writer: Any, view: Any, offset: int) -> Any:
+        if threading.current_thread().name.endswith("_0"):
+            assert began.wait(60), "the second file never began"
+        else:
+            began.set()
+        return original(writer, view, offset)
+
+    monkeypatch.setattr(FileWriter, "write", write)
+    write_ranges(tmp_path, transfers[:2], _silent)
+
+
+def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
+    transfers = _written(tmp_path, 4)
+    write_ranges(tmp_path, transfers, _silent)
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    (tmp_path / "2").write_bytes(bytes(1000))
+    with pytest.raises(OSError, match=r"2: the file now ends at byte 1000: it was truncated"):
+        _read_again(tmp_path, transfers, _silent)
+    (tmp_path / "3").unlink()
+    with pytest.raises(OSError, match=r"3: .*No such file"):
+        write_ranges(tmp_path, transfers, _silent)
+    with pytest.raises(OSError, match="No such file"):
+        read_ranges(tmp_path, [_transfer(0, _meta(64 * MIB), file="3")], _silent)
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_files
+    assert all(thread.name != "layerzero-populate" for thread in threading.enumerate())
+
+
+# Memory of a load -------------------------------------------------------------------------------
+
+
+def test_memory_lies_as_the_file_does(tmp_path: Path) -> None:
+    half = MIB // 2
+
+    def floats(numel: int) -> torch.Tensor:
+        return torch.empty(numel, device="meta")
+
+    shapes = [(half,), (3, 7), (half,), (half,)]
+    begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
+    transfers = [
+        _transfer(begin, floats(math.prod(shape)), shape)
+        for begin, shape in zip(begins[:-1], shapes, strict=True)
+    ]
+    transfers += [
+        _transfer(begins[-1], floats(half), (8 * half,), 5),  # not side by side
+        _transfer(96, floats(half), file="b"),  # another file
+        _transfer(2, floats(half), file="b"),  # no place for a float32
+        _transfer(96, floats(10), file="c"),  # little
+        _transfer(96, floats(0), (10,), 4, file="c"),  # nothing
+    ]
+    transfers[3] = transfers[3]._replace(life="another")
+    contents = {name: _file_of(tmp_path / name, 20 * MIB, random.Random(0)) for name in "abc"}
+    found, _ = read_ranges(tmp_path, transfers, _silent)
+    placed = [each.entry.tensor for each in found]
+    for transfer, tensor in zip(transfers, placed, strict=True):
+        assert tensor.dtype == torch.float32 and tensor.shape == transfer.entry.tensor.shape
+        begin = transfer.place.begin + 4 * transfer.entry.start
+        assert bytes_of(tensor) == contents[transfer.file][begin : begin + tensor.nbytes]
+    places = [*begins[:4], begins[4] + 4 * 5, 96]
+    for tensor, place in zip(placed, places, strict=False):
+        assert (tensor.data_ptr() - place) % PAGE_NBYTES == 0
+        nbytes = tensor.untyped_storage().nbytes()
+        assert nbytes % PAGE_NBYTES == 0, "also the last page is all there"
+    storages = [tensor.untyped_storage().data_ptr() for tensor in placed]
+    assert storages[0] == storages[1] == storages[2]
+    assert len({storages[index] for index in (0, 3, 4, 5, 6, 7)}) == 6
+
+
+def test_pages_come_in_the_order_of_the_files_and_small_shards_take_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+
+    @contextlib.contextmanager
+    def records(memories: list[torch.Tensor], lead_nbytes: int) -> Iterator[None]:
+        recorded.extend(each.data_ptr() for each in memories)
+        yield
+
+    monkeypatch.setattr(moving, "populating", records)
+    # Parameters by themselves, as a model lists them; in the file their states lie apart.
+    listed = [_transfer(at * MIB, _meta(MIB)) for at in (0, 3, 1)]
+    listed += [_transfer(0, _meta(MIB), file="b"), _transfer(4 * MIB + 100, _meta(100_000))]
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(5 * MIB))
+    found, _ = read_ranges(tmp_path, listed, _silent)
+    first, far, second, other, _ = (each.entry.tensor.data_ptr() for each in found)
+    assert second == first + MIB
+    assert recorded == [first, far, other]
+
+
+def _present(tensor: torch.Tensor) -> float:
+    """Which part of a tensor's whole pages the kernel has given."""
+    begin = -(-tensor.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
+    count = (tensor.data_ptr() + tensor.nbytes - begin) // PAGE_NBYTES
+    found = (ctypes.c_ubyte * count)()
+    library = ctypes.CDLL(None, use_errno=True)
+    where = ctypes.c_void_p(begin), ctypes.c_size_t(count * PAGE_NBYTES)
+    assert library.mincore(*where, found) == 0
+    return sum(each & 1 for each in found) / count
+
+
+def _finish() -> None:
+    """Wait until the thread has populated all, which a load does not."""
+    for thread in threading.enumerate():
+        if thread.name == "layerzero-populate":
+            thread.join()
+
+
+@needs_linux
+def test_memory_is_there_ahead_of_the_reads() -> None:
+    with mmap.mmap(-1, PAGE_NBYTES) as probe:
+        try:
+            probe.madvise(direct._POPULATE_WRITE)
+        except OSError:
+            pytest.skip("needs Linux 5.14")
+    memories = [pages(6 * MIB), pages(6 * MIB)]
+    assert [_present(each) for each in memories] == [0, 0]
+    with populating(memories, 0):
+        _finish()
+    assert [_present(each) for each in memories] == [1, 1]
+    assert not any(each.any() for each in memories)
+
+
+def test_memory_is_asked_for_in_the_order_of_reading_without_what_is_read_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(direct, "_madvise", lambda: lambda *step: asked.append(step[:2]))
+    step = direct._POPULATE_NBYTES
+    memories = [pages(step + 5 * PAGE_NBYTES), pages(PAGE_NBYTES), pages(2 * step)]
+    first, second, third = (each.data_ptr() for each in memories)
+    steps = [(first, step), (first + step, 5 * PAGE_NBYTES), (second, PAGE_NBYTES)]
+    steps += [(third, step), (third + step, step)]
+    for lead in range(5):
+        asked.clear()
+        with populating(memories, lead * step + 5):
+            _finish()
+        assert asked == steps[lead:]
+
+
+def test_values_are_read_whatever_the_kernel_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    result: int | None = None  # no such call
+
+    def madvise(*step: int) -> int | None:
+        calls.append(step)
+        return result
+
+    monkeypatch.setattr(direct, "_madvise", lambda: None if result is None else madvise)
+    data = _drawn(40 * MIB)
+    write_durably(tmp_path / "a", HEAD, 64 + len(data))
+    written = write_ranges(tmp_path, [_transfer(64, data)], _silent)
+    # A refusal is not repeated; and reads do not wait for what they have overtaken.
+    for result, most_calls in ((None, 0), (-1, 1), (0, 3)):  # noqa: B007
+        calls.clear()
+        (found,), read = read_ranges(tmp_path, [_transfer(64, data.to("meta"))], _silent)
+        assert read == written and torch.equal(found.entry.tensor, data)
+        assert len(calls) <= most_calls
+
+
+# Blocks of a save -------------------------------------------------------------------------------
+
+
+def _fails_with(error: int) -> Callable[..., int]:
+    def call(*arguments: Any) -> int:
+        ctypes.set_errno(error)
+        return -1
+
+    return call
+
+
+@needs_linux
+def test_a_new_file_has_all_its_blocks(tmp_path: Path) -> None:
+    with (tmp_path / "probe").open("wb") as probe:
+        call = folder._fallocate()
+        if call(probe.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(MIB)):
+            pytest.skip("this file system reserves no blocks")
+    write_durably(tmp_path / "file", HEAD, MIB)
+    assert (tmp_path / "file").read_bytes() == HEAD + bytes(MIB - len(HEAD))
+    assert (tmp_path / "file").stat().st_blocks * 512 >= MIB
+
+
+def test_without_reserved_blocks_a_new_file_has_its_length_and_a_full_disk_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR)
+    for call in (None, *map(_fails_with, refusals)):
+        monkeypatch.setattr(folder, "_fallocate", lambda call=call: call)
+        write_durably(tmp_path / "file", HEAD, MIB)
+        assert (tmp_path / "file").read_bytes() == HEAD + bytes(MIB - len(HEAD))
+    for error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        monkeypatch.setattr(folder, "_fallocate", lambda error=error: _fails_with(error))
+        with pytest.raises(OSError) as caught:
+            write_durably(tmp_path / "file", HEAD, MIB)
+        assert caught.value.errno == error
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "darwin")  # Other systems are not asked.
+    assert folder._fallocate() is None
+    assert direct._madvise() is None
