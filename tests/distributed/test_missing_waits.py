@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from layerzero import ZeRO3
 from tests.harness import missing_waits, stream_uses
@@ -23,7 +24,8 @@ from tests.harness.stream_uses import LAYERED, OFFLOADED, SETTINGS, train, wrapp
 #   MEMORY, STREAM races EARLIER         uses memory in no order with what EARLIER did with it
 #   MEMORY, HOME frees before EARLIER    HOME owns the memory, and has not waited for EARLIER
 #   CALL, blocks in FUNCTION             the host waits for the device
-# "gather" is the stream of a shard group; with an outer axis it is "inner", beside "outer".
+# "gather" is the stream of the group of all ranks; with an outer axis "inner" is that of the shard
+# group, and "outer" that of the outer group.
 ONE_SHARD_GROUP = """
 [default: plain_steps]
 without_waiting_for_marks: full buffer, gather races compute
@@ -94,7 +96,7 @@ without_waiting_for_the_first_hop: sum of a hop, reduce races inner
 [replicate: plain_steps]
 without_waiting_for_the_outer_gather: sum between hops, reduce races outer
 [kept shards: plain_steps]
-without_waiting_before_frees: shard kept for backward, outer races compute
+without_waiting_before_frees: shard kept for backward, inner races compute
 """
 WHOLE_PARAMETERS = """
 [whole parameters: plain_steps]
@@ -178,11 +180,13 @@ def rows(table: str) -> list[tuple[str, str, str, str]]:
 
 
 def _found(device: SimulatedDevice) -> set[str]:
-    names = {"the host": "host", "the stream of group 0": "gather"}
-    names |= {"the stream of group 1": "outer", "the stream of group 2": "inner"}
+    everyone = " ".join(map(str, range(dist.get_world_size())))
 
     def name(stream: str) -> str:
-        return names.get(stream, stream)
+        ranks = stream.removeprefix("the stream of ranks ")
+        if ranks == stream:
+            return stream.removeprefix("the ")
+        return "gather" if ranks == everyone else "inner" if ranks in ("0 1", "2 3") else "outer"
 
     return {
         *(f"{r.memory}, {name(r.use.stream)} races {name(r.earlier.stream)}" for r in device.races),

@@ -50,15 +50,14 @@ MAKING_WHOLE_TENSORS = {
     *("tolist in gather_texts", "tensor in gather_texts", "tolist in _gather"),
     *("_local_scalar_dense in agree_on_group_names", "tolist in OwnerGroup.__init__"),
     "tolist in _held",
-    *("allclose in _are_close.<locals>.<genexpr>", "allclose in _Watched.__torch_dispatch__"),
 }
-"""Once for each optimizer of whole tensors: ranks compare what it was given, and try its class."""
+"""Once for each optimizer of whole tensors: ranks compare what it was given."""
 BY_DESIGN = {
     "tolist in FirstForward.written": "the first forward is looked at, once a model",
     "equal in EqualDraws.found": "the same",
     "copy_ in flags_tensor": "a rank misses a gradient: it tells the others",
     "tolist in GradientReducer.exchange_presence.<locals>.answer": "and has to know what they had",
-    "synchronize of an event on compute in RootState.pregather": "pregather(wait=True)",
+    "synchronize of an event on compute in _pregather": "pregather(wait=True)",
 }
 """What blocks the host after a model is wrapped -> why."""
 BY_DESIGN_OFFLOADED = {

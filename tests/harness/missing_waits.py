@@ -44,8 +44,8 @@ class _Never:
 def _with_stream(change: Callable[[Streams], None]) -> AbstractContextManager[object]:
     original = Streams.__init__
 
-    def changed(streams: Streams, device: torch.device, finishing_thread: bool) -> None:
-        original(streams, device, finishing_thread)
+    def changed(streams: Streams, device: torch.device) -> None:
+        original(streams, device)
         change(streams)
 
     return mock.patch.object(Streams, "__init__", changed)

@@ -477,7 +477,8 @@ class SimulatedDevice(TorchDispatchMode):
         given = (*args, *kwargs.values())
         groups = (getattr(each, "process_group", each) for each in given)
         group = next((each for each in groups if isinstance(each, dist.ProcessGroup)), None)
-        name = f"the stream of group {len(self.comms)}"
+        ranks = dist.get_process_group_ranks(group)
+        name = f"the stream of ranks {' '.join(map(str, ranks))}"
         return self.comms.setdefault(group, Stream(self.host, self.index, name))
 
 
