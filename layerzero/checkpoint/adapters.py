@@ -24,7 +24,7 @@ from layerzero.checkpoint.format.file_plan import Announcement, plan_files
 from layerzero.checkpoint.format.folder import LATEST, committed_steps, sync_folder, write_durably
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.source import open_source
-from layerzero.flat.expert_names import global_name, under_global_names
+from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.errors import some
 from layerzero.state_dict.json_codec import decode, encode

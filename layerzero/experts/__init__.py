@@ -2,4 +2,5 @@
 
 units.py     which units are experts, what ranks check about them, and their placement
 numbers.py   global numbers of experts that have the same names on every rank
+names.py     global names in state dicts and checkpoints
 """

@@ -1,7 +1,7 @@
 """Global numbers of experts whose modules have the same names on every rank of the expert axis.
 
 They come from `expert_numbers`, which `auto_wrap_policy` gives for expert units;
-flat/expert_names.py uses them in state dicts.
+experts/names.py uses them in state dicts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.plan import Group, ranks_of
 from layerzero.build.wrap import UnitPlan
-from layerzero.flat.expert_names import Numbers, name_members
+from layerzero.experts.names import Numbers, name_members
 from layerzero.flat.groups import resolve_process_groups
 
 

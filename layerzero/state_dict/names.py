@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from layerzero.flat.expert_names import global_name
+from layerzero.experts.names import global_name
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import ParameterInfo, get_info

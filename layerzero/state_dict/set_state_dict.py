@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
-from layerzero.flat.expert_names import global_name
+from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of

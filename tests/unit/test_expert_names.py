@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerzero.flat.expert_names import global_name, name_members, numbers_of
+from layerzero.experts.names import global_name, name_members, numbers_of
 
 
 class Layer(nn.Module):
