@@ -153,6 +153,9 @@ OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
     # For the module where sequences are split.
     "split_sequence": lambda: PlaceHidden(_WHOLE, _PART, as_dtensor=False),
     "rowwise_to_parts": lambda: RowwiseParallel(output_layouts=_PART),
+    "split_input_to_parts": lambda: RowwiseParallel(input_layouts=_WHOLE, output_layouts=_PART),
+    # For a module that computes on whole tensors alone, with parameters that are not split.
+    "whole_input": lambda: PlaceHidden(_WHOLE, _WHOLE, as_dtensor=False),
     # The output is a DTensor with the shape of the whole sequence, because models derive positions
     # and masks from that shape.
     "embedding_to_parts": lambda: RowwiseParallel(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,14 +22,33 @@ logger = logging.getLogger(__name__)
 Styles = dict[str, ParallelStyle]
 TensorParallelPlan = str | Mapping[str, ParallelStyle | str]
 
-_PROJECTIONS = {
+_BY_HEADS = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
     "self_attn.o_proj": "rowwise",
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
     "mlp.down_proj": "rowwise",
 }
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Projections of Llama, Qwen and Gemma."""
+_ALL_HEADS = _BY_HEADS | {
+    **dict.fromkeys(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise_gather_output"
+    ),
+    "self_attn.o_proj": "rowwise_split_input",
+}
+"""Of Olmo2: its norms of q and k span all heads, so every rank computes all of them."""
+_PACKED = {
+    **dict.fromkeys(("self_attn.qkv_proj", "mlp.gate_up_proj"), "colwise_gather_output"),
+    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise_split_input"),
+}
+"""Of Phi3: q, k and v are rows of one matrix, which its forward cuts without regard to ranks."""
+_TO_PARTS = {"rowwise": "rowwise_to_parts", "rowwise_split_input": "split_input_to_parts"}
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool) -> Styles:
@@ -63,18 +82,20 @@ def _choose(
             "tp_plan: expected 'auto', 'llama', 'model', a mapping from module names to styles or "
             f"the import path of one, got {plan!r}"
         )
-    if plan == "llama":
-        return _llama(model, sequence_parallel), "Llama's plan"
     own = _own_plan(model)
+    if plan == "llama":
+        return _llama(model, own, sequence_parallel), "Llama's plan"
     # A model's own plan is usable with sequence parallelism only if it splits sequences itself.
     says_enough = not sequence_parallel or any(name == "sequence_parallel" for name in own.values())
     if own and says_enough:
+        if any("experts" in pattern for pattern in own):
+            _refuse_experts(model)
         styles = _expand(model, own, "the model's own plan", must_match=False)
         shared = {} if sequence_parallel else _shared_inputs(model, styles)
         return styles | shared, "the model's own plan"
     if plan == "auto":
         reason = "the model's own does not cover sequences" if own else "the model has none"
-        return _llama(model, sequence_parallel), f"Llama's plan ({reason})"
+        return _llama(model, own, sequence_parallel), f"Llama's plan ({reason})"
     if not own:
         raise ValueError(
             f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan` of "
@@ -85,6 +106,19 @@ def _choose(
         "say which modules compute on parts of the sequence ('sequence_parallel'); use 'llama' or "
         "a mapping"
     )
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    """Raise ValueError if a module of the model holds the matrices of several experts."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and module._parameters:
+            raise ValueError(
+                f"{type(model).__name__}: no tensor-parallel plan covers its experts ({name!r}, "
+                f"{type(module).__name__}); use tp_size=1, where ZeRO3 shards them like all other "
+                "parameters, with ep_size and a plan with ep_plan if ranks have different experts; "
+                "or pass a mapping that names only modules of attention as tp_plan: every "
+                "tensor-parallel rank then computes all experts"
+            )
 
 
 # A mapping --------------------------------------------------------------------------------------
@@ -196,21 +230,27 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
 # Llama ------------------------------------------------------------------------------------------
 
 
-def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
+def _llama(model: nn.Module, own: Mapping[str, str], sequence_parallel: bool) -> Styles:
     """Megatron's splits: attention by heads, MLPs column-wise then row-wise, embeddings by symbols.
 
     With sequence parallelism, norms and residual sums between them are computed on parts of the
     sequence, from the input of the first layer to the last norm.
+
+    Args:
+        own: the model's own plan, for advice.
     """
     names: dict[str, str] = {}
+    instead = "pass a mapping from module names to styles as tp_plan"
+    if own:
+        instead += ", or leave out sequence_parallel" if sequence_parallel else ', or "model"'
     for prefix, decoder in _decoders(model):
-        own = _decoder_styles(prefix, decoder, sequence_parallel)
-        names |= {_join(prefix, name): style for name, style in own.items()}
+        inside = _decoder_styles(prefix, decoder, sequence_parallel, instead)
+        names |= {_join(prefix, name): style for name, style in inside.items()}
     if not names:
+        _refuse_experts(model)
         raise ValueError(
-            f"tp_plan: {type(model).__name__} has no plan of its own, and no module with `layers` "
-            f"that have {list(_PROJECTIONS)}, as Llama has; pass a mapping from module names to "
-            "styles"
+            f"Llama's tensor-parallel plan does not fit {type(model).__name__}: it has no module "
+            f"with `layers` that all have {list(_BY_HEADS)} or {list(_PACKED)}; {instead}"
         )
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
@@ -233,10 +273,12 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_layer(layer: nn.Module) -> bool:
     names = {name for name, _ in layer.named_modules()}
-    return names.issuperset(_PROJECTIONS)
+    return names.issuperset(_BY_HEADS) or names.issuperset(_PACKED)
 
 
-def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) -> dict[str, str]:
+def _decoder_styles(
+    prefix: str, decoder: nn.Module, sequence_parallel: bool, instead: str
+) -> dict[str, str]:
     """Names of styles, keyed by names relative to the decoder."""
     styles: dict[str, str] = {}
     layers = decoder.layers
@@ -246,7 +288,9 @@ def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) ->
         styles["embed_tokens"] = "embedding_to_parts" if in_parts else "rowwise_split_input"
     for index, layer in enumerate(layers):
         inside = _layer_styles(layer, sequence_parallel)
-        _check_known(_join(prefix, f"layers.{index}"), layer, inside, sequence_parallel)
+        # Norms of whole sequences have whole gradients, without a style.
+        known = {*inside} if sequence_parallel else {*inside, *_NORMS}
+        _check_known(_join(prefix, f"layers.{index}"), layer, known, instead)
         styles |= {f"layers.{index}.{inner}": style for inner, style in inside.items()}
     if sequence_parallel:
         if not isinstance(getattr(decoder, "norm", None), nn.Module):
@@ -275,34 +319,41 @@ def _enters_layers_at_once(decoder: nn.Module) -> bool:
 
 def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
     """Names of styles of one layer, keyed by names relative to it."""
-    inside = {name for name, _ in layer.named_modules()}
-    own_heads = dict.fromkeys(_HEAD_NORMS, "replicated_with_grad_allreduce")
-    if not sequence_parallel:
-        styles = {"self_attn": "shared_input", "mlp": "shared_input", **_PROJECTIONS}
+    inside = dict(layer.named_modules())
+    head_norms = "replicated_with_grad_allreduce"
+    if not inside.keys() >= _BY_HEADS.keys():
+        styles = _PACKED
+    elif _spans_heads(inside):
+        styles, head_norms = _ALL_HEADS, "whole_input"
     else:
-        styles = {"self_attn": "shared_input_of_parts", "mlp": "shared_input_of_parts"}
-        parts = {"colwise": "colwise", "rowwise": "rowwise_to_parts"}
-        styles |= {name: parts[style] for name, style in _PROJECTIONS.items()}
+        styles = _BY_HEADS
+    styles = styles | dict.fromkeys(_HEAD_NORMS, head_norms)
+    around = "shared_input"
+    if sequence_parallel:
+        around = "shared_input_of_parts"
+        styles = {name: _TO_PARTS.get(style, style) for name, style in styles.items()}
         styles |= dict.fromkeys(_NORMS, "sequence_parallel")
-    return {name: style for name, style in (styles | own_heads).items() if name in inside}
+    styles |= dict.fromkeys(("self_attn", "mlp"), around)
+    return {name: style for name, style in styles.items() if name in inside}
 
 
-def _check_known(
-    where: str, layer: nn.Module, styles: Mapping[str, str], sequence_parallel: bool
-) -> None:
+def _spans_heads(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the norm of q is as wide as q; else, it is as wide as one head."""
+    norm, projection = modules.get("self_attn.q_norm"), modules["self_attn.q_proj"]
+    widths = [len(getattr(module, "weight", ())) for module in (norm, projection)]
+    return widths[0] == widths[1]
+
+
+def _check_known(where: str, layer: nn.Module, known: Container[str], instead: str) -> None:
     """Raise ValueError for a parameter that no style covers.
 
     Its gradient would silently cover only this rank's part.
     """
     for name, _ in layer.named_parameters():
-        module = name.rpartition(".")[0]
-        if module not in styles and (sequence_parallel or module not in _NORMS):
-            others = "use tp_plan='model' if the model has a plan"
-            if sequence_parallel:  # A model's plan does not cover sequences.
-                others = "leave out sequence_parallel"
+        if name.rpartition(".")[0] not in known:
             raise ValueError(
                 f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; "
-                f"{others}, or pass a mapping"
+                f"{instead}"
             )
 
 

@@ -282,7 +282,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     for message, plan in [
         (r"expected 'auto', 'llama', 'model', a mapping.*got 'lama'", "lama"),
         (r"'no.such.PLAN' cannot be imported: No module named 'no'", "no.such.PLAN"),
-        (r"_Odd has no plan of its own.*self_attn.q_proj", "auto"),
+        (r"does not fit _Odd: it has no module.*self_attn.q_proj", "auto"),
         (r"_Odd has no tensor-parallel plan", "model"),
         (r"'up': layerzero has no tensor-parallel style 'colwize'.*'rowwise'", {"up": "colwize"}),
         (r"'upp' matches no module of _Odd, whose children are \['attention'", {"upp": "colwise"}),

@@ -23,7 +23,8 @@ def in_default_dtype(model: Any) -> Any:
 
 
 def _normed(module: nn.Module, x: Tensor) -> Tensor:
-    return module.weight * x * (x.square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+    eps = getattr(module, "variance_epsilon", None) or module.eps  # Gemma's is called eps
+    return module.weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _loss(
