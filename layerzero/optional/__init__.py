@@ -1,7 +1,6 @@
 """Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
 
-    exchange.py    a few integers from every rank, on the host
-    agreement.py   ranks exchange requests, and all take part in one of them
+    exchange.py    a few integers from every rank, on the host: requests, one of which all follow
     places.py      where in a forward regions were entered before; pure Python
     arguments.py   the modules that a user lists: found, checked, turned into regions of units
     optional_units.py   the extension that a model with optional units has

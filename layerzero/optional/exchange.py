@@ -1,4 +1,8 @@
-"""Exchange: a few integers from every rank to every rank, on the host."""
+"""Exchange: what the ranks of one model say to each other inside a pass, on the host.
+
+Each method is one exchange; `Exchange.agree` is the usual one: each rank says what it wants next,
+and all take part in one of these requests.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,20 @@ from layerzero.comm.new_groups import new_group
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.step.operations import Operations
+from layerzero.watch.diagnosis import PeerRaised
 
+NOTHING = -1
+"""The request of a rank that wants nothing."""
+_RAISED = -2
+_WORD = 62
+"""Bits in an integer of an exchange."""
 _HOST = torch.device("cpu")
 _SUBJECT = "optional modules"
 
 
 class Exchange:
-    """Exchanges integers between the ranks of one placement.
+    """Exchanges integers between the ranks of one placement. All methods but `name` are collective
+    and block the host.
 
     The answers decide what the host does next, so they must not come from the device: reading them
     would block the host until the device has come to it. Where the model is on one, the exchange
@@ -38,7 +49,7 @@ class Exchange:
         self._subject = f"{_SUBJECT}{addition}"
 
     def __call__(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row, sorted by its first integer. Collective; blocks the host.
+        """Every rank's row, sorted by its first integer.
 
         Args:
             row: integers of 64 bits, as many on every rank; the first is this rank's number.
@@ -53,8 +64,39 @@ class Exchange:
         return sorted(rows.view(-1, len(row)).tolist())
 
     def texts(self, text: str | None) -> dict[int, str]:
-        """The texts of the ranks that have one, by rank. Collective; blocks the host."""
+        """The texts of the ranks that have one, by rank."""
         return gather_texts(text, self.rank, self._groups, _HOST, _SUBJECT)
+
+    def agree(self, request: int) -> int:
+        """Exchange requests; the lowest is followed.
+
+        Returns:
+            The request that all ranks take part in now; NOTHING: no rank wants anything.
+
+        Raises:
+            PeerRaised: another rank has raised.
+        """
+        requests = [row[1] for row in self([self.rank, request])]
+        if _RAISED in requests:
+            rank, text = next(iter(self.texts(None).items()))
+            raise PeerRaised(
+                f"rank {rank} raised between or inside units that ranks may skip: {text}"
+            )
+        return min((each for each in requests if each >= 0), default=NOTHING)
+
+    def report(self, error: BaseException) -> None:
+        """Raise on the ranks that call `agree`."""
+        self([self.rank, _RAISED])
+        self.texts(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def bits(self, own: Sequence[bool]) -> list[list[bool]]:
+        """Every rank's bits, in rank order; as many on every rank."""
+        words = [own[start : start + _WORD] for start in range(0, len(own), _WORD)]
+        packed = [sum(1 << place for place, bit in enumerate(word) if bit) for word in words]
+        return [
+            [bool(row[1 + i // _WORD] >> i % _WORD & 1) for i in range(len(own))]
+            for row in self([self.rank, *packed])
+        ]
 
 
 def _on_host(group: ShardGroup) -> ShardGroup:

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from layerzero.config import OptionalMean
-from layerzero.optional.agreement import NOTHING, Agreement
-from layerzero.optional.exchange import Exchange
+from layerzero.optional.exchange import NOTHING, Exchange
 from layerzero.optional.places import Places
 from layerzero.optional.reductions import OptionalReductions
 from layerzero.step.backward import ForwardCall, ForwardPass
@@ -59,7 +58,7 @@ class OptionalUnits(Extension):
         """The units of `regions` are optional between `begin` and `end`, and no others."""
         self._units, self._context, self._backward = root.units, root.context, root.backward
         self.region_of = regions.region_of
-        self._exchange, self._agreement = exchange, Agreement(exchange)
+        self._exchange = exchange
         self._regions: dict[int, list[Unit]] = {}
         """Units of each region, by the index of the first: the request of a rank that enters it."""
         first: dict[str, int] = {}
@@ -78,7 +77,7 @@ class OptionalUnits(Extension):
                 own._finished(unit)
 
         averages_participants = regions.mean == "participants"
-        self.reductions = OptionalReductions(root, self._agreement, averages_participants, finished)
+        self.reductions = OptionalReductions(root, exchange, averages_participants, finished)
         self._is_active = self._is_open = self._makes_graph = self._retains_graph = False
         self._gathered: set[Unit] = set()
         """Units that ranks have gathered in the open forward."""
@@ -141,7 +140,7 @@ class OptionalUnits(Extension):
         """Gather the region of a unit with all ranks, after what others want before it."""
         request = self._request_of[unit]
         try:
-            while (chosen := self._agreement.agree(request)) != request:
+            while (chosen := self._exchange.agree(request)) != request:
                 self._gather(chosen, is_used=False)
         except CollectiveError as error:
             if self.places.exchanges:
@@ -158,7 +157,7 @@ class OptionalUnits(Extension):
         """This rank goes on to a required gather (None: ends): first take part in what others want,
         then free what its own backward does not reach."""
         if self.places.exchanges or self.places.leaves_with(gather):
-            while (chosen := self._agreement.agree(NOTHING)) != NOTHING:
+            while (chosen := self._exchange.agree(NOTHING)) != NOTHING:
                 self._gather(chosen, is_used=False)
         for unit in self._fresh - self._reached:
             unit.free()
@@ -244,7 +243,7 @@ class OptionalUnits(Extension):
         # After an interrupt the others may be gone.
         is_heard = self._is_active and self._is_open and self.places.exchanges
         if is_heard and is_own and not self._context.operations.has_failed:
-            self._agreement.report(error or RuntimeError("a forward failed"))
+            self._exchange.report(error or RuntimeError("a forward failed"))
         self._is_open = False
         self.places.abort()
         self.reductions.note(())

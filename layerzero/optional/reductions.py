@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from layerzero.optional.agreement import Agreement
+from layerzero.optional.exchange import Exchange
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
@@ -15,9 +15,9 @@ from layerzero.step.unit import Unit
 class AgreedReductions:
     """Decides with other ranks what a reducer reduces."""
 
-    def __init__(self, root: RootState, agreement: Agreement) -> None:
+    def __init__(self, root: RootState, exchange: Exchange) -> None:
         self._reducer, self._context, self._units = root.reducer, root.context, root.units
-        self._agreement = agreement
+        self._exchange = exchange
         self._taken: Unit | None = None
         """The unit that all ranks reduce now."""
         self._counts: dict[int, dict[int, int]] = {}
@@ -61,7 +61,7 @@ class AgreedReductions:
         ]
         rest = [unit for unit in units if unit not in reduced]
         flags = [i in present.get(id(h), ()) or _has_gradient(h, i) for h, i in keys]
-        table = self._agreement.bits([*flags, *map(self._has_left, rest)])
+        table = self._exchange.bits([*flags, *map(self._has_left, rest)])
         columns = [sum(column) for column in zip(*table, strict=True)]
         self._counts = {}
         for (handle, index), count in zip(keys, columns, strict=False):
@@ -120,12 +120,12 @@ class OptionalReductions(AgreedReductions):
     def __init__(
         self,
         root: RootState,
-        agreement: Agreement,
+        exchange: Exchange,
         averages_participants: bool,
         on_finished: Callable[[Unit], None],
     ) -> None:
         """`on_finished`: called when autograd has run all of an optional unit's backward."""
-        super().__init__(root, agreement)
+        super().__init__(root, exchange)
         self._on_finished = on_finished
         self.averages_participants = averages_participants
         self._may_have: set[Unit] = set()

@@ -1,14 +1,14 @@
 """Follower: one pass that only some ranks of a join run; the others follow each collective of it.
 
-Before each gather and each reduction, ranks exchange which one they want (`Agreement`). All take
-part in the lowest request: a rank that does not run the pass frees what it gathered at once, and
-brings to a reduction what it has of earlier micro-batches, or zeros. Nothing is prefetched, and no
-order is recorded, as ranks that only follow would not predict the same.
+Before each gather and each reduction, ranks exchange which one they want (`Exchange.agree`). All
+take part in the lowest request: a rank that does not run the pass frees what it gathered at once,
+and brings to a reduction what it has of earlier micro-batches, or zeros. Nothing is prefetched, and
+no order is recorded, as ranks that only follow would not predict the same.
 """
 
 from __future__ import annotations
 
-from layerzero.optional.agreement import NOTHING, Agreement
+from layerzero.optional.exchange import NOTHING, Exchange
 from layerzero.optional.optional_units import gather_with_others
 from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.reduction import Reduction
@@ -24,9 +24,9 @@ class Follower(AgreedReductions):
     """Whether ranks may still want something in the pass."""
     prefetches = False
 
-    def __init__(self, root: RootState, agreement: Agreement, state: JoinState, runs: bool) -> None:
+    def __init__(self, root: RootState, exchange: Exchange, state: JoinState, runs: bool) -> None:
         """`runs`: whether this rank runs the pass."""
-        super().__init__(root, agreement)
+        super().__init__(root, exchange)
         self.is_open = True
         self._state, self._runs = state, runs
         self._reduced: set[Unit] = set()
@@ -39,12 +39,12 @@ class Follower(AgreedReductions):
 
     def finish(self) -> None:
         """This rank wants nothing more: take part in what others want, until none does."""
-        while (event := self._agreement.agree(NOTHING)) != NOTHING:
+        while (event := self._exchange.agree(NOTHING)) != NOTHING:
             self._take_part(event)
         self.is_open = False
 
     def _request(self, request: int) -> None:
-        while (event := self._agreement.agree(request)) != request:
+        while (event := self._exchange.agree(request)) != request:
             self._take_part(event)
 
     def _take_part(self, event: int) -> None:

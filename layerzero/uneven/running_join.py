@@ -14,7 +14,6 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import ScalerCall, refuse_scaler, scaler_that_calls
-from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step import on_request
@@ -52,7 +51,7 @@ class RunningJoin(Extension):
         self.state = state
         self._root, self._units, self._context = root, root.units, root.context
         self._backward = root.backward
-        self._agreement = Agreement(exchange)
+        self._exchange = exchange
         self._negotiation = Negotiation(state, root.operations, exchange)
         self._follower: Follower | None = None
         """Consulted in the open pass, if not all ranks run it."""
@@ -150,7 +149,7 @@ class RunningJoin(Extension):
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
-        self._follower = Follower(root, self._agreement, self.state, runs)
+        self._follower = Follower(root, self._exchange, self.state, runs)
         if self._optional is not None:
             self._optional.end(root)
         root.scheduler.agree(self._follower, ExecOrderRecorder())
@@ -181,7 +180,7 @@ class RunningJoin(Extension):
             isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
         )
         if is_own and not self._root.operations.has_failed:
-            self._agreement.report(error or RuntimeError("a backward pass failed"))
+            self._exchange.report(error or RuntimeError("a backward pass failed"))
         follower.is_open = False
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -20,14 +20,13 @@ from layerzero import ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.build import compare
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from layerzero.plan.resolve import optional_by_name
-from tests.distributed.test_optional_modules import counted_exchanges
-from tests.harness.checks import warns_on_first_rank
+from tests.harness.checks import named, warns_on_first_rank
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
-from tests.harness.regions import recorded_regions
+from tests.harness.regions import counted_exchanges, recorded_regions
 
 
 class Tower(nn.Module):
@@ -72,59 +71,54 @@ def regions(model: nn.Module, *optional: nn.Module, **options: Any) -> dict[str,
 
 VISION = {f"vision{rest}": "vision" for rest in ("", ".blocks.0", ".blocks.1")}
 AUDIO = {"audio": "audio", "audio.blocks.0": "audio"}
+CHOSEN: list[tuple[Callable[[Any], Iterable[nn.Module]], dict[str, str], dict[str, Any]]] = [
+    (lambda m: [m.vision], VISION, {}),
+    (lambda m: {m.vision, m.audio}, VISION | AUDIO, {}),
+    (lambda m: iter((m.vision, m.audio, m.vision)), VISION | AUDIO, {}),
+    # The tower itself is no unit, but the list inside it has some.
+    (
+        lambda m: (m.vision,),
+        {"vision.blocks.0": "vision", "vision.blocks.1": "vision"},
+        {"auto_wrap_policy": {Block}},
+    ),
+    (
+        lambda m: [m.vision.blocks],
+        {"vision.blocks.0": "vision.blocks", "vision.blocks.1": "vision.blocks"},
+        {},
+    ),
+    # The innermost names the region.
+    (
+        lambda m: [m.vision.blocks[1], m.vision],
+        VISION | {"vision.blocks.1": "vision.blocks.1"},
+        {},
+    ),
+    (
+        lambda m: [m.vision, *m.vision.blocks],
+        {name: name for name in VISION},
+        {},
+    ),
+]
 
 
-def _units_at_and_under() -> None:
-    model = seeded(Towers)
-    assert regions(model, model.vision) == VISION
-    model = seeded(Towers)
-    assert regions(model, model.vision, model.audio) == VISION | AUDIO
-    model = seeded(Towers)  # The tower itself is no unit, but the list inside it has some.
-    only_blocks = {Block}
-    assert regions(model, model.vision, auto_wrap_policy=only_blocks) == {
-        "vision.blocks.0": "vision",
-        "vision.blocks.1": "vision",
-    }
-    model = seeded(Towers)
-    assert regions(model, model.vision.blocks) == {
-        "vision.blocks.0": "vision.blocks",
-        "vision.blocks.1": "vision.blocks",
-    }
-
-
-def _the_innermost_names_the_region() -> None:
-    model = seeded(Towers)
-    inner = model.vision.blocks[1]
-    assert regions(model, inner, model.vision) == VISION | {"vision.blocks.1": "vision.blocks.1"}
-    model = seeded(Towers)
-    assert regions(model, model.vision, model.vision.blocks[0], model.vision.blocks[1]) == {
-        "vision": "vision",
-        "vision.blocks.0": "vision.blocks.0",
-        "vision.blocks.1": "vision.blocks.1",
-    }
-
-
-def _any_iterable_and_duplicates() -> None:
-    for of in (list, tuple, set, iter, lambda two: (each for each in (*two, *two))):
+@on_ranks(2)
+def test_units_at_and_under_optional_modules_are_their_regions() -> None:
+    for choose, expected, options in CHOSEN:
         model = seeded(Towers)
         with recorded_regions() as found:
             ZeRO3(
                 model,
-                auto_wrap_policy={Tower, Block},
-                optional_modules=of([model.vision, model.audio]),
+                optional_modules=choose(model),
                 optional_mean="participants",
+                **{"auto_wrap_policy": {Tower, Block}, **options},
             )
-        assert found == [(VISION | AUDIO, "participants")], of
-
-
-def _wrappers_around() -> None:
-    """A module inside torch.compile or a checkpoint wrapper, and the wrapper, are one module."""
+        assert found == [(expected, "participants")]
+    # A module inside torch.compile or a checkpoint wrapper, and the wrapper, are one module.
     for wrap in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
-        for take in (lambda outer, inner: outer, lambda outer, inner: inner):
+        for is_outer in (True, False):
             model = seeded(Towers)
             inner = model.vision
             model.vision = outer = wrap(inner)
-            assert regions(model, take(outer, inner)) == VISION
+            assert regions(model, outer if is_outer else inner) == VISION
 
 
 class Tied(nn.Module):
@@ -138,43 +132,32 @@ class Tied(nn.Module):
             self.tower.blocks[0].up.weight = self.tower.blocks[1].up.weight
         elif how == "with the other":
             self.tower.blocks[0].up.weight = self.other.blocks[0].up.weight
-        elif how == "a module of the other":
+        else:
             self.tower.part = self.other.blocks[0]
+        if how == "a parameter of the other":
+            self.other.blocks[0].up.weight = nn.Parameter(torch.ones(7, WIDTH))
+            self.other.extra = nn.Linear(WIDTH, 7)
+            self.other.extra.weight = self.other.blocks[0].up.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tower(self.other(x))
 
-
-def _tied() -> None:
+@on_ranks(2)
+def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> None:
     tower = {f"tower{rest}": "tower" for rest in ("", ".blocks.0", ".blocks.1")}
-    for how in ("in the tower", "with the other"):  # Owned by the tower; by the root.
-        model = seeded(lambda how=how: Tied(how))
-        assert regions(model, model.tower) == tower, how
-    # The unit lies under the optional module by its second name.
-    model = seeded(lambda: Tied("a module of the other"))
-    assert regions(model, model.tower) == {"other.blocks.0": "tower", **tower}
-    # A parameter of a unit outside is used under the optional module: a region of its own.
-    model = seeded(lambda: Tied("a module of the other"))
-    model.other.blocks[0].up.weight = nn.Parameter(torch.ones(7, WIDTH))
-    model.other.extra = nn.Linear(WIDTH, 7)
-    model.other.extra.weight = model.other.blocks[0].up.weight
-    assert regions(model, model.tower) == {
-        "other": "other",
-        "other.blocks.0": "tower",
-        **tower,
-    }
-
-
-def _all_tied_to_what_every_rank_needs() -> None:
+    for how, more in (
+        ("in the tower", {}),  # Owned by the tower.
+        ("with the other", {}),  # Owned by the root.
+        # The unit lies under the optional module by its second name.
+        ("a module of the other", {"other.blocks.0": "tower"}),
+        # Used under the optional module, of a unit outside.
+        ("a parameter of the other", {"other": "other", "other.blocks.0": "tower"}),
+    ):
+        model = seeded(lambda how=how: Tied(how))  # type: ignore[misc]
+        assert regions(model, model.tower) == tower | more, how
     model = nn.Sequential(nn.Embedding(3, WIDTH), Block(), nn.Linear(WIDTH, 3, bias=False))
-    model[2].weight = model[0].weight
+    model[2].weight = model[0].weight  # All that it has, every rank needs.
     found, _ = wrapped(model, model[2], auto_wrap_policy={Block, nn.Linear})
     assert found is None or set(found[0]) == {"2"}
-
-
-def _hook_modules() -> None:
-    """A unit outside that a call under an optional module gathers is a region of its own."""
-    model = seeded(Towers)
+    model = seeded(Towers)  # A unit outside that a call under an optional module gathers.
 
     def policy(module: nn.Module, fqn: str) -> Any:
         return {"hook_module": model.vision} if fqn == "trunk" else isinstance(module, Tower)
@@ -185,63 +168,40 @@ def _hook_modules() -> None:
     }
 
 
-def _nested_wrappers() -> None:
+@on_ranks(2)
+def test_optional_modules_of_nested_wrappers_join_those_of_the_outer_one() -> None:
+    def inner(model: nn.Module, *optional: nn.Module, **options: Any) -> ZeRO3:
+        with recorded_regions():
+            return ZeRO3(model, auto_wrap_policy={Block}, optional_modules=optional, **options)
+
+    participants = {"optional_mean": "participants"}
     for keeps_wrapper in (True, False):
         model = seeded(Towers)
-        inner = ZeRO3(model.audio, auto_wrap_policy={Block})
-        with recorded_regions() as found:
-            vision = ZeRO3(
-                model.vision,
-                auto_wrap_policy={Block},
-                optional_modules=[model.vision.blocks[1]],
-                optional_mean="participants",
-            )
-        assert found == [({"blocks.1": "blocks.1"}, "participants")]
+        audio = inner(model.audio)
+        vision = inner(model.vision, model.vision.blocks[1], **participants)
         if keeps_wrapper:
-            model.vision, model.audio = vision, inner
+            model.vision, model.audio = vision, audio
         found, _ = wrapped(model)
         assert found == ({"vision.blocks.1": "vision.blocks.1"}, "participants")
-        del vision, inner
     # Two levels, and the outermost has some of its own.
     model = seeded(Towers)
     outer = nn.Sequential(model, Block())
-    with recorded_regions():
-        vision = ZeRO3(model.vision, auto_wrap_policy={Block}, optional_modules=model.vision.blocks)
-        middle = ZeRO3(model, optional_modules=[model.trunk], auto_wrap_policy={Block})
+    vision = inner(model.vision, *model.vision.blocks)
+    middle = inner(model, model.trunk)
     found, _ = wrapped(outer, outer[1])
-    assert found == (
-        {
-            "0.vision.blocks.0": "0.vision.blocks.0",
-            "0.vision.blocks.1": "0.vision.blocks.1",
-            "0.trunk": "0.trunk",
-            "1": "1",
-        },
-        "all",
-    )
+    names = ["0.vision.blocks.0", "0.vision.blocks.1", "0.trunk", "1"]
+    assert found == ({name: name for name in names}, "all")
+    model = seeded(Towers)
+    vision = inner(model.vision, *model.vision.blocks, **participants)
+    with pytest.raises(ValueError, match=r"optional_mean='all', but a ZeRO3 module inside was"):
+        wrapped(model, model.audio)
+    found, _ = wrapped(model, model.audio, **participants)
+    assert found is not None and found[1] == "participants"
     del vision, middle
 
 
-def _means_of_nested_wrappers() -> None:
-    def inner(model: nn.Module) -> ZeRO3:
-        with recorded_regions():
-            return ZeRO3(
-                model.vision,
-                auto_wrap_policy={Block},
-                optional_modules=model.vision.blocks,
-                optional_mean="participants",
-            )
-
-    model = seeded(Towers)
-    vision = inner(model)
-    with pytest.raises(ValueError, match=r"optional_mean='all', but a ZeRO3 module inside was"):
-        wrapped(model, model.audio)
-    found, _ = wrapped(model, model.audio, optional_mean="participants")
-    assert found is not None and found[1] == "participants"
-    del vision
-
-
-def _wrapped_again() -> None:
-    """Only the arguments of the last wrapping count, once the wrapper is gone."""
+@on_ranks(2)
+def test_only_the_arguments_of_the_last_wrapping_count() -> None:
     model = seeded(Towers)
     _, sharded = wrapped(model, model.vision)
     del sharded
@@ -256,12 +216,9 @@ def _wrapped_again() -> None:
     del sharded
     gc.collect()
     _, first = wrapped(model.vision)
-    bigger = nn.Sequential(first)
-    found, _ = wrapped(bigger)
+    found, _ = wrapped(nn.Sequential(first))
     assert found is None
-
-
-def _rewrap() -> None:
+    # `rewrap` has those of before, by their names.
     model = seeded(Towers)
     given = iter([model.vision, model.audio])  # Read once.
     with recorded_regions() as found:
@@ -279,36 +236,9 @@ def _rewrap() -> None:
         model.audio = nn.Identity()
         layerzero.rewrap(sharded)
         assert found[-1] == (VISION, "participants")
-        del model.vision
         model.vision = nn.Identity()
         layerzero.rewrap(sharded)
         assert found[-1] is None
-
-
-def _what() -> list[Callable[[], None]]:
-    return [
-        _units_at_and_under,
-        _the_innermost_names_the_region,
-        _any_iterable_and_duplicates,
-        _wrappers_around,
-        _tied,
-        _all_tied_to_what_every_rank_needs,
-        _hook_modules,
-        _nested_wrappers,
-        _means_of_nested_wrappers,
-        _wrapped_again,
-        _rewrap,
-    ]
-
-
-def _regions() -> None:
-    for check in _what():
-        check()
-        gc.collect()
-
-
-def test_units_at_and_under_optional_modules_are_their_regions() -> None:
-    run_ranks(2, _regions)
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -317,131 +247,153 @@ def test_units_at_and_under_optional_modules_are_their_regions() -> None:
 def refused(
     error: type[Exception], pattern: str, choose: Callable[[nn.Module], Any], **options: Any
 ) -> None:
-    model = options.pop("model", None) or seeded(Towers)
-    options.setdefault("auto_wrap_policy", {Tower, Block})
+    model = seeded(options.pop("make", Towers))
+    options = {"auto_wrap_policy": {Tower, Block}, **options}
+    options = {key: of(model) if key in IGNORED else of for key, of in options.items()}
     with pytest.raises(error, match=pattern):
         ZeRO3(model, optional_modules=choose(model), **options)
     ZeRO3(model, auto_wrap_policy={Tower, Block})  # It was not changed.
 
 
-def _refused() -> None:
-    refused(TypeError, "expected an iterable of modules, got Tower$", lambda m: m.vision)
-    refused(TypeError, "expected an iterable of modules, got 'vision'", lambda m: "vision")
-    refused(TypeError, "expected an iterable of modules, got None", lambda m: None)
-    refused(TypeError, "got 'vision'; names are not looked up", lambda m: ["vision"])
-    refused(TypeError, "expected modules, got Parameter$", lambda m: [m.vision.scale])
-    refused(TypeError, "expected modules, got 3", lambda m: [m.vision, 3])
-    refused(ValueError, "a Block that is not inside the wrapped Towers", lambda m: [Block()])
-    refused(ValueError, "contains the wrapped Towers itself", lambda m: [m.vision, m])
-    refused(
+IGNORED = "ignored_modules", "ignored_parameters"
+"""Arguments that a case gives as functions of the model."""
+NO_UNIT = r"'vision' \(Tower\) has no unit"
+BELONGS = r"has no unit: its parameters, such as .* belong to"
+
+
+def _broken(model: nn.Module) -> Any:
+    yield model.vision
+    raise KeyError("the user's")
+
+
+REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any], dict[str, Any]]] = [
+    (TypeError, "expected an iterable of modules, got Tower$", lambda m: m.vision, {}),
+    (TypeError, "expected an iterable of modules, got 'vision'", lambda m: "vision", {}),
+    (TypeError, "expected an iterable of modules, got None", lambda m: None, {}),
+    (TypeError, "got 'vision'; names are not looked up", lambda m: ["vision"], {}),
+    (TypeError, "expected modules, got Parameter$", lambda m: [m.vision.scale], {}),
+    (TypeError, "expected modules, got 3", lambda m: [m.vision, 3], {}),
+    (KeyError, "the user's", _broken, {}),
+    (ValueError, "a Block that is not inside the wrapped Towers", lambda m: [Block()], {}),
+    (ValueError, "contains the wrapped Towers itself", lambda m: [m.vision, m], {}),
+    (ValueError, "a Sequential that contains the wrapped", lambda m: [nn.Sequential(m)], {}),
+    (
         ValueError,
-        "a Sequential that contains the wrapped Towers",
-        lambda m: [nn.Sequential(m)],
-    )
-    refused(
-        ValueError,
-        r"'head' \(Linear\) has no unit: its parameters, such as 'head.weight', belong to 'the "
-        r"root unit'.*auto_wrap_policy=\{Linear, \.\.\.\}",
+        rf"'head' \(Linear\) {BELONGS} 'the root unit'.*auto_wrap_policy=\{{Linear, \.\.\.\}}",
         lambda m: [m.head],
-    )
-    refused(
+        {},
+    ),
+    (
         ValueError,
-        r"'vision.blocks' \(ModuleList\) has no unit: .* belong to 'vision', .*=\{Block, \.\.\.\}",
+        rf"'vision.blocks' \(ModuleList\) {BELONGS} 'vision', .*=\{{Block, \.\.\.\}}",
         lambda m: [m.vision.blocks],
-        auto_wrap_policy={Tower},
-    )
-    refused(
-        ValueError, r"'vision' \(Tower\) has no unit", lambda m: [m.vision], auto_wrap_policy=None
-    )
-    refused(
+        {"auto_wrap_policy": {Tower}},
+    ),
+    (ValueError, NO_UNIT, lambda m: [m.vision], {"auto_wrap_policy": None}),
+    (
         ValueError,
         r"'vision.act' \(Tanh\) has no unit: it has no parameters",
         lambda m: [m.vision.act],
-        auto_wrap_policy={Tower, nn.Tanh},
-    )
-    model = seeded(Towers)
-    refused(
-        ValueError,
-        r"'vision' \(Tower\) has no unit: all of its parameters are ignored",
-        lambda m: [m.vision],
-        model=model,
-        ignored_modules=[model.vision],
-    )
-    model = seeded(Towers)
-    refused(
-        ValueError,
-        "all of its parameters are ignored",
-        lambda m: [m.vision],
-        model=model,
-        ignored_parameters=model.vision.parameters(),
-    )
-    refused(
+        {"auto_wrap_policy": {Tower, nn.Tanh}},
+    ),
+    *(
+        (
+            ValueError,
+            f"{NO_UNIT}: all of its parameters are ignored",
+            lambda m: [m.vision],
+            {name: of},
+        )
+        for name, of in zip(
+            IGNORED, (lambda m: [m.vision], lambda m: m.vision.parameters()), strict=True
+        )
+    ),
+    (
         ValueError,
         "optional_mean: expected 'all' or 'participants', got 'sum'",
         lambda m: [m.vision],
-        optional_mean="sum",
-    )
-
-    def broken(model: nn.Module) -> Any:
-        yield model.vision
-        raise KeyError("the user's")
-
-    refused(KeyError, "the user's", broken)
+        {"optional_mean": "sum"},
+    ),
+]
 
 
-def _differing() -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_with_names() -> None:
+    for *case, options in REFUSED:
+        with named(case[1]):
+            refused(*case, **options)
+        gc.collect()
+    # Units that not all ranks share.
     rank = dist.get_rank()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
 
-    def by_rank(*choices: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        return choices[rank]
+    def policy(module: nn.Module, fqn: str) -> Any:
+        is_expert = fqn == "vision.blocks.1"
+        return {"process_group": alone} if is_expert else isinstance(module, (Tower, Block))
 
-    def nothing(model: nn.Module) -> list[nn.Module]:
-        return []
-
-    def vision(model: nn.Module) -> list[nn.Module]:
-        return [model.vision]
-
-    def audio(model: nn.Module) -> list[nn.Module]:
-        return [model.audio]
-
-    differ = "optional_modules or optional_mean differ between ranks: rank 1 has"
     refused(
         ValueError,
-        f"{differ} 'audio' with optional_mean='all', where rank 0 has 'vision'",
-        by_rank(vision, audio),
+        rf"'vision' contains 'vision.blocks.1', which ranks \[{rank}\] share, while ranks \[0, 1\] "
+        "share the model",
+        lambda m: [m.vision],
+        auto_wrap_policy=policy,
     )
-    refused(
-        ValueError,
-        f"{differ} 'vision' .*, where rank 0 has no other optional module",
-        by_rank(nothing, vision),
-    )
-    mean = ("all", "participants")[rank]
-    refused(
-        ValueError,
-        f"{differ} .* optional_mean='participants', where rank 0 has .* optional_mean='all'",
-        vision,
-        optional_mean=mean,
-    )
+    model = seeded(Towers)
+    _, sharded = wrapped(model, model.vision)
+    with pytest.raises(NotImplementedError, match=r"stage 0: .* optional_modules \['vision'\]"):
+        ZeRO3PipelineStage(sharded, 0, 1, torch.device("cpu"))
+
+
+DIFFER = "optional_modules or optional_mean differ between ranks: rank 1 has"
+ITSELF = "contains the wrapped Towers itself"
+LOOKED_UP = "'vison' matches no module"
+DIFFERING: list[tuple[tuple[Callable[[Any], Any], ...], tuple[str, ...], tuple[str, ...]]] = [
+    (
+        (lambda m: [m.vision], lambda m: [m.audio]),
+        (f"{DIFFER} 'audio' with optional_mean='all', where rank 0 has 'vision'",) * 2,
+        ("all", "all"),
+    ),
+    (
+        (lambda m: [], lambda m: [m.vision]),
+        (f"{DIFFER} 'vision' .*, where rank 0 has no other optional module",) * 2,
+        ("all", "all"),
+    ),
+    (
+        (lambda m: [m.vision],) * 2,
+        (f"{DIFFER} .* optional_mean='participants', where rank 0 has .* optional_mean='all'",) * 2,
+        ("all", "participants"),
+    ),
     # One rank's bad input is raised on every rank.
-    own = "contains the wrapped Towers itself"
-    for good in (nothing, vision):
-        refused(
-            ValueError,
-            own if rank == 1 else f"rank 1 refused .*: ValueError: optional_modules: {own}",
-            by_rank(good, lambda m: [m]),
-        )
-    refused(
-        TypeError if rank == 0 else ValueError,
-        "names are not looked up" if rank == 0 else "rank 0 refused .*: TypeError: .*'vision'",
-        by_rank(lambda m: ["vision"], vision),
-    )
-    refused(
-        ValueError,
-        "'vison' matches no module; near matches: 'vision'"
-        if rank
-        else "rank 1 refused .*: ValueError: optional_modules: 'vison' matches no module",
-        lambda m: optional_by_name(m, ["vison" if rank else "vision"]),
-    )
+    (
+        (lambda m: [], lambda m: [m]),
+        (f"rank 1 refused .*: ValueError: optional_modules: {ITSELF}", ITSELF),
+        ("all", "all"),
+    ),
+    (
+        (lambda m: ["vision"], lambda m: [m.vision]),
+        ("names are not looked up", "rank 0 refused .*: TypeError: .*'vision'"),
+        ("all", "all"),
+    ),
+    (
+        tuple(lambda m, n=name: optional_by_name(m, [n]) for name in ("vision", "vison")),  # type: ignore[misc]
+        (
+            f"rank 1 refused .*: ValueError: optional_modules: {LOOKED_UP}",
+            f"{LOOKED_UP}; near matches: 'vision'",
+        ),
+        ("all", "all"),
+    ),
+]
+"""By rank: which modules, words of the error, and mean."""
+
+
+@on_ranks(2)
+def test_what_differs_between_ranks_is_refused_on_every_rank() -> None:
+    rank = dist.get_rank()
+    for by_rank in DIFFERING:
+        choose, text, mean = (each[rank] for each in by_rank)
+        error = TypeError if text == "names are not looked up" else ValueError
+        with named(text):
+            refused(error, text, choose, optional_mean=mean)
+        gc.collect()
     # The same modules in another order are the same.
     model = seeded(Towers)
     order = [model.vision, model.audio][:: 1 if rank else -1]
@@ -452,55 +404,23 @@ def _differing() -> None:
         ZeRO3(model, auto_wrap_policy={Block}, optional_modules=[model[rank]])
 
 
-def _experts() -> None:
-    rank = dist.get_rank()
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
-
-    def policy(module: nn.Module, fqn: str) -> Any:
-        if fqn == "vision.blocks.1":
-            return {"process_group": alone}
-        return isinstance(module, (Tower, Block))
-
-    refused(
-        ValueError,
-        rf"'vision' contains 'vision.blocks.1', which ranks \[{rank}\] share, while ranks \[0, 1\] "
-        "share the model",
-        lambda m: [m.vision],
-        auto_wrap_policy=policy,
-    )
+def with_norm(tower: str) -> nn.Module:
+    model = Towers()
+    getattr(model, tower).norm = nn.SyncBatchNorm(WIDTH)
+    return model
 
 
-def _pipeline() -> None:
-    model = seeded(Towers)
-    _, sharded = wrapped(model, model.vision)
-    with pytest.raises(NotImplementedError, match=r"stage 0: .* optional_modules \['vision'\]"):
-        ZeRO3PipelineStage(sharded, 0, 1, torch.device("cpu"))
-
-
-def _warns() -> None:
+@on_ranks(2)
+def test_what_has_no_effect_and_norms_over_all_ranks_are_warned_of() -> None:
     with warns_on_first_rank("optional_mean='participants' has no effect"):
         ZeRO3(seeded(Towers), auto_wrap_policy={Block}, optional_mean="participants")
-
-    model = seeded(Towers)
-    model.vision.norm = nn.SyncBatchNorm(WIDTH)
+    model = with_norm("vision")
     with warns_on_first_rank(r"'vision' contains a SyncBatchNorm \('vision.norm'\)"):
         wrapped(model, model.vision)
-    model = seeded(Towers)
-    model.audio.norm = nn.SyncBatchNorm(WIDTH)
     with warnings.catch_warnings():  # Given by one rank, and raised on all.
         warnings.simplefilter("error")
-        error = ValueError if dist.get_rank() else UserWarning
-        refused(error, "'audio' contains a SyncBatchNorm", lambda m: [m.audio], model=model)
-
-
-def _bad_input() -> None:
-    for check in (_refused, _differing, _experts, _pipeline, _warns):
-        check()
-        gc.collect()
-
-
-def test_bad_input_is_refused_with_names_on_every_rank() -> None:
-    run_ranks(2, _bad_input)
+        text, error = "'audio' contains a SyncBatchNorm", (UserWarning, ValueError)
+        refused(error[dist.get_rank()], text, lambda m: [m.audio], make=lambda: with_norm("audio"))
 
 
 # Every way in trains ------------------------------------------------------------------------------
@@ -527,33 +447,38 @@ def batches(steps: int, seed: int = 0) -> list[list[tuple[Tensor, list[int]]]]:
     return [[batch() for _ in range(dist.get_world_size())] for _ in range(steps)]
 
 
-def _nested_wrappers_train() -> None:
-    plain = seeded(lambda: nn.Sequential(Sees(), nn.Linear(3, WIDTH), Block()))
-    model = seeded(lambda: nn.Sequential(Sees(), nn.Linear(3, WIDTH), Block()))
-    model[0].vision = ZeRO3(model[0].vision, auto_wrap_policy={Block})
-    towers = [model[0].vision, model[0].audio]
-    model[0] = ZeRO3(model[0], auto_wrap_policy={Tower, Block}, optional_modules=towers)
-    assert_trains_alike(ZeRO3(model, auto_wrap_policy={Block}), plain, batches(4))
-
-
-def _a_plan_trains() -> None:
-    plan = ShardingPlan(
-        apply_modules=["vision", "*blocks.{*}", "trunk", "head"],
-        optional=["vision", "audio"],
-        num_to_forward_prefetch=2,
-    )
-    assert_trains_alike(shard_with_plan(seeded(Sees), plan), seeded(Sees), batches(4))
-
-
-def _a_rewrapped_model_trains() -> None:
-    model, plain = seeded(Sees), seeded(Sees)
-    towers = [model.vision, model.audio]
-    model = ZeRO3(model, auto_wrap_policy={Tower, Block}, optional_modules=towers)
-    assert_trains_alike(model, plain, batches(2))
-    for each in (model, plain):
-        each.vision.blocks.append(seeded(Block))
-    layerzero.rewrap(model)
-    assert_trains_alike(model, plain, batches(3, seed=1))
+@on_ranks(2)
+def test_every_way_in_trains_like_one_process() -> None:
+    units = {"auto_wrap_policy": {Tower, Block}}
+    with named("nested wrappers"):
+        plain, model = (
+            seeded(lambda: nn.Sequential(Sees(), nn.Linear(3, WIDTH), Block())) for _ in range(2)
+        )
+        model[0].vision = ZeRO3(model[0].vision, auto_wrap_policy={Block})
+        towers = [model[0].vision, model[0].audio]
+        model[0] = ZeRO3(model[0], optional_modules=towers, **units)
+        assert_trains_alike(ZeRO3(model, auto_wrap_policy={Block}), plain, batches(4))
+    with named("a plan"):
+        plan = ShardingPlan(
+            apply_modules=["vision", "*blocks.{*}", "trunk", "head"],
+            optional=["vision", "audio"],
+            num_to_forward_prefetch=2,
+        )
+        assert_trains_alike(shard_with_plan(seeded(Sees), plan), seeded(Sees), batches(4))
+    with named("rewrapped"):
+        model, plain = seeded(Sees), seeded(Sees)
+        model = ZeRO3(model, optional_modules=[model.vision, model.audio], **units)
+        assert_trains_alike(model, plain, batches(2))
+        for each in (model, plain):
+            each.vision.blocks.append(seeded(Block))
+        layerzero.rewrap(model)
+        assert_trains_alike(model, plain, batches(3, seed=1))
+    with named("tied"):
+        model = seeded(TiedAndHooked)
+        model = ZeRO3(model, optional_modules=[model.audio], **units)
+        # Every rank runs the other tower, but for the block that both have.
+        some = [[(x, [1, audio]) for x, (_, audio) in step] for step in batches(4)]
+        assert_trains_alike(model, seeded(TiedAndHooked), some)
 
 
 class TiedAndHooked(Sees):
@@ -567,30 +492,8 @@ class TiedAndHooked(Sees):
         self.vision.act = nn.Identity()
 
 
-def _tied_parameters_train() -> None:
-    model = seeded(TiedAndHooked)
-    sharded = ZeRO3(model, auto_wrap_policy={Tower, Block}, optional_modules=[model.audio])
-    plain = seeded(TiedAndHooked)
-    # Every rank runs the other tower, but for the block that both have.
-    assert_trains_alike(sharded, plain, [[(x, [1, b]) for x, (_, b) in s] for s in batches(4)])
-
-
-def _every_way_in() -> None:
-    for check in (
-        _nested_wrappers_train,
-        _a_plan_trains,
-        _a_rewrapped_model_trains,
-        _tied_parameters_train,
-    ):
-        check()
-        gc.collect()
-
-
-def test_every_way_in_trains_like_one_process() -> None:
-    run_ranks(2, _every_way_in)
-
-
-def _costs() -> None:
+@on_ranks(2)
+def test_known_steps_cost_the_exchanges_that_the_page_says() -> None:
     rank = dist.get_rank()
     model = seeded(Sees)
     model = ZeRO3(
@@ -614,14 +517,11 @@ def _costs() -> None:
     assert {8 * size for size in sizes} == {16}
 
 
-def test_known_steps_cost_the_exchanges_that_the_page_says() -> None:
-    run_ranks(2, _costs)
-
-
 # Without optional modules -------------------------------------------------------------------------
 
 
-def _nothing_changes() -> None:
+@on_ranks(2)
+def test_without_optional_modules_the_root_and_the_exchange_are_those_of_before() -> None:
     sent: list[Any] = []
     gather = compare.gather_small
 
@@ -629,15 +529,14 @@ def _nothing_changes() -> None:
         sent.append(values.tolist())
         return gather(values, *args)
 
-    with mock.patch.object(compare, "gather_small", spy), recorded_regions() as found:
+    with (
+        mock.patch.object(compare, "gather_small", spy),
+        recorded_regions() as found,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
         for options in ({}, {"optional_modules": ()}, {"optional_modules": iter([])}):
             model = ZeRO3(seeded(Towers), auto_wrap_policy={Tower, Block}, **options)
             assert root_state(model).scheduler.agreed is None
     assert found == [None, None, None]
     assert sent == sent[: len(sent) // 3] * 3
-
-
-def test_without_optional_modules_the_root_and_the_exchange_are_those_of_before() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_ranks(2, _nothing_changes)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.optional.exchange import Exchange
 from layerzero.watch import desync
+from tests.harness.checks import named
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
     WIDTH,
@@ -33,8 +31,9 @@ from tests.harness.optional_models import (
 )
 from tests.harness.optional_runs import SIMPLE, Model, Run
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations
+from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 
@@ -75,36 +74,27 @@ class Draw:
 # Every pattern ------------------------------------------------------------------------------------
 
 
-def _every_pattern(mean: str, once: bool = False) -> None:
-    """`once`: of those that differ in who is which rank alone, one."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "mean"), [(2, "all"), (3, "participants")])
+@on_ranks(timeout=300)
+def test_every_pattern_of_three_regions_is_one_process_to_the_bit(
+    world_size: int, mean: str, in_full: bool
+) -> None:
+    """On three ranks without those that another order of the ranks has; `make soak`: all 512."""
     of_one = list(itertools.product([False, True], repeat=3))
-    patterns = list(itertools.product(of_one, repeat=dist.get_world_size()))
+    patterns = list(itertools.product(of_one, repeat=world_size))
     random.Random(0).shuffle(patterns)
-    if once:
+    if world_size > 2 and not in_full:
         patterns = list({tuple(sorted(pattern)): pattern for pattern in patterns}.values())
     run, draw = Run(three_regions(), torch.float32, optional_mean=mean, timeout=TIMEOUT), Draw()
     for pattern in patterns:
-        try:
+        with named(pattern):
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
-        except Exception as error:
-            error.add_note(f"{pattern}")
-            raise
 
 
-@pytest.mark.slow
-def test_every_pattern_of_three_regions_on_two_ranks_is_one_process_to_the_bit() -> None:
-    run_ranks(2, _every_pattern, "all")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "mean"), [(2, "participants"), (3, "all")])
-def test_every_pattern_is_one_process_to_the_bit(world_size: int, mean: str, in_full: bool) -> None:
-    """Without those that another order of the ranks has; `make soak`: all 64 and 512."""
-    run_ranks(world_size, _every_pattern, mean, not in_full, timeout=300)
-
-
-def _returns_what_a_unit_inside_returned() -> None:
-    """A rank that enters nothing returns the head's output as the root unit's."""
+@on_ranks(2)
+def test_a_rank_that_enters_nothing_may_return_what_a_unit_inside_returned() -> None:
+    """The head's output, as the root unit's."""
     model = three_regions()
     model.units.update(model.module.end_in_slot() - {"stem"})
     run, draw = Run(model, torch.float32, timeout=TIMEOUT), Draw()
@@ -113,7 +103,8 @@ def _returns_what_a_unit_inside_returned() -> None:
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
 
 
-def _recomputes_blocks_in_another_order() -> None:
+@on_ranks(2)
+def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
     """Only the second block of the region is a unit: where the first one runs last, the checkpoint
     recomputes before the gradient of any unit's output."""
     torch.manual_seed(0)
@@ -127,26 +118,7 @@ def _recomputes_blocks_in_another_order() -> None:
         run.step(SIMPLE, [samples], exact=True)
 
 
-def _returns_and_recomputes() -> None:
-    _returns_what_a_unit_inside_returned()
-    _recomputes_blocks_in_another_order()
-
-
 # What it costs ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counted_exchanges() -> Iterator[list[int]]:
-    """Integers that this rank brings to each exchange."""
-    sizes: list[int] = []
-    original = Exchange.__call__
-
-    def counting(exchange: Exchange, row: Sequence[int]) -> Any:
-        sizes.append(len(row))
-        return original(exchange, row)
-
-    with mock.patch.object(Exchange, "__call__", counting):
-        yield sizes
 
 
 class Cost:
@@ -196,7 +168,8 @@ EXCHANGE_NBYTES = 16
 """From one rank to another."""
 
 
-def _costs() -> None:
+@on_ranks(2)
+def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_it() -> None:
     """Of steps whose places are known, beside those of a model without optional modules, in which
     every rank enters the region that here the second rank enters alone."""
     model, plain = three_regions(), three_regions()
@@ -235,7 +208,8 @@ def _names(enters: Sequence[bool]) -> tuple[str, ...]:
     return tuple(name for name, is_entered in zip(REGIONS, enters, strict=True) if is_entered)
 
 
-def _costs_where_the_last_unit_is_optional() -> None:
+@on_ranks(2)
+def test_required_units_cost_the_same_where_the_last_unit_is_optional() -> None:
     """Required units are gathered in backward as if all ranks had skipped all regions."""
     for limit in (True, 1):
         model = three_regions()
@@ -255,20 +229,12 @@ def _costs_where_the_last_unit_is_optional() -> None:
             assert cost.num_exchanges == ([6, 1] if some else [3, 0])
 
 
-def _all_costs() -> None:
-    _costs()
-    _costs_where_the_last_unit_is_optional()
-
-
-def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_it() -> None:
-    run_ranks(2, _all_costs)
-
-
 # On a device --------------------------------------------------------------------------------------
 
 
-def _steady_steps_on_a_device() -> dict[str, list[str]]:
-    """What blocks the host in steps whose places are known."""
+@on_ranks(2)
+def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
+    """In steps whose places are known."""
     group = make_plain_group(TIMEOUT)
     patterns = {
         "nobody": (NOBODY, NOBODY),
@@ -297,12 +263,7 @@ def _steady_steps_on_a_device() -> dict[str, list[str]]:
             assert device.findings == []
             loss.item()
             assert device.host_waits, "the device reports what the test itself does"
-    return found
-
-
-def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
-    for found in run_ranks(2, _steady_steps_on_a_device):
-        assert len(found) == 6 and not any(found.values()), found
+    assert len(found) == 6 and not any(found.values()), found
 
 
 # What is still an error ---------------------------------------------------------------------------
@@ -374,13 +335,13 @@ def test_ranks_that_part_in_required_units_fail_at_once_and_by_name() -> None:
 # Exceptions ---------------------------------------------------------------------------------------
 
 
-def _fails_inside(has_names: bool) -> None:
+@on_ranks(2)
+def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right() -> None:
     """One rank cannot read its image: every rank raises, and the next step is as if it had not."""
-    group = {} if has_names else {"process_group": make_plain_group(TIMEOUT)}
-    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT, **group), Draw()
     rank = dist.get_rank()
-    for place in range(3):
-        for known in (False, True):
+    for group in ({}, {"process_group": make_plain_group(TIMEOUT)}):
+        run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT, **group), Draw()
+        for place, known in itertools.product(range(3), (False, True)):
             enters = tuple(each == place for each in range(3))
             if known:
                 run.step(SIMPLE, [[draw(enters), draw(NOBODY)]], exact=True)
@@ -393,33 +354,16 @@ def _fails_inside(has_names: bool) -> None:
             run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
 
 
-@pytest.mark.parametrize("has_names", [True, False])
-def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right(
-    has_names: bool,
-) -> None:
-    run_ranks(2, _fails_inside, has_names)
-
-
-def test_ranks_may_reach_units_in_backward_at_other_operations() -> None:
-    run_ranks(2, _returns_and_recomputes)
-
-
 # Compiled units -----------------------------------------------------------------------------------
 
 
-def _compiled() -> None:
-    draw = Draw()
-    for compiles in ("regions", "all units"):
-        run = Run(three_regions(), torch.float32, timeout=TIMEOUT)
-        for name, module in run.model.named_modules():
-            is_region = name in REGIONS
-            if is_region or (compiles == "all units" and name in ("text.0", "text.0.slot")):
-                module.compile(backend="eager")
-        for number in range(4):
-            enters = tuple(place == number for place in range(3))
-            run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
-
-
 @pytest.mark.slow
-def test_compiled_regions_train_like_one_process() -> None:
-    run_ranks(2, _compiled)
+@on_ranks(2)
+def test_compiled_units_and_regions_train_like_one_process() -> None:
+    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT), Draw()
+    for name, module in run.model.named_modules():
+        if name in (*REGIONS, "text.0", "text.0.slot"):
+            module.compile(backend="eager")
+    for number in range(4):
+        enters = tuple(place == number for place in range(3))
+        run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)

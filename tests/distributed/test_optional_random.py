@@ -11,7 +11,6 @@ the timeout.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import MixedPrecision
+from tests.harness.checks import named
 from tests.harness.optional_runs import (
     SIMPLE,
     STEPS,
@@ -30,22 +30,13 @@ from tests.harness.optional_runs import (
     random_settings,
 )
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
 from tests.harness.simulated_device import simulated_device
 
 TIMEOUT = timedelta(seconds=25)
 
 
 def _train(seed: int, **given: Any) -> None:
-    try:
-        _run(random.Random(seed), seed, given)
-    except Exception as error:
-        error.add_note(f"seed {seed}")
-        raise
-
-
-def _run(rng: random.Random, seed: int, given: dict[str, Any]) -> None:
-    world_size = dist.get_world_size()
+    rng, world_size = random.Random(seed), dist.get_world_size()
     torch.manual_seed(seed)
     model = random_model(rng)
     settings = random_settings(rng, world_size) | given
@@ -73,66 +64,37 @@ def _run(rng: random.Random, seed: int, given: dict[str, Any]) -> None:
         run.step(plan, samples, exact=is_simple and follows_order)
 
 
-def _train_seeds(seeds: range) -> None:
+def _train_seeds(seeds: range, group: str) -> None:
+    """`group`: "named"; "plain": messages carry no name; "device": that, and on a device."""
+    given = {} if group == "named" else {"process_group": make_plain_group(TIMEOUT)}
     for seed in seeds:
-        _train(seed)
+        with named(f"seed {seed}"):
+            if group != "device":
+                _train(seed, **given)
+                continue
+            with simulated_device(on_current_stream=seed % 2 == 1) as device:
+                _train(seed, **given)
+                assert device.findings == []
 
 
-def _on(
-    config: pytest.Config, world_size: int, train: Callable[[range], None], seeds: range
-) -> None:
-    """As many seeds as `--seeds` says, from the same first one; a few to a group of ranks."""
-    stop = seeds.start + (config.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 10):
-        run_ranks(world_size, train, range(first, min(first + 10, stop)), timeout=240)
-
-
-@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(4)), (3, range(1000, 1002))])
-def test_random_regions_train_like_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config
-) -> None:
-    _on(pytestconfig, world_size, _train_seeds, seeds)
-
-
-@pytest.mark.soak
-def test_more_random_regions_train_like_one_process(pytestconfig: pytest.Config) -> None:
-    _on(pytestconfig, 2, _train_seeds, range(4, 18))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "seeds"),
+    ("world_size", "seeds", "group"),
     [
-        (3, range(1002, 1004)),
-        (3, range(30020, 30021)),
-        (4, range(40050, 40053)),
-        (4, range(41036, 41038)),
+        (2, range(4), "named"),
+        pytest.param(2, range(4, 18), "named", marks=pytest.mark.soak),
+        (2, range(3000, 3001), "plain"),
+        pytest.param(2, range(4000, 4002), "device", marks=pytest.mark.slow),
+        (3, range(1000, 1002), "named"),
+        pytest.param(3, range(30020, 30021), "named", marks=pytest.mark.slow),
+        pytest.param(4, range(40050, 40052), "named", marks=pytest.mark.slow),
+        pytest.param(4, range(41036, 41037), "named", marks=pytest.mark.slow),
     ],
 )
-def test_random_regions_on_more_ranks_train_like_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config
+def test_random_regions_train_like_one_process(
+    world_size: int, seeds: range, group: str, pytestconfig: pytest.Config, ranks: Any
 ) -> None:
-    _on(pytestconfig, world_size, _train_seeds, seeds)
-
-
-def _train_without_names(seeds: range) -> None:
-    group = make_plain_group(TIMEOUT)
-    for seed in seeds:
-        _train(seed, process_group=group)
-
-
-def test_they_do_where_messages_carry_no_name(pytestconfig: pytest.Config) -> None:
-    _on(pytestconfig, 2, _train_without_names, range(3000, 3002))
-
-
-def _train_on_a_device(seeds: range) -> None:
-    group = make_plain_group(TIMEOUT)
-    for seed in seeds:
-        with simulated_device(on_current_stream=seed % 2 == 1) as device:
-            _train(seed, process_group=group)
-            assert device.findings == [], f"seed {seed}"
-
-
-@pytest.mark.slow
-def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:
-    _on(pytestconfig, 2, _train_on_a_device, range(4000, 4003))
+    """As many seeds as `--seeds` says, from the same first one."""
+    stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
+    for first in range(seeds.start, stop, 10):
+        some = range(first, min(first + 10, stop))
+        ranks(world_size, _train_seeds, some, group, timeout=240)

@@ -4,7 +4,6 @@ by themselves, and in the stages of torch's own pipelines."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import desync
-from tests.distributed.test_optional_modules import counted_exchanges
 from tests.harness.checks import assert_bitwise, assert_close_in_float64
 from tests.harness.models import WIDTH
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import full_parameters
+from tests.harness.regions import counted_exchanges
 
 TIMEOUT = timedelta(seconds=25)
 
@@ -86,10 +85,12 @@ def assert_same_weights(model: ZeRO3, twin: nn.Module) -> None:
 # Reentrant checkpoints ----------------------------------------------------------------------------
 
 
-def _reentrant(ways: Sequence[str]) -> dict[str, int]:
-    """Exchanges in a known step, for each way."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
     found = {}
-    for way in ways:
+    """Exchanges in a known step, for each way."""
+    for way in ("recomputed", "recomputed by block", "without gradients"):
         for is_frozen in (True, False):
             torch.manual_seed(0)
             part = Part(way)
@@ -97,7 +98,7 @@ def _reentrant(ways: Sequence[str]) -> dict[str, int]:
             twin = copy.deepcopy(part)
             model = sharded(part)
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-            for step, enters in enumerate([(0, 0), (1, 1), (1, 0), (0, 1), (1, 0), (0, 0), (1, 1)]):
+            for step, enters in enumerate([(0, 0), (1, 1), (1, 0), (0, 1), (1, 1)]):
                 torch.manual_seed(step)
                 rows = torch.randn(2, 3, WIDTH)
                 own = rows[dist.get_rank()].requires_grad_()
@@ -110,16 +111,9 @@ def _reentrant(ways: Sequence[str]) -> dict[str, int]:
                     optimizer.step()
                     optimizer.zero_grad()
             assert_same_weights(model, twin)
-    return found
-
-
-@pytest.mark.slow
-def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
-    ways = ["recomputed", "recomputed by block", "without gradients"]
-    for found in run_ranks(2, _reentrant, ways):
-        # In backward ranks find that no gradient of the tower exists.
-        assert found["without gradients, True"] == 2
-        assert found["without gradients, False"] == 3
+    # In backward ranks find that no gradient of the tower exists.
+    assert found["without gradients, True"] == 2
+    assert found["without gradients, False"] == 3
 
 
 # A tower at the end -------------------------------------------------------------------------------
@@ -163,7 +157,8 @@ def _losses(model: nn.Module, step: int, rank: int) -> list[Tensor]:
     return losses if step % 2 else losses[::-1]
 
 
-def _ends_in_a_tower() -> None:
+@on_ranks(2)
+def test_ranks_may_end_a_forward_in_different_units() -> None:
     torch.manual_seed(0)
     module = Ends().double()
     twin = copy.deepcopy(module)
@@ -185,10 +180,6 @@ def _ends_in_a_tower() -> None:
             optimizer.zero_grad()
     # What is used twice is reduced each time, over ranks before uses.
     assert_close_in_float64(full_parameters(model), full_parameters(twin), "after")
-
-
-def test_ranks_may_end_a_forward_in_different_units() -> None:
-    run_ranks(2, _ends_in_a_tower)
 
 
 # Called by itself ---------------------------------------------------------------------------------
@@ -227,7 +218,9 @@ def test_a_tower_that_one_rank_calls_by_itself_is_an_error_that_says_so() -> Non
 MICRO_BATCHES = 4
 
 
-def _staged() -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=120, in_float64=True)
+def test_stages_of_torchs_pipelines_may_have_towers_that_ranks_skip() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for schedule_class, per_rank in (
         (ScheduleGPipe, 1),
@@ -273,8 +266,3 @@ def _train_stages(mesh: DeviceMesh, schedule_class: type[Any], per_rank: int) ->
         with model.summon_full_params():
             for name, other in twin[index].named_parameters():
                 assert_close_in_float64(model.get_parameter(name).detach(), other.detach(), name)
-
-
-@pytest.mark.slow
-def test_stages_of_torchs_pipelines_may_have_towers_that_ranks_skip() -> None:
-    run_ranks(4, _staged, timeout=120, in_float64=True)

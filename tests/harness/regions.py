@@ -1,14 +1,15 @@
-"""Records the regions of optional units that models are given."""
+"""Records the regions of optional units that models are given, and what their ranks exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from layerzero import zero3
 from layerzero.optional import arguments
+from layerzero.optional.exchange import Exchange
 from layerzero.step.root import RootState
 
 Recorded = list[tuple[dict[str, str], str] | None]
@@ -39,3 +40,17 @@ def recorded_regions() -> Iterator[Recorded]:
         mock.patch.object(arguments, "find_regions", note),
     ):
         yield found
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """Numbers of integers that this rank brings to each exchange inside."""
+    sizes: list[int] = []
+    original = Exchange.__call__
+
+    def counting(exchange: Exchange, row: Sequence[int]) -> Any:
+        sizes.append(len(row))
+        return original(exchange, row)
+
+    with mock.patch.object(Exchange, "__call__", counting):
+        yield sizes
