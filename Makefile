@@ -64,8 +64,8 @@ test-processors: $(INSTALLED)
 SEEDS ?= 200
 KILLS ?= 1000
 CASES ?= 10000
-SWEEPS := life_cycle transactional_steps nonfinite memory_budget ledger_on_a_device ledger_modes \
-	host_work memory_plan memory_plan_arguments optional_modules delta join layered whole_tensor accumulation checkpoint \
+SWEEPS := life_cycle transactional_steps nonfinite memory_budget ledger ledger_modes \
+	host_work memory_plan howto optional_modules delta join layered whole_tensor accumulation checkpoint \
 	checkpoint_optimizers checkpoint_tensor_parallel parallel_transformers offload flat_optimizer streams \
 	fault_matrix several_machines missing_waits two_lanes
 soak: $(INSTALLED)

@@ -13,7 +13,10 @@ def test_make_soak_runs_every_file_that_does_more_with_seeds() -> None:
     texts = {path: path.read_text() for path in paths}
     files = [path for path, text in texts.items() if any(each in text for each in LEFT_TO_IT)]
     assert len(files) > 10
-    words = (TESTS.parent / "Makefile").read_text().split()
+    makefile = (TESTS.parent / "Makefile").read_text()
+    words = makefile.replace("\\\n", " ").split()
+    sweeps = makefile.replace("\\\n", " ").partition("SWEEPS := ")[2].partition("\n")[0].split()
+    assert all((TESTS / "distributed" / f"test_{name}.py").exists() for name in sweeps), sweeps
     for path in files:
         name = path.stem.removeprefix("test_")
         file = f"tests/{path.parent.name}/{path.name}"
