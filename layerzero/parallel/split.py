@@ -95,7 +95,7 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
 
     Checked for modules with a `head_dim`.
     """
-    parent, _, own_name = name.rpartition(".")
+    parent, _, own_name = name.removesuffix(".base_layer").rpartition(".")
     head_dim = getattr(model.get_submodule(parent), "head_dim", None)
     if own_name not in ("q_proj", "k_proj", "v_proj") or not isinstance(head_dim, int):
         return

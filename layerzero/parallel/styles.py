@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -75,6 +75,27 @@ class PlaceHidden(ParallelStyle):
                 f"width] whose sequence tp_size={mesh.size()} divides, got {tuple(hidden.shape)}; "
                 "pad the sequence"
             )
+
+
+class Whole(ParallelStyle):
+    """Every rank computes the whole module; its parameters become DTensors that are not split.
+
+    Args:
+        given: placement of a local tensor that the module's caller passes.
+    """
+
+    def __init__(self, given: Placement) -> None:
+        self.given = given
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_module(module, device_mesh)
+        place = PlaceHidden(self.given, Replicate(), as_dtensor=True)
+        place._apply(module, device_mesh)
+        module.register_forward_hook(self._after_forward)
+        return module
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
+        return output.to_local()
 
 
 class Arrived(ParallelStyle):
@@ -154,8 +175,7 @@ OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
     "split_sequence": lambda: PlaceHidden(_WHOLE, _PART, as_dtensor=False),
     "rowwise_to_parts": lambda: RowwiseParallel(output_layouts=_PART),
     "split_input_to_parts": lambda: RowwiseParallel(input_layouts=_WHOLE, output_layouts=_PART),
-    # For a module that computes on whole tensors alone, with parameters that are not split.
-    "whole_input": lambda: PlaceHidden(_WHOLE, _WHOLE, as_dtensor=False),
+    "whole": lambda: Whole(_WHOLE),
     # The output is a DTensor with the shape of the whole sequence, because models derive positions
     # and masks from that shape.
     "embedding_to_parts": lambda: RowwiseParallel(

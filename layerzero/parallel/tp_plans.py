@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from layerzero.notices import is_first_rank
+from layerzero.parallel.adapters import holder_of, inside_adapters
 from layerzero.parallel.styles import OF_LLAMA, style_named
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel
         ValueError, TypeError: an unknown plan, or one that does not fit the model.
     """
     styles, which = _choose(model, plan, sequence_parallel)
+    styles = inside_adapters(model, styles)
     if is_first_rank():
         logger.info(
             "tensor parallelism: %s splits %s%s: styles for %d modules",
@@ -221,8 +223,8 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
     for prefix, decoder in _decoders(model):
         for name, module in decoder.named_modules(prefix=prefix):
             is_shared = name.rsplit(".", 1)[-1] in ("self_attn", "mlp") and name not in styles
-            holders = [inner.rpartition(".")[0] for inner, _ in module.named_parameters(name)]
-            if is_shared and all(holder in styles for holder in holders):
+            inside = {holder_of(module, inner) for inner, _ in module.named_parameters()}
+            if is_shared and all(_join(name, holder) in styles for holder in inside):
                 added[name] = _of_llama("shared_input")
     return added
 
@@ -324,7 +326,7 @@ def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
     if not inside.keys() >= _BY_HEADS.keys():
         styles = _PACKED
     elif _spans_heads(inside):
-        styles, head_norms = _ALL_HEADS, "whole_input"
+        styles, head_norms = _ALL_HEADS, "whole"
     else:
         styles = _BY_HEADS
     styles = styles | dict.fromkeys(_HEAD_NORMS, head_norms)
@@ -350,7 +352,7 @@ def _check_known(where: str, layer: nn.Module, known: Container[str], instead: s
     Its gradient would silently cover only this rank's part.
     """
     for name, _ in layer.named_parameters():
-        if name.rpartition(".")[0] not in known:
+        if holder_of(layer, name) not in known:
             raise ValueError(
                 f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; "
                 f"{instead}"

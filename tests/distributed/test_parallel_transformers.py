@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from layerzero import ParallelManager, ShardingPlan, units
+from layerzero.integrations.transformers import save_pretrained
 from layerzero.parallel.tp_plans import resolve_styles
-from tests.distributed.test_tensor_parallel import VOCAB, assert_follows
+from tests.distributed.test_tensor_parallel import VOCAB, assert_follows, values_of, whole_values
+from tests.harness.checks import assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
@@ -132,6 +136,56 @@ def test_experts_are_refused_but_attention_beside_them_is_split() -> None:
     attention |= {"model.layers.*.self_attn.o_proj": "rowwise"}
     model = manager.parallelize(seeded(mixtral), tp_plan=attention, timeout=TIMEOUT)
     assert_follows(model, seeded(mixtral), manager.mesh, "experts", 1, forward_backward)
+
+
+def _adapted(target_modules: Any = ("q_proj", "v_proj"), **options: Any) -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=target_modules, init_lora_weights=False, **options)
+    return peft.get_peft_model(build(), config).to(torch.get_default_dtype())
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@on_ranks(4, timeout=120, in_float64=True)
+def test_lora_on_split_layers_trains_merges_and_is_saved_as_of_one_process(tmp_path: Path) -> None:
+    """Column- and row-wise, with biases, a module trained in full, sequences whole and in parts."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    everything = functools.partial(_adapted, "all-linear")
+    options = {"lora_bias": True, "modules_to_save": ["lm_head"]}
+    biased = functools.partial(_adapted, ["v_proj", "o_proj"], **options)
+    for in_sequence, tp_plan, make in (
+        (True, None, everything),
+        (False, "llama", everything),
+        (False, "model", _adapted),
+        (False, "model", biased),
+    ):
+        manager = ParallelManager(tp_size=2, sequence_parallel=in_sequence)
+        model, plain = manager.parallelize(seeded(make), tp_plan=tp_plan), seeded(make)
+        split = {n for n, p in model.named_parameters() if p.layerzero.tensor_parallel}
+        adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
+        assert adapters <= split, "replicated ones are DTensors, too"
+        what = f"{in_sequence}, {tp_plan}"
+        assert_follows(model, plain, manager.mesh, what, steps=2, run=forward_backward)
+        save_pretrained(model, tmp_path)
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        expected = get_peft_model_state_dict(plain)
+        assert_same_parameters(saved, dict(sorted(expected.items())), what="saved")
+        if make is not biased:  # peft refuses to merge these
+            for each in (model.module, plain):
+                each.merge_adapter()
+            assert_close_in_float64(whole_values(model), values_of(plain), "merged")
+    for make, message in (
+        (functools.partial(_adapted, use_dora=True), "q_proj: .*DoRA; got peft.*magnitude"),
+        (functools.partial(_adapted, ["embed_tokens"]), "embed_tokens: .*of linear layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            manager.parallelize(make(), tp_plan="model")
+    late = manager.parallelize(seeded(build))
+    get_peft_model(late.module, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(RuntimeError, match=r"changed after wrapping: added .*q_proj.lora_A"):
+        forward_backward(late, torch.zeros(2, 7).long())
 
 
 @on_ranks(2, timeout=120)
