@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from layerzero.parallel import ParallelManager
     from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
     from layerzero.step_ledger import ledger
-    from layerzero.uneven.context import join
+    from layerzero.uneven.joinable import join
     from layerzero.wrap_again import rewrap
 
 _LAZY = {
@@ -51,7 +51,7 @@ _LAZY = {
     "ShardingPlan": "layerzero.plan",
     "fully_shard": "layerzero.fsdp",
     "global_norm": "layerzero.optim",
-    "join": "layerzero.uneven.context",
+    "join": "layerzero.uneven.joinable",
     "ledger": "layerzero.step_ledger",
     "plan_memory": "layerzero.memory_plan",
     "pregather": "layerzero.model_functions",

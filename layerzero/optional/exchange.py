@@ -16,7 +16,7 @@ from layerzero.comm.new_groups import new_group
 from layerzero.flat.groups import ShardGroup
 from layerzero.flat.placement import Placement
 from layerzero.step.operations import Operations
-from layerzero.watch.diagnosis import PeerRaised
+from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
 NOTHING = -1
 """The request of a rank that wants nothing."""
@@ -85,7 +85,11 @@ class Exchange:
         return min((each for each in requests if each >= 0), default=NOTHING)
 
     def report(self, error: BaseException) -> None:
-        """Raise on the ranks that call `agree`."""
+        """Raise on the ranks that call `agree`; not if they raise at the same place, or may be gone
+        (after an interrupt, or a failed collective)."""
+        is_own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        if not is_own or isinstance(error, PeerRaised) or self._operations.has_failed:
+            return
         self([self.rank, _RAISED])
         self.texts(f"{type(error).__name__}: {error}".splitlines()[0])
 

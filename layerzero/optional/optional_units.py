@@ -20,7 +20,7 @@ from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Hold, ShardState, Unit
-from layerzero.watch.diagnosis import CollectiveError, PeerRaised
+from layerzero.watch.diagnosis import CollectiveError
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -236,13 +236,8 @@ class OptionalUnits(Extension):
                 unit.free(_OPTIONAL)
 
     def before_abort(self, error: BaseException | None) -> None:
-        """Raise on ranks that exchange here, too, unless they raise at the same place."""
-        is_own = error is None or (
-            isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
-        )
-        # After an interrupt the others may be gone.
-        is_heard = self._is_active and self._is_open and self.places.exchanges
-        if is_heard and is_own and not self._context.operations.has_failed:
+        """Raise on ranks that exchange here, too."""
+        if self._is_active and self._is_open and self.places.exchanges:
             self._exchange.report(error or RuntimeError("a forward failed"))
         self._is_open = False
         self.places.abort()

@@ -1,14 +1,11 @@
 """Ranks with uneven numbers of batches: those that ran out follow the others. On by use only.
 
-    requests.py     what a rank requests to do next, and which request all ranks follow; pure Python
-    optimizers.py   the optimizers of a joined loop, on a rank that follows the others
-    scalers.py      the same for its gradient scalers
-    state.py        one join on this rank
-    negotiation.py  the exchange: what all ranks do next, or an error on every rank
+    requests.py     what a rank wants to do next; pure Python
+    optimizers.py   optimizers and scalers of a joined loop, on a rank that follows the others
+    negotiation.py  one join on this rank, and the exchange: what all ranks do next, or an error
     follower.py     one pass that only some ranks run
     running_join.py the extension that a model has inside a join, and what a rank follows
-    joinable.py     ZeRO3 as a `torch.distributed.algorithms.join.Joinable`
-    context.py      `layerzero.join`
+    joinable.py     `layerzero.join`, and ZeRO3 as a torch `Joinable`
 
 Note [How a rank follows]
     Before each forward, backward, clipping and step, ranks exchange what they want to do next, and

@@ -8,13 +8,13 @@ no order is recorded, as ranks that only follow would not predict the same.
 
 from __future__ import annotations
 
-from layerzero.optional.exchange import NOTHING, Exchange
+from layerzero.optional.exchange import NOTHING
 from layerzero.optional.optional_units import gather_with_others
 from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.unit import ShardState, Unit
-from layerzero.uneven.state import JoinState
+from layerzero.uneven.negotiation import Negotiation
 
 
 class Follower(AgreedReductions):
@@ -24,9 +24,9 @@ class Follower(AgreedReductions):
     """Whether ranks may still want something in the pass."""
     prefetches = False
 
-    def __init__(self, root: RootState, exchange: Exchange, state: JoinState, runs: bool) -> None:
+    def __init__(self, root: RootState, state: Negotiation, runs: bool) -> None:
         """`runs`: whether this rank runs the pass."""
-        super().__init__(root, exchange)
+        super().__init__(root, state.exchange)
         self.is_open = True
         self._state, self._runs = state, runs
         self._reduced: set[Unit] = set()

@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from layerzero.optional.exchange import Exchange
 from layerzero.step.operations import Operations, remembers_failure
-from layerzero.uneven.requests import OUT, RAISED, WIDTH, Different, Kind, Request, choose
-from layerzero.uneven.state import JoinState
+from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.requests import OUT, RAISED, WIDTH, Kind, Request
 from layerzero.watch.diagnosis import CollectiveError
-
-
-class _Entry(NamedTuple):
-    """What one rank brings to an exchange."""
-
-    request: Request
-    is_last: bool
-    """Whether all ranks are out of batches, and this one was among the last."""
-    gradient_states: list[int]
-    """`JoinedOptimizers.gradient_states`"""
-    options: list[int]
-    """`JoinedOptimizers.options`"""
 
 
 class EndedByPeer(RuntimeError):
     """Another rank's error ended the join."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Negotiation:
-    """Exchanges the requests of the ranks of one join, with what else each brings."""
+    """One join on this rank, and the others as of the last exchange."""
 
-    def __init__(self, state: JoinState, operations: Operations, exchange: Exchange) -> None:
-        self.operations = operations
-        self._state = state
-        self._exchange = exchange
+    operations: Operations
+    exchange: Exchange
+    optimizers: JoinedOptimizers
+    averages_active: bool
+    """Whether gradients are means over the ranks that are not out of batches."""
+    throws: bool = False
+    """Whether to raise on all ranks once some are out."""
+    notify: Callable[[], Any] = lambda: None
+    """Function called before each exchange while this rank is not out; in torch's Join its
+    `notify_join_context`."""
+    is_enabled: Callable[[], bool] = lambda: True
+    """Whether torch's Join around the loop is on."""
+    hook: Callable[[], object] = lambda: True
+    """Weak reference to what torch's Join holds as long as it lives."""
+    participants: frozenset[int] = frozenset()
+    """Units whose gradients are means over the ranks that had one."""
+    num_active: int = 0
+    """Ranks that were not out at the last exchange, of `num_ranks`."""
+    num_ranks: int = 0
+    is_common: bool = False
+    """Whether all ranks had the request that was chosen."""
+    is_following: bool = False
+    """Whether this rank takes part in what others run."""
+    makes_graph: bool = False
+    """Whether the open forward has gradients."""
+    has_ended: bool = False
+    """Whether an error, of which every rank has heard, ends the join."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether an error ended torch's Join, which does not report that."""
+        return self.hook() is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether calls of this rank are no steps of the join now."""
+        return self.is_following or self.is_abandoned or not self.is_enabled()
 
     @remembers_failure
     def choose(self, request: Request, what: str = "", is_last: bool = False) -> Request | None:
@@ -42,41 +66,41 @@ class Negotiation:
 
         Args:
             what: the call, in messages.
-            is_last: see `_Entry`.
+            is_last: whether all ranks are out of batches, and this one was among the last.
 
         Returns:
-            The request that all ranks follow; None: all ranks are out of batches.
-            `JoinState.is_common` says whether all ranks have it.
+            The request that all ranks follow; None: all ranks are out of batches. `is_common` says
+            whether all ranks have it.
 
         Raises:
             RuntimeError: on every rank: one raised, or ranks came to different calls.
         """
-        state = self._state
         looks = is_last or (
-            state.num_active < state.num_ranks and request.kind in (Kind.BACKWARD, Kind.REDUCE)
+            self.num_active < self.num_ranks and request.kind in (Kind.BACKWARD, Kind.REDUCE)
         )
-        entries = self._bring(request, is_last, looks)
-        requests = [entry.request for entry in entries]
-        state.num_active, state.num_ranks = sum(r != OUT for r in requests), len(requests)
+        rows = self._bring(request, is_last, looks)
+        requests = [Request(*row[1 : 1 + WIDTH]) for row in rows]
+        running = [each for each in requests if each != OUT]
+        self.num_active, self.num_ranks = len(running), len(requests)
         if request == OUT and not is_last:
-            self._follow_optimizers(entries)
-        try:
-            chosen = choose(requests)
-        except Different:
-            self._end(what, "ranks of a join came to different calls", request)
+            self._follow_optimizers([row[1 + WIDTH :] for row in rows], requests)
+        chosen = min(running, default=None)
         if chosen == RAISED:
-            state.has_ended = True
-            texts = self._exchange.texts(what if request == RAISED else None)
+            self.has_ended = True
+            texts = self.exchange.texts(what if request == RAISED else None)
             rank, text = next(iter(texts.items()))
             raise EndedByPeer(f"rank {rank} left the join with an error: {text}")
-        if chosen is not None and OUT in requests:
-            if state.throws:
+        if chosen is not None:
+            # What every rank with batches left must do together.
+            if chosen.kind >= Kind.FORWARD and any(each != chosen for each in running):
+                self._end(what, "ranks of a join came to different calls", request)
+            if OUT in requests and self.throws:
                 error = "throw_on_early_termination: some ranks are out of batches"
                 self._end(what, error, request)
-            if chosen.kind == Kind.CALL:
+            if OUT in requests and chosen.kind == Kind.CALL:
                 error = "a call inside a join needs every rank, but some have no batches"
                 self._end(what, error, request)
-        state.is_common = all(each == chosen for each in requests)
+        self.is_common = all(each == chosen for each in requests)
         return chosen
 
     def raise_everywhere(self, error: Exception) -> None:
@@ -91,9 +115,8 @@ class Negotiation:
         Raises:
             ValueError: ranks have different ones.
         """
-        optimizers, scalers = self._state.optimizers, self._state.scalers
-        own = [len(optimizers), len(optimizers.options()), len(scalers.all)]
-        rows = self._exchange([self._exchange.rank, *own])
+        own = len(self.optimizers.all), len(self.optimizers.options()), len(self.optimizers.scalers)
+        rows = self.exchange([self.exchange.rank, *own])
         if any(row[1:] != rows[0][1:] for row in rows):
             texts = {
                 rank: f"{count} with {options} numbers in their groups, {scaler_count} scalers"
@@ -101,45 +124,41 @@ class Negotiation:
             }
             raise ValueError(f"join: optimizers differ between ranks: {texts}")
 
-    def _bring(self, request: Request, is_last: bool, looks: bool) -> list[_Entry]:
-        """Exchange this rank's entry, whose optimizers' part is as they are now. Collective.
+    def _bring(self, request: Request, is_last: bool, looks: bool) -> list[list[int]]:
+        """Exchange this rank's request, and its optimizers as they are now. Collective.
 
         Args:
             looks: see `JoinedOptimizers.gradient_states`.
 
         Returns:
-            Every rank's entry, in rank order.
+            Every rank's row, in rank order: the rank, its request, `is_last`, `gradient_states` and
+            `options`.
         """
-        notified = None if request == OUT else self._state.notify()
-        optimizers = self._state.optimizers
-        row = [self._exchange.rank, *map(int, request), is_last]
-        row += [*optimizers.gradient_states(looks), *optimizers.options()]
-        options = 2 + WIDTH + len(optimizers)
-        entries = [
-            _Entry(
-                Request(*each[1 : 1 + WIDTH]),
-                bool(each[1 + WIDTH]),
-                each[2 + WIDTH : options],
-                each[options:],
-            )
-            for each in self._exchange(row)
-        ]
+        notified = None if request == OUT else self.notify()
+        row = [self.exchange.rank, *map(int, request), int(is_last)]
+        rows = self.exchange(
+            [*row, *self.optimizers.gradient_states(looks), *self.optimizers.options()]
+        )
         if notified is not None:
             notified.wait()
-        return entries
+        return rows
 
-    def _follow_optimizers(self, entries: list[_Entry]) -> None:
-        """This rank is out: its options and gradients are as those of ranks that are not."""
-        optimizers = self._state.optimizers
-        others = [entry for entry in entries if entry.request != OUT]
-        others = others or [entry for entry in entries if entry.is_last]
+    def _follow_optimizers(self, rows: Sequence[list[int]], requests: Sequence[Request]) -> None:
+        """This rank is out: its options and gradients are as those of ranks that are not.
+
+        Args:
+            rows: of every rank: `is_last`, `gradient_states` and `options`.
+        """
+        others = [row for row, each in zip(rows, requests, strict=True) if each != OUT]
+        others = others or [row for row in rows if row[0]]
         if others:
-            optimizers.copy_options(others[0].options)
-            optimizers.zero_like([entry.gradient_states for entry in others])
+            options = 1 + len(self.optimizers.all)
+            self.optimizers.copy_options(others[0][options:])
+            self.optimizers.zero_like([row[1:options] for row in others])
 
     def _end(self, what: str, error: str, request: Request) -> NoReturn:
         """Raise on every rank, with what each one came to."""
-        self._state.has_ended = True
-        texts = self._exchange.texts(what if request != OUT else "out of batches")
+        self.has_ended = True
+        texts = self.exchange.texts(what if request != OUT else str(OUT))
         found = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise RuntimeError(f"{error} ({found})")

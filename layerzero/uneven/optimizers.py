@@ -1,4 +1,4 @@
-"""JoinedOptimizers: how the optimizers of a rank without batches follow those of the others."""
+"""JoinedOptimizers: how optimizers and scalers of a rank without batches follow the others'."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import torch
 from torch import nn
 
 from layerzero.optim.in_backward import whole_groups
-from layerzero.uneven.requests import bits_of, number_of
+from layerzero.optim.scaler import GradScaler, ScalerCall
+from layerzero.uneven.requests import Kind, Request, bits_of, number_of
 
+_SCALING: dict[ScalerCall, Kind] = {
+    "unscale_": Kind.UNSCALE,
+    "step": Kind.SCALED_STEP,
+    "update": Kind.UPDATE,
+}
 _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
 
 class JoinedOptimizers:
-    """The optimizers of one join, in an order that is the same on every rank."""
+    """The optimizers and gradient scalers of one join, in the same order on every rank."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.all = tuple(optimizers)
-
-    def __len__(self) -> int:
-        return len(self.all)
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[GradScaler]
+    ) -> None:
+        self.all, self.scalers = tuple(optimizers), tuple(scalers)
 
     # Options: numbers in param groups, such as the learning rate -------------------------------
 
@@ -56,6 +61,33 @@ class JoinedOptimizers:
         for optimizer, found in zip(self.all, zip(*states, strict=True), strict=False):
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
+
+    # Scalers ----------------------------------------------------------------------------------
+
+    def scaler_request(
+        self,
+        scaler: torch.amp.GradScaler,
+        call: ScalerCall,
+        optimizer: int,
+        new_scale: float | None,
+    ) -> Request:
+        """A call that this rank wants to make next; `optimizer` is its index in `all`."""
+        index = next(i for i, each in enumerate(self.scalers) if each is scaler)
+        which = index * max(len(self.all), 1) + optimizer
+        bits = 0 if new_scale is None else bits_of(new_scale)
+        return Request(_SCALING[call], which, first=new_scale is not None, second=bits)
+
+    def follow_scaler(self, request: Request, device: torch.device) -> None:
+        """Make the call that another rank makes."""
+        index, optimizer = divmod(request.which, max(len(self.all), 1))
+        scaler = self.scalers[index]
+        scaler.scale(torch.zeros((), device=device))  # Sets it up, if this rank never scaled.
+        if request.kind == Kind.UNSCALE:
+            scaler.unscale_(self.all[optimizer])
+        elif request.kind == Kind.SCALED_STEP:
+            scaler.step(self.all[optimizer])
+        else:
+            scaler.update(number_of(request.second) if request.first else None)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

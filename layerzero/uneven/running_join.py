@@ -14,7 +14,6 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import ScalerCall, refuse_scaler, scaler_that_calls
-from layerzero.optional.exchange import Exchange
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
@@ -34,8 +33,7 @@ from layerzero.uneven.requests import (
     bits_of,
     number_of,
 )
-from layerzero.uneven.state import JoinState
-from layerzero.watch.diagnosis import CollectiveError, PeerRaised
+from layerzero.watch.diagnosis import CollectiveError
 
 _FIRST = int(Hold.FIRST_OF_FORWARD)
 _OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
@@ -46,19 +44,17 @@ _MAX_FORWARDS = 64
 class RunningJoin(Extension):
     """An extension whose ranks exchange what they want to do next."""
 
-    def __init__(self, root: RootState, state: JoinState, exchange: Exchange) -> None:
+    def __init__(self, root: RootState, state: Negotiation) -> None:
         """Begin a join. Collective."""
         self.state = state
         self._root, self._units, self._context = root, root.units, root.context
         self._backward = root.backward
-        self._exchange = exchange
-        self._negotiation = Negotiation(state, root.operations, exchange)
         self._follower: Follower | None = None
         """Consulted in the open pass, if not all ranks run it."""
         self._num_forwards = 0
         self._forwards: dict[int, ForwardPass] = {}
         """The latest forwards inside the join, by number."""
-        self._negotiation.compare_lists()
+        state.compare_lists()
         self._optional: OptionalUnits | None = root.optional
         if self._optional is not None and self._optional.reductions.averages_participants:
             state.participants = frozenset(self._optional.region_of)
@@ -72,7 +68,7 @@ class RunningJoin(Extension):
                 join.come_to_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
 
         self._step_hook = register_optimizer_step_pre_hook(before_step)
-        for scaler in state.scalers.all:
+        for scaler in state.optimizers.scalers:
             scaler.in_join = self.scaler_call
 
     def leave(self) -> None:
@@ -84,7 +80,7 @@ class RunningJoin(Extension):
         self._step_hook.remove()
         self._run_together()
         root.extensions.remove(self)
-        for scaler in self.state.scalers.all:
+        for scaler in self.state.optimizers.scalers:
             scaler.in_join = None
 
     @property
@@ -105,7 +101,7 @@ class RunningJoin(Extension):
         if self.state.is_idle:
             return
         self._run_together()
-        while (chosen := self._negotiation.choose(request, what or str(request))) != request:
+        while (chosen := self.state.choose(request, what or str(request))) != request:
             assert chosen is not None, "this rank is not out"
             self._take_part(chosen)
         if not self.state.is_common and request.kind in FOLLOWED:
@@ -118,7 +114,7 @@ class RunningJoin(Extension):
             False: all ranks are out.
         """
         self._run_together()
-        chosen = self._negotiation.choose(OUT)
+        chosen = self.state.choose(OUT)
         if chosen is not None:
             self._take_part(chosen)
         return chosen is not None
@@ -129,7 +125,7 @@ class RunningJoin(Extension):
         Args:
             is_last: whether this rank was not out before the others.
         """
-        self._negotiation.choose(OUT, is_last=is_last)
+        self.state.choose(OUT, is_last=is_last)
 
     def raise_everywhere(self, error: BaseException) -> None:
         """This rank leaves the join with an error: raise on the others, too, which wait for it.
@@ -142,14 +138,14 @@ class RunningJoin(Extension):
         if self._context.in_backward:
             with contextlib.suppress(CollectiveError):
                 self._root.abort(error)
-        self._negotiation.raise_everywhere(error)
+        self.state.raise_everywhere(error)
 
     # Passes that not all ranks run ----------------------------------------------------------------
 
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
-        self._follower = Follower(root, self._exchange, self.state, runs)
+        self._follower = Follower(root, self.state, runs)
         if self._optional is not None:
             self._optional.end(root)
         root.scheduler.agree(self._follower, ExecOrderRecorder())
@@ -171,17 +167,10 @@ class RunningJoin(Extension):
             self._follower.finish()
 
     def before_abort(self, error: BaseException | None) -> None:
-        """Raise on ranks that follow, too, unless they raise at the same place."""
-        follower = self._follower
-        if follower is None or not follower.is_open:
-            return
-        # After an interrupt, or a failed collective, the others may be gone.
-        is_own = error is None or (
-            isinstance(error, Exception) and not isinstance(error, (PeerRaised, CollectiveError))
-        )
-        if is_own and not self._root.operations.has_failed:
-            self._exchange.report(error or RuntimeError("a backward pass failed"))
-        follower.is_open = False
+        """Raise on ranks that follow, too."""
+        if self._follower is not None and self._follower.is_open:
+            self.state.exchange.report(error or RuntimeError("a backward pass failed"))
+            self._follower.is_open = False
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
         if self._follower is not None:
@@ -244,7 +233,7 @@ class RunningJoin(Extension):
         if self.state.is_following or index is None:
             yield
             return
-        self.come_to(self.state.scalers.request(scaler, call, index, new_scale))
+        self.come_to(self.state.optimizers.scaler_request(scaler, call, index, new_scale))
         # All ranks do the same now, so nothing inside is a request of its own.
         self.state.is_following = True
         try:
@@ -306,7 +295,7 @@ class RunningJoin(Extension):
                 elif request.kind == Kind.REDUCE:
                     on_request.reduce_waiting(root)
                 elif request.kind in SCALING:
-                    state.scalers.follow(request, root.device)
+                    state.optimizers.follow_scaler(request, root.device)
                 elif request.kind == Kind.STEP:
                     state.optimizers.all[request.which].step()
         except BaseException as error:

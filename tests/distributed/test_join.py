@@ -9,6 +9,7 @@ micro-batches on all ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -254,82 +255,50 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
 # What a loop may do -------------------------------------------------------------------------------
 
 
-def _zeroes_first(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for batch in _batches():
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model(batch)).backward()
-        optimizer.step()
+LOOPS = (
+    "zeroes first",
+    "zeroes in place",
+    "zeroes before backward",
+    "evaluates",
+    "reduces later",
+    "runs a backward twice",
+    "two forwards in a backward",
+)
 
 
-def _zeroes_in_place(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for batch in _batches():
-        loss_of(model(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-
-def _zeroes_before_backward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for batch in _batches():
-        loss = loss_of(model(batch))
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def _evaluates(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+def _loop(how: str, model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    twice = how == "runs a backward twice"
     for step, batch in enumerate(_batches()):
-        loss_of(model(batch)).backward()
-        if step == dist.get_rank():
+        if how == "zeroes first":
+            optimizer.zero_grad(set_to_none=False)
+        with model.no_sync() if twice or how == "reduces later" else contextlib.nullcontext():
+            if twice:
+                model(batch)  # Its backward never runs.
+            number = 2 if how == "two forwards in a backward" else 1
+            losses = [loss_of(model(batch)) for _ in range(number)]
+            loss = torch.stack(losses).mean() / (2 if twice else 1)
+            if how == "zeroes before backward":
+                model.zero_grad()
+            loss.backward(retain_graph=twice)
+        if twice:
+            loss.backward()
+        elif how == "reduces later":
+            model.reduce_gradients()
+        elif how == "evaluates" and step == dist.get_rank():
             with torch.no_grad():
                 model.eval()
                 model(batch)
                 model.train()
         optimizer.step()
-        optimizer.zero_grad()
-
-
-def _reduces_later(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for batch in _batches():
-        with model.no_sync():
-            loss_of(model(batch)).backward()
-        model.reduce_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _forwards_twice(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    """A forward whose backward never runs, and a backward that is run twice."""
-    for batch in _batches():
-        with model.no_sync():
-            model(batch)
-            loss = loss_of(model(batch)) / 2
-            loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _two_in_one(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for batch in _batches():
-        halves = [loss_of(model(batch)) / 2 for _ in range(2)]
-        sum(halves).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
+        if how not in ("zeroes first", "zeroes before backward"):
+            optimizer.zero_grad(set_to_none=how != "zeroes in place")
 
 
 @on_ranks(2)
 def test_loops_of_all_kinds() -> None:
-    for loop in (
-        _zeroes_first,
-        _zeroes_in_place,
-        _zeroes_before_backward,
-        _evaluates,
-        _reduces_later,
-        _forwards_twice,
-        _two_in_one,
-    ):
-        with named(loop.__name__):
-            _trains_alike(loop=loop)
+    for how in LOOPS:
+        with named(how):
+            _trains_alike(loop=functools.partial(_loop, how))
 
 
 # Models and optimizers ----------------------------------------------------------------------------
@@ -671,28 +640,20 @@ def _plain(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
         _step(model, optimizer, batch)
 
 
-def _fails_between(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for step, batch in enumerate(_batches()):
-        _step(model, optimizer, batch)
-        if dist.get_rank() == 0 and step == 1:
-            raise KeyError("no such image")
+def _fails(where: str, model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0, while rank 1 follows it."""
 
-
-def _fails_in_forward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    for step, batch in enumerate(_batches()):
-        is_bad = dist.get_rank() == 0 and step == 2
-        _step(model, optimizer, batch[:, :2] if is_bad else batch)
-
-
-def _fails_in_backward(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-    def fail(_: Tensor) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("no such image")
 
     for step, batch in enumerate(_batches()):
-        output = model(batch)
-        if dist.get_rank() == 0 and step == 2:
+        is_bad = dist.get_rank() == 0 and step == 2
+        output = model(batch[:, :2] if is_bad and where == "forward" else batch)
+        if is_bad and where == "backward":
             output.register_hook(fail)
         loss_of(output).backward()
+        if is_bad:
+            fail()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -755,9 +716,12 @@ def _torchs_throwing(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Any:
 
 
 ERRORS: list[tuple[Callable[[ZeRO3, torch.optim.Optimizer], Any], Any]] = [
-    (_fails_between, ("KeyError", "rank 0 left the join with an error: KeyError")),
-    (_fails_in_forward, ("mat1 and mat2", "rank 0 raised")),
-    (_fails_in_backward, ("no such image", "rank 0 ")),
+    (
+        functools.partial(_fails, "between"),
+        ("KeyError", "rank 0 left the join with an error: KeyError"),
+    ),
+    (functools.partial(_fails, "forward"), ("mat1 and mat2", "rank 0 raised")),
+    (functools.partial(_fails, "backward"), ("no such image", "rank 0 ")),
     (_before_each(_summons), "some have no batches (rank 0: summon_full_params; rank 1: out of"),
     (
         _before_each(lambda m: layerzero.checkpoint.get_model_state_dict(m, full=True)),

@@ -1,7 +1,9 @@
-"""Modules that a rank may skip: every pattern, what it costs, and what is still an error."""
+"""Modules that a rank may skip: every pattern, what it costs, what is still an error, reentrant
+checkpoints, and stages of torch's own pipelines."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import time
@@ -12,15 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import desync
-from tests.harness.checks import named
+from tests.harness.checks import assert_bitwise, assert_close_in_float64, named
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
     WIDTH,
     Backbone,
+    Block,
     Call,
     Failure,
     Region,
@@ -29,7 +41,7 @@ from tests.harness.optional_models import (
     TextBlock,
     loss_of,
 )
-from tests.harness.optional_runs import SIMPLE, Model, Run
+from tests.harness.optional_runs import SIMPLE, Model, Plan, Run
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations
@@ -42,6 +54,7 @@ PLACES = ("0", "inside 0", "1")
 """One region each: before the text, in its first block, behind it."""
 REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
+IN_FLIGHT = Plan(((1,), (1,)), in_flight=True, clips=False)
 
 
 def three_regions() -> Model:
@@ -93,14 +106,20 @@ def test_every_pattern_of_three_regions_is_one_process_to_the_bit(
 
 
 @on_ranks(2)
-def test_a_rank_that_enters_nothing_may_return_what_a_unit_inside_returned() -> None:
-    """The head's output, as the root unit's."""
+def test_ranks_may_end_a_forward_in_different_units() -> None:
+    """One that enters nothing returns the head's output, as the root unit's; also with two forwards
+    before the first backward."""
     model = three_regions()
     model.units.update(model.module.end_in_slot() - {"stem"})
     run, draw = Run(model, torch.float32, timeout=TIMEOUT), Draw()
-    for pattern in (NOBODY, EVERYBODY), (EVERYBODY, NOBODY), (NOBODY, NOBODY):
+    patterns = (NOBODY, EVERYBODY), (EVERYBODY, NOBODY), (NOBODY, NOBODY)
+    for pattern in patterns:
         for _ in range(2):
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
+    for two in itertools.product((*patterns, (EVERYBODY, EVERYBODY)), repeat=2):
+        with named(two):
+            samples = [[draw(enters) for enters in pattern] for pattern in two]
+            run.step(IN_FLIGHT, samples, exact=True)
 
 
 @on_ranks(2)
@@ -286,11 +305,12 @@ class Parting(nn.Module):
         return x.square().mean()
 
 
-def _parts() -> dict[str, str]:
+def _fails_apart() -> dict[str, str]:
+    """Messages of steps that one rank does otherwise, by how many went well before, and how."""
     desync.PAUSE_S = 0.1
-    messages = {}
-    rank = dist.get_rank()
-    for steps, route in ((0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])):
+    messages, rank = {}, dist.get_rank()
+    ways: list[tuple[int, list[int] | None]] = [(0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])]
+    for steps, route in [*ways, (0, None), (3, None)]:
         # Each case on a group of its own: a failure leaves the connections of a group unusable.
         group = dist.new_group(timeout=PARTING_TIMEOUT)
         torch.manual_seed(0)
@@ -302,14 +322,19 @@ def _parts() -> dict[str, str]:
             optional_modules=[module.region],
             timeout=PARTING_TIMEOUT,
         )
+        x = torch.ones(2, WIDTH)
         for step in range(steps):
-            model(torch.ones(2, WIDTH), step % 2 == rank).backward()
-        if rank:
+            model(x, step % 2 == rank).backward()
+        if route is None:
+            model.region(x)  # On all ranks; then on one alone.
+        elif rank:
             module.route = route
         start = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
+            if route is None and rank == 0:
+                model.region(x)
             for _ in range(2):
-                model(torch.ones(2, WIDTH), rank == 0).backward()
+                model(x, rank == 0 and route is not None).backward()
         assert time.monotonic() - start < AT_ONCE_S, str(caught.value)
         messages[f"{steps} {route}"] = str(caught.value)
         store = dist.distributed_c10d._get_default_store()
@@ -323,13 +348,17 @@ AT_ONCE_S = 20.0
 """As in test_parting.py, which has the same cases without optional modules."""
 
 
-def test_ranks_that_part_in_required_units_fail_at_once_and_by_name() -> None:
-    first, second = run_ranks(2, _parts)
+def test_ranks_that_part_fail_at_once_and_by_name() -> None:
+    """In required units, or in an optional module that one calls by itself."""
+    first, second = run_ranks(2, _fails_apart)
+    alone = "rank 0 issued agreement of optional modules in a call of 'region' outside the"
     for case, message in first.items():
         verdict = message.partition("(the ranks took ")[2].partition(").\n")[0]
         assert "rank 0" in verdict and "rank 1" in verdict, (case, message)
         assert verdict in second[case], (case, second[case])
         assert "Every rank must call the same units in the same order" in message
+        if case.endswith("None"):
+            assert alone in message and alone in second[case], message
 
 
 # Exceptions ---------------------------------------------------------------------------------------
@@ -367,3 +396,133 @@ def test_compiled_units_and_regions_train_like_one_process() -> None:
     for number in range(4):
         enters = tuple(place == number for place in range(3))
         run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
+
+
+# Reentrant checkpoints ----------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """With a tower between two blocks. Where it is not told, its input says whether to enter it."""
+
+    def __init__(self, way: str = "plain") -> None:
+        super().__init__()
+        self.stem, self.trunk = Block(), Block()
+        self.tower = nn.Sequential(Block(), Block())
+        self.way = way
+
+    def forward(self, x: Tensor, enters: bool | None = None) -> Tensor:
+        x = self.stem(x)
+        if x.sum() > 0 if enters is None else enters:
+            x = self._entered(x)
+        return self.trunk(x)
+
+    def _entered(self, x: Tensor) -> Tensor:
+        if self.way == "recomputed":
+            return checkpoint(self.tower, x, use_reentrant=True)  # type: ignore[no-any-return]
+        if self.way == "recomputed by block":
+            for block in self.tower:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+        if self.way == "without gradients":
+            with torch.no_grad():
+                y = self.tower(x)
+            return x + y
+        return self.tower(x)  # type: ignore[no-any-return]
+
+
+def sharded(part: Part, group: Any = None) -> ZeRO3:
+    return ZeRO3(
+        part, group, auto_wrap_policy={Block}, optional_modules=[part.tower], timeout=TIMEOUT
+    )
+
+
+def assert_same_weights(model: ZeRO3, twin: nn.Module) -> None:
+    with model.summon_full_params():
+        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert_bitwise(one.detach(), other.detach(), name)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
+    found = {}
+    """Exchanges in a known step, for each way."""
+    for way in ("recomputed", "recomputed by block", "without gradients"):
+        for is_frozen in (True, False):
+            torch.manual_seed(0)
+            part = Part(way)
+            part.tower.requires_grad_(not is_frozen)
+            twin = copy.deepcopy(part)
+            model = sharded(part)
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+            for step, enters in enumerate([(0, 0), (1, 1), (1, 0), (0, 1), (1, 1)]):
+                torch.manual_seed(step)
+                rows = torch.randn(2, 3, WIDTH)
+                own = rows[dist.get_rank()].requires_grad_()
+                with counted_exchanges() as exchanges:
+                    model(own, bool(enters[dist.get_rank()])).square().mean().backward()
+                found[f"{way}, {is_frozen}"] = len(exchanges)
+                for each, enter in zip(rows, enters, strict=True):
+                    (twin(each.detach().requires_grad_(), enter).square().mean() / 2).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_same_weights(model, twin)
+    # In backward ranks find that no gradient of the tower exists.
+    assert found["without gradients, True"] == 2
+    assert found["without gradients, False"] == 3
+
+
+# Stages of torch's pipelines ----------------------------------------------------------------------
+
+MICRO_BATCHES = 4
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=120, in_float64=True)
+def test_stages_of_torchs_pipelines_may_have_towers_that_ranks_skip() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for schedule_class, per_rank in (
+        (ScheduleGPipe, 1),
+        (Schedule1F1B, 1),
+        (ScheduleInterleaved1F1B, 2),
+    ):
+        _train_stages(mesh, schedule_class, per_rank)
+
+
+def _train_stages(mesh: DeviceMesh, schedule_class: type[Any], per_rank: int) -> None:
+    place, num_stages = mesh["pp"].get_local_rank(), 2 * per_rank
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Part() for _ in range(num_stages)))
+    twin = copy.deepcopy(whole)
+    group = mesh["pp"].get_group()
+    models = {index: sharded(whole[index], mesh["dp"]) for index in range(place, num_stages, 2)}
+    stages = [
+        PipelineStage(model, index, num_stages, torch.device("cpu"), group=group)
+        for index, model in models.items()
+    ]
+    schedule = schedule_class(
+        stages if per_rank > 1 else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss
+    )
+    parts = [*models.values(), twin]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in parts]
+    for step in range(5):
+        torch.manual_seed(step)
+        batches = torch.randn(2, 2, 2 * MICRO_BATCHES, WIDTH)
+        x, target = batches[mesh["dp"].get_local_rank()]
+        if place == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=[])
+        for batch in batches:
+            pairs = zip(*(each.chunk(MICRO_BATCHES) for each in batch), strict=True)
+            for given, wanted in pairs:
+                (F.mse_loss(twin(given), wanted) / MICRO_BATCHES / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Micro-batches are summed on each rank first, those of one process one after the other.
+    for index, model in models.items():
+        with model.summon_full_params():
+            for name, other in twin[index].named_parameters():
+                assert_close_in_float64(model.get_parameter(name).detach(), other.detach(), name)

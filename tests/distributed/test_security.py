@@ -36,7 +36,7 @@ MAY_UNPICKLE = {
 }
 OBJECTS = {  # Between ranks of one job, which trust each other.
     *(
-        "uneven/context.py",
+        "uneven/joinable.py",
         "parallel/manager.py",
         "integrations/shared.py",
     ),

@@ -1,5 +1,7 @@
 """What forwards teach about the places where regions are entered."""
 
+import pytest
+
 from layerzero.optional.places import Places
 
 _A, _B, _C = 1, 2, 3
@@ -8,9 +10,9 @@ _V, _W = 10, 11
 """Regions."""
 
 
-def _run(places: Places, *steps: int) -> list[bool]:
+def _run(places: Places, *steps: int, kind: str = "kind") -> list[bool]:
     """One forward; returns at which places ranks exchange, the last one included."""
-    places.begin("kind")
+    places.begin(kind)
     exchanges = []
     for step in steps:
         if step >= _V:
@@ -23,52 +25,38 @@ def _run(places: Places, *steps: int) -> list[bool]:
     return exchanges
 
 
-def test_ranks_exchange_everywhere_until_every_region_has_come() -> None:
-    places = Places(frozenset([_V]))
-    assert _run(places, _A, _B) == [True, True, True]
-    assert _run(places, _A, _V, _B) == [True, True, True], "region 10 has not come before"
-    assert _run(places, _A, _B) == [False, True, False], "there it came"
+@pytest.mark.parametrize(
+    ("earlier", "forward", "expected"),
+    [
+        pytest.param([(_A, _B)], (_A, _V, _B), [1, 1, 1], id="no region has come before"),
+        pytest.param([(_A, _B), (_A, _V, _B)], (_A, _B), [0, 1, 0], id="there it came"),
+        pytest.param(
+            [(_A, _V, _B), (_A, _B, _W)], (_A, _B), [0, 1, 1], id="regions of different forwards"
+        ),
+        pytest.param([(_A, _V, _B, _V)], (_A, _B), [1, 1, 1], id="one at two places: anywhere"),
+        pytest.param([(_V, _A, _B)], (_A, _C), [1, 1, 1], id="leaves every known path"),
+        # On the way that both share a region may come as on the new one.
+        pytest.param([(_V, _A, _B), (_A, _C)], (_A, _B), [1, 1, 0], id="a path that is new"),
+        pytest.param([(_V, _A, _B), (_V, _A, _C)], (_A, _B), [1, 0, 0], id="two known paths"),
+        pytest.param([(_V, _A, _B)], (_A,), [1, 1], id="another end"),
+    ],
+)
+def test_ranks_exchange_where_regions_may_come(
+    earlier: list[tuple[int, ...]], forward: tuple[int, ...], expected: list[int]
+) -> None:
+    places = Places(frozenset({_V, *(step for each in earlier for step in each if step >= _V)}))
+    for each in earlier:
+        _run(places, *each)
+    assert _run(places, *forward) == expected
 
 
-def test_regions_may_come_in_different_forwards() -> None:
-    places = Places(frozenset([_V, _W]))
-    _run(places, _A, _V, _B)
-    assert _run(places, _A, _B, _W) == [True, True, True]
-    assert _run(places, _A, _B) == [False, True, True]
-
-
-def test_a_region_at_two_places_may_come_anywhere() -> None:
-    places = Places(frozenset([_V]))
-    _run(places, _A, _V, _B, _V)
-    assert _run(places, _A, _B) == [True, True, True]
-
-
-def test_regions_used_at_several_places_are_never_known() -> None:
+def test_what_teaches_nothing() -> None:
     places = Places(frozenset([_V]), is_known_ever=False)
     _run(places, _A, _V)
-    assert _run(places, _A) == [True, True]
-
-
-def test_ranks_exchange_where_they_leave_every_known_path() -> None:
-    places = Places(frozenset([_V]))
-    _run(places, _V, _A, _B)
-    assert _run(places, _A, _C) == [True, True, True]
-    # On the way that both share a region may come as on the new one.
-    assert _run(places, _A, _B) == [True, True, False]
-    _run(places, _V, _A, _C)
-    assert _run(places, _A, _B) == [True, False, False]
-    assert _run(places, _A) == [True, True], "another end"
-
-
-def test_kinds_are_apart() -> None:
+    assert _run(places, _A) == [True, True], "regions used at several places are never known"
     places = Places(frozenset([_V]))
     _run(places, _V, _A)
-    places.begin("another")
-    assert places.exchanges
-
-
-def test_a_forward_that_is_taken_back_teaches_nothing() -> None:
-    places = Places(frozenset([_V]))
-    _run(places, _A, _V)
     places.abort()
-    assert _run(places, _A) == [True, True]
+    assert _run(places, _A) == [True, True], "a forward that is taken back"
+    _run(places, _V, _A)
+    assert _run(places, _A, kind="another") == [True, True]
