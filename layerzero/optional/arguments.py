@@ -11,7 +11,7 @@ Note [Optional modules are kept by name]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -120,31 +120,24 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
     parts_of = {name: list(modules_of(module)) for name, module in optional.modules.items()}
     for name, parts in sorted(parts_of.items(), key=lambda item: -len(item[1])):
         around.update((id(part), (name, optional.modules[name])) for part in parts)
-    region_of: dict[int, str] = {}
-    for index, unit in enumerate(units):
-        if id(unit.module) in around:
-            region_of[index] = around[id(unit.module)][0]
-            continue
-        users = [around[id(user)][1] for user in unit.owners if id(user) in around]
-        inside = {id(part) for part in modules_of(unit.module)}
-        if index and users and not any(id(user) in inside for user in users):
-            region_of[index] = unit.fqn
-    if not any(units[index].handles for index in region_of):
-        return None  # All of their parameters are tied to units that every rank needs.
-    return OptionalRegions(region_of, optional.mean, _roams(units, region_of))
-
-
-def _roams(units: Sequence[Unit], optional: Iterable[int]) -> bool:
-    """Whether any of these units (by index) is used at several places of the model."""
-    counts = Counter(
+    places = Counter(
         id(module) for _, module in units[0].module.named_modules(remove_duplicate=False)
     )
-    for index in optional:
-        unit = units[index]
+    region_of, is_reused = dict[int, str](), False
+    for index, unit in enumerate(units):
         inside = {id(part) for part in modules_of(unit.module)}
-        if counts[id(unit.module)] > 1 or any(id(user) not in inside for user in unit.owners):
-            return True
-    return False
+        users = [around[id(user)][1] for user in unit.owners if id(user) in around]
+        if id(unit.module) in around:
+            region_of[index] = around[id(unit.module)][0]
+        elif index and users and not any(id(user) in inside for user in users):
+            region_of[index] = unit.fqn
+        else:
+            continue
+        is_shared = any(id(user) not in inside for user in unit.owners)
+        is_reused = is_reused or is_shared or places[id(unit.module)] > 1
+    if not any(units[index].handles for index in region_of):
+        return None  # All of their parameters are tied to units that every rank needs.
+    return OptionalRegions(region_of, optional.mean, is_reused)
 
 
 def optional_now(root: Unit) -> list[nn.Module]:

@@ -405,40 +405,43 @@ class SeesAndReads(nn.Module):
         return self.reads(self.sees(x) if sees else x)
 
 
+class Sees(Trainer):
+    """Rank 0 sees in its steps 0 and 2, rank 1 in its only one; in step 9 rank 1 alone."""
+
+    def __init__(self, model: nn.Module, mean: str, active: bool) -> None:
+        super().__init__(model)
+        self.mean, self.active = mean, active
+        self.seen: list[bool] = []
+
+    def loss(self, rank: int, step: int, micro: int) -> Tensor:
+        self.seen.append(rank == 1 if step == 9 else step % 2 == 0)
+        return loss_of(self.model(_batch(rank, step), self.seen[-1]))
+
+    def finish(self, step: int) -> None:
+        number = len(self.seen) if self.active else 2
+        if self.mean == "participants" and not isinstance(self.model, ZeRO3):
+            for parameter in self.model.sees.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= number / sum(self.seen)
+        self.seen.clear()
+        super().finish(step)
+
+
 def _with_optional_modules(mean: str, active: bool) -> None:
-    """Rank 0 sees in its steps 0 and 2, rank 1 in its only one."""
     plan = _counts(4, 1)
     expected, inner = seeded(SeesAndReads).double(), seeded(SeesAndReads).double()
-    model = ZeRO3(
-        inner,
-        auto_wrap_policy={Block},
-        optional_modules=[inner.sees],
-        optional_mean=mean,
-        timeout=TIMEOUT,
-    )
-    ours, theirs = Trainer(model), Trainer(expected)
-
-    def step_here(batches: list[tuple[Tensor, bool]], number: int) -> None:
-        for batch, sees in batches:
-            loss_of(expected(batch, sees)).backward()
-        for name, parameter in expected.named_parameters():
-            if parameter.grad is not None:
-                is_own = mean == "participants" and name.startswith("sees")
-                parameter.grad /= sum(sees for _, sees in batches) if is_own else number
-        theirs.finish(0)
-
+    options = {"optional_modules": [inner.sees], "optional_mean": mean, "timeout": TIMEOUT}
+    model = ZeRO3(inner, auto_wrap_policy={Block}, **options)
+    ours, theirs = (Sees(each, mean, active) for each in (model, expected))
     for _ in range(2):  # Two epochs: the model's own regions come back.
         with layerzero.join(model, ours.optimizer, divide_by_initial_world_size=not active):
-            for step, batch in enumerate(_batches(plan)):
-                loss_of(model(batch, step % 2 == 0)).backward()
-                ours.finish(step)
-        loss_of(model(_batch(dist.get_rank(), 9), dist.get_rank() == 1)).backward()
-        ours.finish(9)
-        for step in range(max(map(len, plan))):
-            here = [rank for rank, steps in enumerate(plan) if step < len(steps)]
-            batches = [(_batch(rank, step), step % 2 == 0) for rank in here]
-            step_here(batches, len(here) if active else 2)
-        step_here([(_batch(rank, 9), rank == 1) for rank in range(2)], 2)
+            ours.train(plan)
+        ours.loss(dist.get_rank(), 9, 0).backward()
+        theirs.train_here(plan, active)
+        for rank in range(2):
+            (theirs.loss(rank, 9, 0) / 2).backward()
+        for each in (ours, theirs):
+            each.finish(9)
     _same_weights(model, expected)
 
 

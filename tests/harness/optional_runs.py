@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -262,7 +261,6 @@ class Run:
         self,
         model: Model,
         dtype: torch.dtype = torch.float64,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         **settings: Any,
     ) -> None:
         self.twin = model.module.to(dtype)
@@ -276,8 +274,10 @@ class Run:
             **settings,
         )
         self._low = settings.get("mixed_precision") is not None
-        make = optimizer or functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-        self._optimizers = [make(each.parameters()) for each in (self.model, self.twin)]
+        self._optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9)
+            for each in (self.model, self.twin)
+        ]
         self._sharded = dict(self.model.named_parameters())
         # A tied weight may belong to a unit around its regions, which no rank skips.
         self._optional = {
@@ -299,7 +299,7 @@ class Run:
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        check = _same_bits if exact else _close
+        check = _same_bits if exact else assert_close_in_float64
         losses = self._backward(plan, [each[self._rank] for each in samples])
         truth = self._backward_of_all(plan, samples)
         for number, (loss, expected) in enumerate(zip(losses, truth, strict=True)):
@@ -319,7 +319,7 @@ class Run:
             output = self.model(samples[self._rank])
             expected = self._reference()(samples[self._rank])
         self.model.train()
-        check = _close if output.dtype == torch.float64 else _same_bits
+        check = assert_close_in_float64 if output.dtype == torch.float64 else _same_bits
         check(output, expected, "output")
 
     def toggle(self, rng: random.Random) -> None:
@@ -434,7 +434,3 @@ def _added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 def _same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     if not torch.equal(actual, expected):
         raise AssertionError(f"{what}: got {actual}, expected {expected}")
-
-
-def _close(actual: Tensor, expected: Tensor, what: str) -> None:
-    assert_close_in_float64(actual, expected, what)
