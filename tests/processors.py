@@ -38,8 +38,8 @@ def _flags() -> set[str]:
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _flags()
 """Told to use AVX-512 on a processor without it, MKL obeys, and dies of an illegal instruction."""
 FILES = """
-distributed: accumulation bitwise clip compile experts flat_optimizer global_norm grads layered
-    mixed_precision odd_uses optional_uses pipeline several_forwards tensor_parallel
+distributed: accumulation bitwise compile experts flat_optimizer grads layered
+    mixed_precision norms odd_uses optional_modules pipeline several_forwards tensor_parallel
     torch_optimizers whole_tensor
 ops: flat_step ordered_sum pack
 """
@@ -64,7 +64,7 @@ SHORT = {"all old": OLD, "all wide": WIDE}
 SHORT_TESTS = (
     "grads.py::test_every_toy_model_trains_bitwise_like_one_process[3-sgd_momentum]",
     "grads.py::test_every_toy_model_trains_bitwise_like_one_process[2-adamw]",
-    "clip.py::test_the_norm_is_that_of_the_whole_gradient[1]",
+    "norms.py::test_norms_are_those_of_whole_tensors[1]",
 )
 """Every model, steps that magnify a rounding, norms of every kind."""
 _NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|twin_machine)\b")

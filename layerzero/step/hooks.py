@@ -53,33 +53,29 @@ def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
         casts: whether to cast inputs and outputs by the unit's mixed precision.
     """
     if type(module).compile is nn.Module.compile:
-        _install_on_compile(module, unit, casts)
+        # `module.compile()` compiles only what runs inside the calls of `unit`.
+        module_ref = weakref.ref(module)
+        compile_inside = module.__dict__.get("compile")
+        call_impl = module.__dict__.get("_call_impl")
+
+        @functools.wraps(nn.Module.compile)
+        def compile_and_install(*args: Any, **kwargs: Any) -> None:
+            module = module_ref()
+            assert module is not None, "its method is being called"
+            check_compile(unit, kwargs)
+            if compile_inside is not None:  # The module is wrapped for another unit, too.
+                compile_inside(*args, **kwargs)
+            else:
+                inside = call_impl or nn.Module._call_impl.__get__(module)
+                module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
+            install(module, "_compiled_call_impl", unit, casts=casts)
+
+        _put(module.__dict__, "compile", compile_and_install)
     if module._compiled_call_impl is not None:
         install(module, "_compiled_call_impl", unit, casts=casts)
     # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
     install(module, "_call_impl", unit, casts=casts)
     install(module, "forward", unit, casts=casts)
-
-
-def _install_on_compile(module: nn.Module, unit: Unit, casts: bool) -> None:
-    """Make `module.compile()` compile only what runs inside the calls of `unit`."""
-    module_ref = weakref.ref(module)
-    compile_inside = module.__dict__.get("compile")
-    call_impl = module.__dict__.get("_call_impl")
-
-    @functools.wraps(nn.Module.compile)
-    def compile_and_install(*args: Any, **kwargs: Any) -> None:
-        module = module_ref()
-        assert module is not None, "its method is being called"
-        check_compile(unit, kwargs)
-        if compile_inside is not None:  # The module is wrapped for another unit, too.
-            compile_inside(*args, **kwargs)
-        else:
-            inside = call_impl or nn.Module._call_impl.__get__(module)
-            module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
-        install(module, "_compiled_call_impl", unit, casts=casts)
-
-    _put(module, "compile", compile_and_install)
 
 
 def install(
@@ -104,16 +100,16 @@ def install(
             return _call_uncompiled(unit, method, args, kwargs, casts)
         return _call(unit, method, args, kwargs, casts)
 
-    _put(module, name, forward)
+    _put(module.__dict__, name, forward)
 
 
-def _put(module: nn.Module, name: str, method: Method) -> None:
-    """Replace a method, bypassing setattr, which the result of `torch.compile(module)` forwards to
-    the module inside."""
-    installed = module.__dict__.setdefault(_INSTALLED, {})
-    before = installed[name][0] if name in installed else module.__dict__.get(name)
+def _put(attributes: dict[str, Any], name: str, method: Method) -> None:
+    """Replace a method in a module's `__dict__`: setattr on the result of `torch.compile(module)`
+    would go to the module inside."""
+    installed = attributes.setdefault(_INSTALLED, {})
+    before = installed[name][0] if name in installed else attributes.get(name)
     installed[name] = (before, method)
-    module.__dict__[name] = method
+    attributes[name] = method
 
 
 def patched_methods(module: nn.Module) -> list[str]:
@@ -318,4 +314,4 @@ def run_in_float32(module: nn.Module) -> None:
         )
         return cast_floating(outputs, cast[-1]) if cast else outputs
 
-    _put(module, "forward", forward)
+    _put(module.__dict__, "forward", forward)

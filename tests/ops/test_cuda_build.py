@@ -170,11 +170,11 @@ def check_library(path: Path) -> None:
         )
 
     def step(numel=0, num_ranges=0) -> int:
-        # Without ranges nothing is read or written. Of `StepInput`: 10 pointers and two numbers,
+        # Without ranges nothing is read or written. Of `StepInput`: 9 pointers and two numbers,
         # then its rows and how many.
         rows = (ctypes.c_double * 11)()
         address = ctypes.cast(rows, ctypes.c_void_p).value
-        inputs = (ctypes.c_int64 * 14)(*[0] * 10, numel, num_ranges, address, 1)
+        inputs = (ctypes.c_int64 * 13)(*[0] * 9, numel, num_ranges, address, 1)
         return library.layerzero_cuda_step((ctypes.c_int64 * 8)(), inputs, ctypes.c_int64(1), None)
 
     assert step() == step(numel=1 << 20) == 0
