@@ -16,16 +16,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 49_279,
-    "flat": 2_936,
-    "step": 5_809,
+    "": 48_105,
+    "flat": 2_862,
+    "step": 4_768,
     "comm": 1_521,
     "watch": 1_097,
-    "build": 3_918,
+    "build": 2_984,
     "guards": 627,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-LOADED_FILES = 103
+LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md

@@ -308,6 +308,13 @@ def test_a_checkpoint_that_was_being_replaced_is_still_found(tmp_path: Path) -> 
 def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         folder.resolve(tmp_path / "nowhere")
+    of_torch = tmp_path / "torchs"
+    of_torch.mkdir()
+    (of_torch / ".metadata").touch()
+    with pytest.raises(CheckpointError, match=r"load that by torch\.distributed\.checkpoint"):
+        folder.resolve(of_torch)
+    (of_torch / ".metadata").unlink()
+    of_torch.rmdir()
     (tmp_path / "weights.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"found weights\.pt"):
         folder.resolve(tmp_path)

@@ -134,9 +134,11 @@ def resolve(path: Path) -> Path:
         steps = committed_steps(path)
         if not steps:
             there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+            is_torchs = (path / ".metadata").exists()
             raise CheckpointError(
                 f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a "
                 f"folder of checkpoints (step-...), found {there}"
+                + ("; load that by torch.distributed.checkpoint.load" if is_torchs else "")
             )
         # A run was killed after its first commit and before it wrote `latest`.
         return steps[max(steps)]
