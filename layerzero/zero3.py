@@ -44,7 +44,7 @@ from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step import on_request
-from layerzero.step.root import RootState, root_of
+from layerzero.step.root import RootState, root_if_alive, root_of
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.wrapper import ModuleWrapper
 
@@ -660,7 +660,8 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
                 "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
                 "give it to the outermost one alone"
             )
-        if inner._root_state.extensions.reduce:
+        root = root_if_alive(inner._unit)
+        if root is not None and root.extensions.reduce:
             raise ValueError(
                 "register_comm_hook: was called on a ZeRO3 module inside, but the hook is the "
                 "whole model's; wrap first, and call it on the outermost one alone"

@@ -236,8 +236,12 @@ def test_all_kinds_resume_bitwise(tmp_path: Path, written_by: int, in_full: bool
     all of them, on any number."""
     kinds = KINDS if in_full else KINDS[written_by // 2 :: 2]
     expected = run_ranks(written_by, _write, str(tmp_path), kinds)[0]
+    # With other borders between shards 8-bit states have other blocks (decision 0041).
+    anywhere = {kind: each for kind, each in expected.items() if kind != "flat_8bit"}
     for world_size in (1, 2, 4) if in_full else (written_by + 1,):
-        run_ranks(world_size, _resume, str(tmp_path), expected)
+        run_ranks(world_size, _resume, str(tmp_path), anywhere)
+    if len(anywhere) < len(expected):
+        run_ranks(written_by, _resume, str(tmp_path), {"flat_8bit": expected["flat_8bit"]})
 
 
 def _single_files(folder: str) -> None:

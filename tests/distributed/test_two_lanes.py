@@ -114,7 +114,9 @@ def test_training_in_layers_is_bitwise_the_same() -> None:
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
-    ep, options = test_experts.SETTINGS[name]
+    ep, given = test_experts.SETTINGS[name]
+    options = dict(given)
+    lanes = {**lanes, "deterministic": options.pop("deterministic", False)}
     model = test_experts.wrapped(ep, reduction=ReductionPolicy(**lanes), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in test_experts.batches(2):
