@@ -235,8 +235,8 @@ struct Case {
       numel = round(numel + below(40));
       const int64_t index = round(below(2) ? below(2000) : (int64_t{1} << 32) - 300);
       const int64_t count = 1 + below(aligned ? 3000 : 900);
-      table.insert(table.end(), {numel, grads, places, count, below(num_rows), index, below(1000),
-                                 blocks});
+      table.insert(table.end(),
+                   {numel, grads, places, count, below(num_rows), index, below(1000), blocks});
       blocks += (index + count - 1) / kQuantNumel - index / kQuantNumel + 1;
       numel += count;
       grads = round(grads + count);
