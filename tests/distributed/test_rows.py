@@ -355,9 +355,7 @@ def _load_parameters(folder: str) -> None:
             assert_bitwise(value.view(expected[name].shape), expected[name], name)
 
 
-@pytest.mark.skipif(
-    not hasattr(dcp, "CheckpointableTensor"), reason="torch 2.14 has CheckpointableTensor"
-)
+@pytest.mark.since_torch("2.14")  # CheckpointableTensor
 def test_dcp_saves_parameters_themselves(tmp_path: Path) -> None:
     run_ranks(2, _save_parameters, str(tmp_path))
     run_ranks(3, _load_parameters, str(tmp_path))

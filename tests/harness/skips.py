@@ -1,12 +1,14 @@
 """With --strict-skips, a test that was skipped and had no need to be is a failure.
 
-A machine without an accelerator skips what needs one, and one without PyTorch's `torch_openreg`,
-which no index has, the tests of it. Everything else is there where the whole suite is meant to run:
-a framework that is no longer found must not pass for one that works.
+A machine without an accelerator skips what needs one, one without PyTorch's `torch_openreg`, which
+no index has, the tests of it, and an older torch what is new in a later one. Everything else is
+there where the whole suite is meant to run: a framework that is no longer found must not pass for
+one that works.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from typing import Any
 
@@ -26,8 +28,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "openreg: needs torch_openreg (docs/internals/streams.md); else skipped"
     )
+    config.addinivalue_line("markers", "since_torch(version): skipped under an older torch")
     if not hasattr(config, "workerinput"):  # with pytest-xdist: the process that sees all reports
         config.pluginmanager.register(_Skips(), "layerzero-skips")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("since_torch")
+    if mark is not None and _torch_version() < _numbers(mark.args[0]):
+        pytest.skip(f"needs torch {mark.args[0]}")
 
 
 class _Skips:
@@ -61,7 +70,17 @@ def _may_be_skipped(keywords: Any) -> bool:
     if "openreg" in keywords:
         # Not imported, which would make it this process's accelerator.
         return importlib.util.find_spec("torch_openreg") is None
+    if "since_torch" in keywords:  # by `pytest_runtest_setup`, which looked at the version
+        return True
     return "gpu" in keywords and not _has_accelerator()
+
+
+def _torch_version() -> tuple[int, ...]:
+    return _numbers(importlib.metadata.version("torch"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def _has_accelerator() -> bool:
