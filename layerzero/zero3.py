@@ -574,7 +574,7 @@ def shard_in_place(
         if _logger.isEnabledFor(logging.INFO):
             from layerzero.log import log_units
 
-            log_units(module, root)
+            log_units(module, plan, root)
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()

@@ -323,8 +323,10 @@ def _keep_whole(
     return num_ranks > 1
 
 
-_ADAPTER = re.compile("(?<![A-Za-z])[Qq]?[Ll][Oo][Rr][Aa]|(?<=[a-z])L(?:ora|oRA|ORA)")
-"""Matches "lora" at the start of a word: `lora_A`, `loraA`, `my_lora`, `qLoRA`, `gateLora`; not
+_ADAPTER = re.compile(
+    "(?<![A-Za-z])(?i:lora)|(?<=[a-z])L(?:ora|oRA|ORA)|(?<![Ff])(?i:lora)(?![a-z])"
+)
+"""Matches "lora" where a word begins or ends: `lora_A`, `loraA`, `gateLora`, `adalora`; not
 `flora`."""
 
 

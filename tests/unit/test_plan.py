@@ -417,9 +417,11 @@ def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> N
     [
         *[(f"layers.0.{name}.weight", True) for name in (
             "lora_A", "loraA", "LoraA", "LORA_down", "LoRA", "my_lora", "qlora", "gateLora", "lora",
-            "lora0", "w1_lora_B.default", "qLoRA")],
+            "lora0", "w1_lora_B.default", "qLoRA", "adalora", "adalora_E", "AdaLoRA", "dyloraB",
+            "adaln_lora", "randlora_lambda")],
         *[(f"{name}.weight", False) for name in (
-            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "coloralpha", "lo_ra")],
+            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "FLORA",
+            "coloralpha", "lo_ra", "florae")],
     ],
 )  # fmt: skip
 def test_adapters_are_known_by_a_word_of_their_name(name: str, expected: bool) -> None:
