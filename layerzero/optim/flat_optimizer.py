@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
-from layerzero.optim.checks import check_options, check_parameters, claim, name_of
+from layerzero.optim.checks import check_options, check_parameters, name_of
 from layerzero.optim.clip import clip_factor, refuse_used
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
@@ -93,9 +93,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         """As torch's. Not collective.
 
         Raises:
-            ValueError: a parameter belongs to no ZeRO3 module or to another one than the others, is
-                in another optimizer, or is complex, or float64 with smaller states. The message
-                names it; the group is not added.
+            ValueError: a parameter belongs to no ZeRO3 module or to another one than the others, or
+                is complex, or float64 with smaller states. The message names it; the group is not
+                added.
             NotImplementedError: an option of the group is not supported.
         """
         super().add_param_group(param_group)
@@ -107,7 +107,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
         what, (*earlier, last) = type(self).__name__, self.param_groups
-        check_parameters(self, parameters, [each for group in earlier for each in group["params"]])
+        check_parameters(what, parameters, [each for group in earlier for each in group["params"]])
         for parameter in parameters:
             if not parameter.dtype.is_floating_point:
                 raise ValueError(f"{what}: parameter {name_of(parameter)} is {parameter.dtype}")
@@ -117,7 +117,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                     f"{name_of(parameter)} is float64"
                 )
         check_options(what, [last], {"capturable": False, **self._fixed})
-        claim(self)
 
     # Copies and state dicts ------------------------------------------------------------------
 
