@@ -73,7 +73,7 @@ _WHAT = "arguments and parameters of ranks"
 def plan_on_every_rank(
     module: nn.Module,
     given: Mapping[str, Any],
-    unknown: Mapping[str, Any],
+    in_our_terms: Callable[[], Mapping[str, Any]],
     find_features: FindFeatures,
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
@@ -83,14 +83,14 @@ def plan_on_every_rank(
 
     Args:
         given: the arguments of `ZeRO3` by name.
-        unknown: keyword arguments that `ZeRO3` does not have.
+        in_our_terms: returns them with what was written for FSDP converted, or raises.
 
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: as `check_arguments` and
             `plan_wrapping`. A rank whose `process_group` is refused raises alone.
     """
     try:
-        arguments = check_arguments(given, unknown)
+        arguments = check_arguments(in_our_terms())
         plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:
