@@ -1,7 +1,7 @@
-"""python -m layerzero.checkpoint: inspects, verifies and converts checkpoints in one process.
+"""python -m layerzero.checkpoint: inspects and verifies checkpoints in one process.
 
-Exit status: 0 for success; 1 if something is damaged or cannot be written; 2 for a bad command or
-if there is no checkpoint; 130 if interrupted. An error is one line on stderr.
+Exit status: 0 for success; 1 if something is damaged; 2 for a bad command or if there is no
+checkpoint; 130 if interrupted. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -9,55 +9,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from layerzero.checkpoint.file_io.direct_io import bytes_of
 from layerzero.checkpoint.format.crc import crc32
-from layerzero.checkpoint.format.file_plan import Announcement, plan_files
 from layerzero.checkpoint.format.folder import (
-    FILE_MODE,
     MANIFEST,
     committed_steps,
     leftovers,
-    make_durably,
     read_small,
     resolve,
-    sync_folder,
-    write_durably,
 )
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER, split_state_name
 from layerzero.checkpoint.format.manifest import Manifest, check_file_name
+from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.checkpoint.source import (
     Location,
     Source,
     check_crc,
-    check_head,
     check_index,
-    check_size,
     foreign_files,
     open_source,
     read_head,
 )
-from layerzero.config import parse_nbytes
 from layerzero.state_dict.dtype_names import dtype_name
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode
 
 CHUNK_NBYTES = 8 << 20
-"""Bytes of a tensor held in memory at a time; a multiple of every element size."""
+"""Bytes of a tensor held in memory at a time."""
 _PROGRAM = "python -m layerzero.checkpoint"
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
-_LABEL_WIDTH = 12
-_MAX_VALUE_CHARS = 48
+_LINE_CHARS, _VALUE_CHARS = 160, 300
+"""Longest dict that `inspect` puts on one line; longest value, which is cut there."""
 
 
 class _Refused(Exception):
@@ -90,11 +79,11 @@ def _fail(reason: str, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Inspect, verify and convert checkpoints of layerzero, and folders or files of "
+        description="Inspect and verify checkpoints of layerzero, and folders or files of "
         "safetensors from elsewhere. Needs no ranks and no model.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(required=True, metavar="inspect|verify|convert")
+    commands = parser.add_subparsers(required=True, metavar="inspect|verify")
     path = argparse.ArgumentParser(add_help=False)
     path.add_argument(
         "path",
@@ -119,45 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
     one.set_defaults(run=_verify)
-
-    one = commands.add_parser(
-        "convert",
-        parents=[path],
-        help="write the weights to a separate folder, for transformers and others",
-        description="Write the weights, verified while they are read, as OUT/model.safetensors, or "
-        "as several files and model.safetensors.index.json. OUT appears when it is complete. A "
-        "checkpoint does not contain a model's configuration and tokenizer: add their files.",
-        allow_abbrev=False,
-    )
-    one.add_argument("out", type=Path, metavar="OUT", help="folder to create; must not exist")
-    one.add_argument(
-        "--dtype", choices=_DTYPES, help="cast floating-point tensors to it (default: as saved)"
-    )
-    one.add_argument(
-        "--max-file-size", type=_nbytes, default="5GB", metavar="SIZE", help="default: %(default)s"
-    )
-    one.add_argument(
-        "--only",
-        nargs="+",
-        default=["*"],
-        metavar="NAME",
-        help="tensors to convert, as shell patterns such as 'encoder.*' (default: all)",
-    )
-    one.add_argument(
-        "--strip-prefix",
-        default="",
-        metavar="PREFIX",
-        help="remove it from all names, e.g. 'model.'",
-    )
-    one.set_defaults(run=_convert)
     return parser
-
-
-def _nbytes(text: str) -> int:
-    try:
-        return parse_nbytes(text, "SIZE")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _resolve(path: Path) -> Path:
@@ -172,7 +123,7 @@ def _resolve(path: Path) -> Path:
 
 def _inspect(options: argparse.Namespace) -> int:
     found = _describe(options.path, _resolve(options.path), options.tensors)
-    for line in [json.dumps(found, indent=1)] if options.json else _report(found):
+    for line in [json.dumps(found, indent=1)] if options.json else _outline(found):
         print(line)
     return 1 if "error" in found["checkpoint"] else 0
 
@@ -295,141 +246,46 @@ def _nbytes_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _report(description: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for what `_describe` returned."""
-    if "checkpoints" in description:
-        yield description["path"]
-        yield from _listing(description)
-        yield ""
-    checkpoint = description["checkpoint"]
-    yield checkpoint["path"]
-    if "error" in checkpoint:
-        yield f"  damaged: {checkpoint['error']}"
-        return
-    label = ""
-    for name, line in _lines(checkpoint):
-        yield f"  {'' if name == label else name:{_LABEL_WIDTH}}{line}"
-        label = name
-    if "tensors" in checkpoint:
-        yield ""
-        rows = [["tensor", "dtype", "shape", "bytes", "file"]]
-        rows += [
-            [each["name"], each["dtype"], str(each["shape"]), str(each["nbytes"]), each["file"]]
-            for each in checkpoint["tensors"]
-        ]
-        yield from _table(rows, right=(3,))
-
-
-def _listing(description: Mapping[str, Any]) -> Iterator[str]:
-    rows = [["checkpoint", "size", "ranks", "written (UTC)", ""]]
-    for each in description["checkpoints"]:
-        latest = "latest" if each["latest"] else ""
-        if "error" in each:
-            rows.append([each["name"], "", "", "", f"{latest} damaged: {each['error']}".strip()])
+def _outline(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Lines for what `_describe` returned; an object that fits on a line takes one."""
+    for key, value in found.items():
+        text = _brief(value)
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            rows = {f"{key} {number}": row for number, row in enumerate(value)}
+            yield from _outline(rows, indent)
+        elif isinstance(value, dict) and len(text) > _LINE_CHARS:
+            yield f"{indent}{key}:"
+            yield from _outline(value, indent + "  ")
         else:
-            written = each["written"][:19].replace("T", " ")
-            ranks = str(each["world_size"])
-            rows.append([each["name"], _size_text(each["nbytes"]), ranks, written, latest])
-    for each in description["leftovers"]:
-        note = "being written, or left by a killed run"
-        rows.append([each["name"], _size_text(each["nbytes"]), "", "", note])
-    yield from _table(rows, right=(1, 2))
+            yield f"{indent}{key}: {text}"
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(label, line)."""
-    if found["checksums"]:
-        yield "step", f"{found['step']}, written by {_count_text(found['world_size'], 'rank')}"
+def _brief(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict) and not any(key.startswith("$") for key in value):
+        return "{" + ", ".join(f"{key} {_brief(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        text = f"[{', '.join(map(_brief, value))}]"
     else:
-        yield "source", "safetensors without checkpoint.json: no step, no checksums"
-    yield "model", _totals_text(found["model"])
-    for alias, kept in found["aliases"].items():
-        yield "model", f"{alias} is {kept}"
-    if found.get("optimizer"):
-        for line in _optimizer_lines(found["optimizer"]):
-            yield "optimizer", line
-    for name, each in found.get("optimizers", {}).items():
-        for line in _optimizer_lines(each):
-            yield "optimizer", f"{name}: {line}"
-    if found.get("scheduler") is not None:
-        yield "scheduler", _items(decode(found["scheduler"]))
-    extras = found.get("extra") or [None]
-    if len(extras) > 1:
-        first = _items(decode(extras[0]))
-        yield "extra", f"one for each of {len(extras)} ranks; the first: {first}"
-    elif extras[0] is not None:
-        yield "extra", f"the same on all ranks: {_items(decode(extras[0]))}"
-    for name in found.get("extra_states", ()):
-        yield "extra states", name
-    for name, nbytes in found["files"].items():
-        yield "files", f"{name}  {_size_text(nbytes)}"
-
-
-def _optimizer_lines(found: Mapping[str, Any]) -> Iterator[str]:
-    for number, group in enumerate(found["groups"]):
-        # Options that are None or False are left out: optimizers have many of them.
-        set_ones = {k: v for k, v in group["options"].items() if v is not None and v is not False}
-        options = _items({key: decode(value) for key, value in set_ones.items()})
-        yield f"group {number}: {_count_text(group['num_parameters'], 'parameter')}; {options}"
-    for key, totals in found["state"].items():
-        yield f"{key}: {_totals_text(totals)}"
-    for key in found["values"]:
-        yield f"{key}: values"
-
-
-def _totals_text(totals: Mapping[str, Any]) -> str:
-    dtypes = totals["dtypes"]
-    parts = [f"{name} {_size_text(own['nbytes'])}" for name, own in dtypes.items()]
-    listed = ", ".join(parts) if len(parts) > 1 else "".join(dtypes)
-    return (
-        f"{_count_text(totals['num_tensors'], 'tensor')}, {totals['num_elements']:,} elements, "
-        f"{_size_text(totals['nbytes'])} ({listed or 'nothing'})"
-    )
+        found = decode(value)
+        if isinstance(found, (torch.Tensor, np.ndarray)) and found.ndim:
+            return f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}"
+        text = str(found.item() if isinstance(found, torch.Tensor) else found)
+    return text if len(text) <= _VALUE_CHARS else text[: _VALUE_CHARS - 3] + "..."
 
 
 def _size_text(nbytes: int) -> str:
     """Such as '4.9 MB'."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    size = nbytes / 1000
-    for unit in ("kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}"
+    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
         size /= 1000
-    return f"{size:.1f} TB"
+        del units[0]
+    return f"{size:.{int(units[0] != 'B')}f} {units[0]}"
 
 
 def _count_text(number: int, noun: str) -> str:
     """Such as '1 tensor', '2 tensors'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _table(rows: list[list[str]], right: tuple[int, ...]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
-
-
-def _items(value: Any) -> str:
-    if not isinstance(value, dict):
-        return _value_text(value)
-    return ", ".join(f"{key} {_value_text(item)}" for key, item in value.items()) or "empty"
-
-
-def _value_text(value: Any) -> str:
-    """A short value as it is; for others, type and shape or length, or the beginning."""
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    text = repr(value.item() if isinstance(value, torch.Tensor) else value)
-    if len(text) <= _MAX_VALUE_CHARS:
-        return text
-    if isinstance(value, (list, tuple, set, dict)):
-        return f"({type(value).__name__} of {len(value)})"
-    return text[: _MAX_VALUE_CHARS - 3] + "..."
 
 
 # verify ---------------------------------------------------------------------------------------
@@ -477,47 +333,35 @@ def _verify_file(path: Path, manifest: Manifest | None) -> Finding:
         if manifest is not None and path.suffix == ".json":
             check_index(path, manifest.files[path.name])
             return Finding(path, path.stat().st_size, 0, [])
-        if manifest is not None:
-            check_size(path, manifest.files[path.name])
-            for each in manifest.tensors.values():
-                crcs |= each
-        head, found = read_head(path, is_ours=manifest is not None)
-        if manifest is not None:
-            check_head(path, head, found, manifest)
+        head, found = read_head(path, manifest)
     except (CheckpointError, OSError) as error:
         return Finding(path, 0, 0, [str(error)])
+    for each in () if manifest is None else manifest.tensors.values():
+        crcs |= each
     nbytes, damages = len(head), []
     for name, entry in found.items():
         try:
-            for chunk in _chunks(path.parent, name, Location(path.name, entry, crcs.get(name))):
-                nbytes += len(chunk)
+            crc = _crc_of(path, entry)
+            check_crc(f"{path}: {name}", crc, crcs.get(name))
+            nbytes += entry.nbytes
         except (CheckpointError, OSError) as error:
             damages.append(str(error))
     return Finding(path, nbytes, len(found), damages)
 
 
-def _chunks(folder: Path, name: str, place: Location) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in writable chunks of whole elements, each valid until the next.
-
-    The data is verified only when the iterator ends, because the checksum covers the whole tensor.
-
-    Raises:
-        CheckpointError: the bytes are not those that were written, or the file is too short.
-        OSError: the file cannot be read.
-    """
-    rest, crc = place.entry.nbytes, 0
+def _crc_of(path: Path, entry: TensorEntry) -> int:
+    """CRC-32 of the bytes of a tensor, in the memory of one chunk."""
+    rest, crc = entry.nbytes, 0
     buffer = memoryview(bytearray(min(CHUNK_NBYTES, rest)))
-    where = f"{folder / place.file}: {name}"
-    with (folder / place.file).open("rb") as file:
-        file.seek(place.entry.begin)
+    with path.open("rb") as file:
+        file.seek(entry.begin)
         while rest:
             chunk = buffer[:rest]
             if file.readinto(chunk) < len(chunk):
-                raise CheckpointError(f"{where}: damaged: the file ends inside it")
+                raise CheckpointError(f"{path}: damaged: it was truncated while it was read")
             crc = crc32(chunk, crc)
             rest -= len(chunk)
-            yield chunk
-    check_crc(where, crc, place.crc)
+    return crc
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -556,119 +400,6 @@ def _verify_one(path: Path) -> int:
     kind = "" if is_ours else "; without checkpoint.json only sizes and headers can be checked"
     print(f"  OK: {_count_text(num_files, 'file')}, {_size_text(nbytes)}{kind}")
     return 0
-
-
-# convert --------------------------------------------------------------------------------------
-
-
-class _Weight(NamedTuple):
-    """A tensor to write, and where it comes from."""
-
-    name: str
-    aliases: tuple[str, ...]
-    """Name and aliases in the output."""
-    saved_name: str
-    place: Location
-    dtype: torch.dtype
-
-    @property
-    def is_cast(self) -> bool:
-        return self.dtype != self.place.entry.dtype
-
-
-def _convert(options: argparse.Namespace) -> int:
-    """Write the folder OUT; it appears complete and on the disk, or not at all."""
-    source, out = open_source(_resolve(options.path), with_optimizer=False), options.out
-    weights = _select(source, options)
-    if os.path.lexists(out):
-        raise _Refused(f"{out}: exists already; name another folder, or remove it")
-    announced = [
-        Announcement(MODEL, w.name, w.aliases, w.dtype, w.place.entry.shape, (number,), True)
-        for number, w in enumerate(weights)
-    ]
-    plan = plan_files(MODEL, announced, options.max_file_size)
-    by_name = {weight.name: weight for weight in weights}
-    # The process id keeps two processes that write the same folder apart until the rename.
-    partial = out.parent / f".writing-{out.name}-{os.getpid()}"
-    make_durably(partial)
-    try:
-        for planned in plan.files:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(os.open(partial / planned.name, flags, FILE_MODE), "wb") as file:
-                file.write(planned.head)
-                for name, entry in planned.tensors.items():
-                    _copy(source.folder, by_name[name], file)
-                    assert file.tell() == entry.end, "tensors follow each other without gaps"
-                file.flush()
-                os.fsync(file.fileno())
-        if plan.index is not None:
-            write_durably(partial / plan.index_name, plan.index)
-        sync_folder(partial)
-        os.rename(partial, out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    num_cast = sum(weight.is_cast for weight in weights)
-    cast = f", {num_cast} of them cast to {options.dtype}" if options.dtype else ""
-    nbytes = sum(file.nbytes for file in plan.files)
-    print(
-        f"{out}: {_count_text(len(weights), 'tensor')}{cast}, {_size_text(nbytes)} in "
-        f"{_count_text(len(plan.files), 'file')}"
-    )
-    return 0
-
-
-def _select(source: Source, options: argparse.Namespace) -> list[_Weight]:
-    """The tensors to write. A tied one is written under those of its names that match."""
-    tied: dict[str, list[str]] = {}
-    for alias, kept in source.aliases.items():
-        tied.setdefault(kept, []).append(alias)
-    weights, prefix = [], options.strip_prefix
-    for name, place in source.tensors[MODEL].items():
-        wanted = [
-            each
-            for each in (name, *tied.get(name, ()))
-            if any(fnmatchcase(each, pattern) for pattern in options.only)
-        ]
-        bare = [each.removeprefix(prefix) for each in wanted]
-        if prefix and any(not b or b == w for b, w in zip(bare, wanted, strict=True)):
-            raise _Refused(
-                f"{source.folder}: the prefix {prefix!r} is not part of {some(wanted)}; select "
-                "only tensors that have it"
-            )
-        dtype = place.entry.dtype
-        if options.dtype and dtype.is_floating_point:
-            dtype = getattr(torch, options.dtype)
-        if wanted:
-            weights.append(_Weight(bare[0], tuple(bare[1:]), name, place, dtype))
-    if not weights:
-        raise _Refused(
-            f"{source.folder}: no tensor matches {' or '.join(options.only)}; the folder has "
-            f"{some(list(source.tensors[MODEL]))}"
-        )
-    return weights
-
-
-def _copy(folder: Path, weight: _Weight, file: BinaryIO) -> None:
-    saved, written = weight.place.entry.dtype, weight.dtype
-    may_overflow = weight.is_cast and torch.finfo(written).max < torch.finfo(saved).max
-    largest = 0.0
-    for chunk in _chunks(folder, weight.saved_name, weight.place):
-        if not weight.is_cast:
-            file.write(chunk)
-            continue
-        values = torch.frombuffer(chunk, dtype=saved)
-        cast = values.to(written)
-        if may_overflow and not torch.equal(cast.isfinite(), values.isfinite()):
-            largest = max(largest, float(values[values.isfinite()].abs().max()))
-        file.write(bytes_of(cast))
-    # Raised after the loop, where the checksum has proved that these are the saved values.
-    if largest:
-        raise CheckpointError(
-            f"{folder / weight.place.file}: {weight.saved_name}: {largest:.6g} does not fit "
-            f"{written}; convert to a dtype with a wider range"
-        )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from layerzero.checkpoint.format.inventory import (
     OPTIMIZER,
     Entry,
     Places,
-    as_whole,
     extra_states,
     model_entries,
     scalar_key,
     split_state_name,
 )
 from layerzero.checkpoint.format.manifest import Manifest
-from layerzero.checkpoint.schedulers import Stateful, names_of
+from layerzero.checkpoint.schedulers import Stateful
 from layerzero.checkpoint.source import Source
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode, decode_dict
@@ -72,7 +71,7 @@ class LoadPlan:
     state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]] = field(default_factory=dict)
     """Optimizer state that is not a tensor."""
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    scheduler: dict[str, Any] | None = None
+    schedulers: list[tuple[Stateful, dict[str, Any]]] = field(default_factory=list)
     wanted: set[str] = field(default_factory=set)
     """All names of the model's parameters and buffers, including those found through aliases."""
     missing: list[str] = field(default_factory=list)
@@ -141,7 +140,7 @@ class LoadPlanner:
             else:
                 plan.missing.append(f"the extra state of {name}")
 
-    def match_scheduler(self, scheduler: Stateful) -> None:
+    def match_schedulers(self, schedulers: Mapping[str, Stateful]) -> None:
         """
         Raises:
             CheckpointError: one is to be loaded and several were saved by name, or they have other
@@ -151,15 +150,15 @@ class LoadPlanner:
         if manifest is None or manifest.scheduler is None:
             self._note_missing("scheduler")
             return
-        wanted, saved = names_of(scheduler), manifest.scheduler_names
+        wanted, saved = _names_in(schedulers), manifest.scheduler_names
         if wanted != saved:
             raise CheckpointError(
                 f"{self._source.folder}: contains the state of {_text('scheduler', saved)}, but "
                 f"scheduler= has {_text('scheduler', wanted)}; pass what was saved"
             )
-        self.plan.scheduler = decode_dict(
-            manifest.scheduler, f"{self._source.folder}: the scheduler's state"
-        )
+        states = decode_dict(manifest.scheduler, f"{self._source.folder}: the scheduler's state")
+        for name, scheduler in schedulers.items():
+            self.plan.schedulers.append((scheduler, states[name] if name else states))
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
         """Find the state of each optimizer.
@@ -260,11 +259,10 @@ class LoadPlanner:
         parameter_name, key = split_state_name(name)
         saved = self._source.tensors[OPTIMIZER][name].entry
         # `like` only selects the place: that of a scalar, or that of the parameter.
-        like = torch.empty(()) if is_scalar else parameter
-        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
+        like = torch.empty(()) if is_scalar else parameter.detach()
         if is_whole:
             like = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-            entry = as_whole(entry, like)
+        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index, is_whole)
         if saved.shape != entry.extent.shape:
             raise CheckpointError(
                 f"{self._source.folder}: the optimizer state {name} has shape {saved.shape}, but "

@@ -26,7 +26,7 @@ from torch import nn
 from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan, LoadPlanner
-from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
+from layerzero.checkpoint.progress import ProgressCallback, ProgressReport, check_progress
 from layerzero.checkpoint.schedulers import Stateful, check_schedulers
 from layerzero.checkpoint.source import Source, open_source
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
@@ -55,7 +55,7 @@ def load(
     scheduler: Stateful | Mapping[str, Stateful] | None = None,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
-    progress: ProgressOption = False,
+    progress: ProgressCallback | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint, written at any number of ranks, into a wrapped model.
@@ -113,7 +113,7 @@ def load(
         if optimizers:
             planner.match_optimizers(optimizers)
         if schedulers is not None:
-            planner.match_scheduler(schedulers)
+            planner.match_schedulers(schedulers)
         summary = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
         return json.dumps(summary).encode()
 
@@ -127,15 +127,14 @@ def load(
         read = zip(tallies, plan.transfers, strict=True)
         return pack_tallies([tally for tally, t in read if not t.entry.is_whole])
 
-    shown = progress if together.is_first or callable(progress) else False
-    with ProgressReport(shown, source.folder.name, plan.nbytes) as report:
-        most = max(each["nbytes"] for each in summaries)
-        packed = together.exchange(f"checksums read from {source.folder.name}", read, most)
+    report = ProgressReport(progress, plan.nbytes)
+    most = max(each["nbytes"] for each in summaries)
+    packed = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
     extra = _extra_of(source, together)
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
-    together.exchange("application", lambda: _apply(plan, optimizers, schedulers))
+    together.exchange("application", lambda: _apply(plan, optimizers))
     return extra
 
 
@@ -192,7 +191,7 @@ def _verify(
     return b""
 
 
-def _apply(plan: LoadPlan, optimizers: Optimizers, scheduler: Stateful | None) -> bytes:
+def _apply(plan: LoadPlan, optimizers: Optimizers) -> bytes:
     with torch.no_grad():
         for part in plan.model_parts:
             part.target.copy_(plan.memory(part.transfer).view(part.target.shape))
@@ -200,8 +199,8 @@ def _apply(plan: LoadPlan, optimizers: Optimizers, scheduler: Stateful | None) -
         module.set_extra_state(value)
     for name, options in plan.options.items():
         _apply_to_optimizer(plan, name, optimizers[name], options)
-    if scheduler is not None and plan.scheduler is not None:
-        scheduler.load_state_dict(plan.scheduler)
+    for scheduler, state in plan.schedulers:
+        scheduler.load_state_dict(state)
     return b""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ from layerzero.checkpoint.format.inventory import (
     optimizer_parts,
 )
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
-from layerzero.checkpoint.schedulers import Stateful, names_of
+from layerzero.checkpoint.schedulers import Stateful
 from layerzero.state_dict.checkpoint_group import CheckpointGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
@@ -36,12 +36,13 @@ class Content:
     """What this rank contributes to the checkpoint."""
 
     entries: list[Entry]
+    scheduler_names: list[str] | None
 
     def collect(
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        scheduler: Stateful | None,
+        schedulers: Mapping[str, Stateful] | None,
         extra: Any,
         arguments: list[Any],
     ) -> bytes:
@@ -61,10 +62,12 @@ class Content:
             self.groups = optimizer_groups(optimizers, names)
             parts = optimizer_parts(optimizers, names, places)
             self.entries += parts.entries
-        self.scheduler = (
-            None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state")
-        )
-        self.scheduler_names = names_of(scheduler)
+        self.scheduler, self.scheduler_names = None, None
+        if schedulers is not None:
+            states = {name: each.state_dict() for name, each in schedulers.items()}
+            is_single = list(states) == [""]
+            self.scheduler = encode(states[""] if is_single else states, "the scheduler's state")
+            self.scheduler_names = None if is_single else sorted(states)
         message = {
             "arguments": arguments,
             "optimizers": list(optimizers),

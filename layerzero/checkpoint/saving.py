@@ -13,12 +13,13 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from layerzero.checkpoint.file_io.transfer import (
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
-from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
+from layerzero.checkpoint.progress import ProgressCallback, ProgressReport, check_progress
 from layerzero.checkpoint.save_plan import Content, SavePlan
 from layerzero.checkpoint.schedulers import Stateful, check_schedulers
 from layerzero.config import parse_nbytes
@@ -109,7 +110,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     blocking: bool = True,
-    progress: ProgressOption = False,
+    progress: ProgressCallback | None = None,
     max_file_size: str = "5GB",
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
@@ -135,8 +136,8 @@ def save(
         blocking: False: return when the shards are copied to host memory, and write in the
             background. The copy needs memory until the end. The next save or load on these ranks
             waits for the end, and raises the error if it failed.
-        progress: True: a tqdm bar on the first rank; or callable(done_nbytes, total_nbytes), called
-            on every rank with its own bytes (by another thread for a background save).
+        progress: callable(done_nbytes, total_nbytes), called on every rank with its own bytes (by
+            another thread for a background save).
         max_file_size: largest size of a file of weights or of optimizer state.
         process_group: the ranks that save together, if they are more than the model's own, as with
             pipeline stages. Each rank then passes its own modules, and names must not collide.
@@ -190,11 +191,13 @@ def save(
         lock.release()
         raise
     final = path / folders.step_name(number)
-    shown = progress if together.is_first or callable(progress) else False
     own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in transfers)
-    report = ProgressReport(shown, final.name, own_nbytes)
+    report = ProgressReport(progress, own_nbytes)
     handle = SaveHandle(final, number, report)
-    work = _Work(path / partial_name, plan, transfers, together, report, number, keep, lock)
+    partial = path / partial_name
+    work = functools.partial(
+        _write_and_commit, partial, plan, transfers, together, report, number, keep, lock
+    )
     if blocking:
         work()
     else:
@@ -246,39 +249,36 @@ def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:
     return {t.entry.tensor.device for t in transfers if not is_on_host(t.entry.tensor)}
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The second half of a save: write and commit. Runs in the caller or in a thread."""
+def _write_and_commit(
+    partial: Path,
+    plan: SavePlan,
+    transfers: Sequence[Transfer],
+    together: CheckpointGroup,
+    report: ProgressReport,
+    step: int,
+    keep: int | None,
+    lock: RootLock,
+) -> None:
+    """The second half of a save. Runs in the caller or in a thread."""
 
-    partial: Path
-    plan: SavePlan
-    transfers: Sequence[Transfer]
-    together: CheckpointGroup
-    report: ProgressReport
-    step: int
-    keep: int | None
-    lock: RootLock
-
-    def __call__(self) -> None:
-        try:
-            with self.report:
-                packed = self.together.exchange(
-                    f"checksums written to {self.partial.name}",
-                    lambda: pack_tallies(write_ranges(self.partial, self.transfers, self.report)),
-                    self.plan.nbytes_moved,
-                )
-            self.together.from_first("commit", lambda: self._commit(packed))
-        except BaseException:
-            if self.together.is_first:
-                folders.discard(self.partial)
-            raise
-        finally:
-            self.lock.release()
-
-    def _commit(self, packed: Sequence[bytes]) -> bytes:
-        manifest = self.plan.manifest(self.step, packed)
-        folders.write_durably(self.partial / folders.MANIFEST, manifest.to_bytes())
-        final = folders.commit(self.partial)
-        if self.keep is not None:
-            folders.prune(final.parent, self.keep, final)
+    def commit() -> bytes:
+        manifest = plan.manifest(step, packed)
+        folders.write_durably(partial / folders.MANIFEST, manifest.to_bytes())
+        final = folders.commit(partial)
+        if keep is not None:
+            folders.prune(final.parent, keep, final)
         return b""
+
+    try:
+        packed = together.exchange(
+            f"checksums written to {partial.name}",
+            lambda: pack_tallies(write_ranges(partial, transfers, report)),
+            plan.nbytes_moved,
+        )
+        together.from_first("commit", commit)
+    except BaseException:
+        if together.is_first:
+            folders.discard(partial)
+        raise
+    finally:
+        lock.release()

@@ -14,43 +14,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def check_schedulers(scheduler: Stateful | Mapping[str, Stateful] | None, verb: str) -> Any:
-    """The argument as one object with `state_dict` and `load_state_dict`; None stays None.
+def check_schedulers(
+    scheduler: Stateful | Mapping[str, Stateful] | None, verb: str
+) -> dict[str, Stateful] | None:
+    """The schedulers of an argument: one, whose name is "", or several by name; None for None.
 
     Raises:
         TypeError: it is something else.
     """
-    if isinstance(scheduler, Mapping):
-        for name, each in scheduler.items():
-            if not isinstance(name, str):
-                raise TypeError(f"{verb}: scheduler: expected strings as names, got {name!r}")
-            _check(each, f"{verb}: scheduler {name!r}")
-        return _Several(dict(scheduler))
-    if scheduler is not None:
-        _check(scheduler, f"{verb}: scheduler")
-    return scheduler
-
-
-def names_of(scheduler: Stateful | None) -> list[str] | None:
-    """Names of several schedulers, sorted; None for a single one."""
-    return sorted(scheduler.schedulers) if isinstance(scheduler, _Several) else None
-
-
-class _Several:
-    def __init__(self, schedulers: dict[str, Stateful]) -> None:
-        self.schedulers = schedulers
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: each.state_dict() for name, each in self.schedulers.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, state in state_dict.items():
-            self.schedulers[name].load_state_dict(state)
-
-
-def _check(scheduler: Any, what: str) -> None:
-    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise TypeError(
-            f"{what}: expected an object with state_dict and load_state_dict, got "
-            f"{type(scheduler).__name__}"
-        )
+    if scheduler is None:
+        return None
+    named: Mapping[Any, Any] = scheduler if isinstance(scheduler, Mapping) else {"": scheduler}
+    for name, each in named.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{verb}: scheduler: expected strings as names, got {name!r}")
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(
+                f"{verb}: scheduler{f' {name!r}' if name else ''}: expected an object with "
+                f"state_dict and load_state_dict, got {type(each).__name__}"
+            )
+    return dict(named)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.collectives import broadcast, gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
@@ -141,6 +141,13 @@ class CheckpointGroup:
     def from_first(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> bytes:
         """What `make` returns on the first rank; it runs only there. Otherwise as `exchange`."""
         return self.exchange(what, make if self.is_first else bytes, nbytes_moved)[0]
+
+    def broadcast(self, what: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The CPU tensor of one of the ranks, in place. Collective; blocks the host."""
+        if self._group is not None and tensor.numel():
+            group = dataclasses.replace(self._group, timeout=self.timeout)
+            broadcast(tensor, group, self._operation(what), rank).wait()
+        return tensor
 
     def _operation(self, what: str) -> Operation:
         self._num_operations += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from layerzero.state_dict.optimizer_state import (
 )
 from layerzero.state_dict.optimizers import (
     check_optimizers,
+    fill_slots,
     keeps_whole_states,
     parameters_with_state,
     refuse_shared,
@@ -75,7 +76,7 @@ def set_model_state_dict(
     state = root_state_of(model, "set_model_state_dict", broadcast_from_rank0)
     if broadcast_from_rank0:
         names = Names(model)
-        sharded_params = {(name,): p for p, found in names.parameters for name in found}
+        sharded_params = {f"[{name}]": p for p, found in names.parameters for name in found}
         model_state_dict = _from_first(state, model_state_dict, sharded_params)
     own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
@@ -143,7 +144,7 @@ def set_optimizer_state_dict(
     for name, each in optimizers.items():
         own = given.get(name, {})
         if broadcast_from_rank0:
-            sharded_params = {("state", found[0]): p for p, found in names.parameters}
+            sharded_params = {f"[state][{found[0]}]": p for p, found in names.parameters}
             # Whole states have other shapes than shards are cut from.
             cut = {} if keeps_whole_states(each) else sharded_params
             own = _from_first(root, own, cut)
@@ -231,64 +232,40 @@ def _own_parts(
     return result
 
 
-_Path = tuple[Any, ...]
-
-
 def _from_first(
-    root: RootState, state_dict: StateDict, sharded_params: dict[_Path, nn.Parameter]
+    root: RootState, state_dict: StateDict, sharded_params: dict[str, nn.Parameter]
 ) -> StateDict:
     """The first rank's state dict on every rank, with shards for its tensors. Collective.
 
     Args:
-        sharded_params: keyed by path; tensors at a path, or one level below it, have the original
-            shape of the parameter.
+        sharded_params: by path, as `take_tensors` writes it; tensors at a path, or one level below
+            it, have the original shape of the parameter.
     """
     refuse_experts(root, "broadcast_from_rank0")
     together = checkpoint_group_of(root, None)
+    given: dict[str, torch.Tensor] = {}
 
     def describe() -> bytes:
-        rows = [[list(path), *_described(path, value)] for path, value in _items_in(state_dict)]
-        return json.dumps(rows).encode()
+        # Numbers travel as values: optimizers keep them on the CPU.
+        rest, found = take_tensors(state_dict, "", leave_numbers=True)
+        given.update(found)
+        kinds = [[path, dtype_name(t.dtype, path), list(t.shape)] for path, t in found.items()]
+        return json.dumps([encode(rest, "state dict"), kinds]).encode()
 
-    rows = json.loads(together.from_first("state dict", describe))
-    values = dict(_items_in(state_dict)) if together.is_first else {}
-    result: StateDict = {}
-    for keys, how, *rest in rows:
-        path = tuple(keys)
-        if how == "value":
-            value = decode(rest[0])
+    rest, kinds = json.loads(together.from_first("state dict", describe))
+    values: dict[str, torch.Tensor] = {}
+    for path, dtype, shape in kinds:
+        full = torch.empty(shape, dtype=DTYPES[dtype], device=root.device)
+        if together.is_first:
+            full.copy_(given[path])
+        _broadcast(root, full, path)
+        sharded_param = sharded_params.get(path, sharded_params.get(path.rpartition("[")[0]))
+        if sharded_param is not None and get_info(sharded_param) is not None:
+            values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())
         else:
-            full = torch.empty(rest[1], dtype=DTYPES[rest[0]], device=root.device)
-            if together.is_first:
-                full.copy_(values[path])
-            _broadcast(root, full, ".".join(map(str, path)))
-            sharded_param = sharded_params.get(path, sharded_params.get(path[:-1]))
-            value = full
-            if sharded_param is not None and get_info(sharded_param) is not None:
-                value = shard_of(sharded_param, local_part(full, sharded_param).clone())
-        _put(result, path, value)
+            values[path] = full
+    result: StateDict = fill_slots(decode(rest), values)
     return result
-
-
-def _items_in(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            yield from _items_in(item, (*path, key))
-    else:
-        yield path, value
-
-
-def _described(path: _Path, value: Any) -> list[Any]:
-    where = ".".join(map(str, path))
-    if isinstance(value, torch.Tensor) and value.ndim:
-        return ["tensor", dtype_name(value.dtype, where), list(value.shape)]
-    return ["value", encode(value, where)]
-
-
-def _put(into: StateDict, path: _Path, value: Any) -> None:
-    for key in path[:-1]:
-        into = into.setdefault(key, {})
-    into[path[-1]] = value
 
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
