@@ -10,13 +10,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
+from typing import Any
 
 from layerzero.checkpoint.format.crc import crc32
 from layerzero.checkpoint.format.folder import (
@@ -40,13 +37,13 @@ from layerzero.checkpoint.source import (
 )
 from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.json_codec import decode
+from layerzero.state_dict.optimizers import map_values
 
-CHUNK_NBYTES = 8 << 20
+_CHUNK_NBYTES = 8 << 20
 """Bytes of a tensor held in memory at a time."""
 _PROGRAM = "python -m layerzero.checkpoint"
-_LINE_CHARS, _VALUE_CHARS = 160, 300
-"""Longest dict that `inspect` puts on one line; longest value, which is cut there."""
+_MOST_CHARS = 300
+"""Longer texts, such as encoded tensors, are cut without `--json`."""
 
 
 class _Refused(Exception):
@@ -56,7 +53,7 @@ class _Refused(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
+        status = _inspect(options) if options.command == "inspect" else _verify(options)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -83,31 +80,26 @@ def _parser() -> argparse.ArgumentParser:
         "safetensors from elsewhere. Needs no ranks and no model.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(required=True, metavar="inspect|verify")
-    path = argparse.ArgumentParser(add_help=False)
-    path.add_argument(
-        "path",
-        type=Path,
-        metavar="PATH",
-        help="a checkpoint's folder, a folder of checkpoints (means the latest one), a folder of "
-        "safetensors, or one such file",
-    )
-
-    one = commands.add_parser(
-        "inspect", parents=[path], help="show the contents", allow_abbrev=False
-    )
-    one.add_argument("--tensors", action="store_true", help="also list every tensor")
-    one.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    one.set_defaults(run=_inspect)
-
-    one = commands.add_parser(
-        "verify",
-        parents=[path],
-        help="read every byte and compare it with the checksums; status 1 if any is damaged",
-        allow_abbrev=False,
-    )
-    one.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
-    one.set_defaults(run=_verify)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify")
+    verified = "read every byte and compare it with the checksums; status 1 if any is damaged"
+    for name, text, flags in (
+        (
+            "inspect",
+            "show the contents, as one JSON object",
+            {"--tensors": "also list every tensor", "--json": "cut no long text, for programs"},
+        ),
+        ("verify", verified, {"--all": "verify every checkpoint in the folder"}),
+    ):
+        one = commands.add_parser(name, help=text, allow_abbrev=False)
+        one.add_argument(
+            "path",
+            type=Path,
+            metavar="PATH",
+            help="a checkpoint's folder, a folder of checkpoints (means the latest one), a folder "
+            "of safetensors, or one such file",
+        )
+        for flag, meaning in flags.items():
+            one.add_argument(flag, action="store_true", help=meaning)
     return parser
 
 
@@ -122,35 +114,33 @@ def _resolve(path: Path) -> Path:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    found = _describe(options.path, _resolve(options.path), options.tensors)
-    for line in [json.dumps(found, indent=1)] if options.json else _outline(found):
-        print(line)
+    """Print the checkpoint or weights at a path; of a folder of checkpoints, the latest.
+
+    Reads only the manifest and file headers. Values in the manifest stay encoded. In a folder,
+    whose other members may be intact, damage is part of the description.
+    """
+    path, chosen = options.path, _resolve(options.path)
+    found: dict[str, Any] = {"path": str(path)}
+    if chosen == path:
+        found["checkpoint"] = _describe(path, options.tensors)
+    else:
+        found["checkpoints"] = [
+            {"name": step.name, "latest": step == chosen, **_summary(step)}
+            for step in committed_steps(path).values()
+        ]
+        left = [{"name": each.name, "nbytes": _nbytes_of(each)} for each in leftovers(path)]
+        found["leftovers"] = left
+        try:
+            found["checkpoint"] = _describe(chosen, options.tensors)
+        except (CheckpointError, OSError) as error:
+            found["checkpoint"] = {"path": str(chosen), "error": str(error)}
+    print(json.dumps(found if options.json else map_values(found, _cut), indent=1))
     return 1 if "error" in found["checkpoint"] else 0
 
 
-def _describe(path: Path, chosen: Path, with_tensors: bool) -> dict[str, Any]:
-    """The checkpoint or weights at `path` as JSON; of a folder of checkpoints, the latest.
-
-    Reads only the manifest and file headers. Values in the manifest stay encoded; `decode` reads
-    them. In a folder, whose other members may be intact, damage is part of the description.
-    """
-    if chosen == path:
-        return {"path": str(path), "checkpoint": _describe_one(path, with_tensors)}
-    checkpoints = [
-        {"name": step.name, "latest": step == chosen, **_summary(step)}
-        for step in committed_steps(path).values()
-    ]
-    left = [{"name": each.name, "nbytes": _nbytes_of(each)} for each in leftovers(path)]
-    try:
-        latest = _describe_one(chosen, with_tensors)
-    except (CheckpointError, OSError) as error:
-        latest = {"path": str(chosen), "error": str(error)}
-    return {
-        "path": str(path),
-        "checkpoints": checkpoints,
-        "leftovers": left,
-        "checkpoint": latest,
-    }
+def _cut(value: Any) -> Any:
+    is_long = isinstance(value, str) and len(value) > _MOST_CHARS
+    return value[: _MOST_CHARS - 3] + "..." if is_long else value
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -167,7 +157,7 @@ def _summary(folder: Path) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _describe_one(path: Path, with_tensors: bool) -> dict[str, Any]:
+def _describe(path: Path, with_tensors: bool) -> dict[str, Any]:
     source = open_source(path)
     manifest = source.manifest
     files = sorted({p.file for places in source.tensors.values() for p in places.values()})
@@ -246,122 +236,7 @@ def _nbytes_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _outline(found: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Lines for what `_describe` returned; an object that fits on a line takes one."""
-    for key, value in found.items():
-        text = _brief(value)
-        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            rows = {f"{key} {number}": row for number, row in enumerate(value)}
-            yield from _outline(rows, indent)
-        elif isinstance(value, dict) and len(text) > _LINE_CHARS:
-            yield f"{indent}{key}:"
-            yield from _outline(value, indent + "  ")
-        else:
-            yield f"{indent}{key}: {text}"
-
-
-def _brief(value: Any) -> str:
-    """A value on one line."""
-    if isinstance(value, dict) and not any(key.startswith("$") for key in value):
-        return "{" + ", ".join(f"{key} {_brief(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        text = f"[{', '.join(map(_brief, value))}]"
-    else:
-        found = decode(value)
-        if isinstance(found, (torch.Tensor, np.ndarray)) and found.ndim:
-            return f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}"
-        text = str(found.item() if isinstance(found, torch.Tensor) else found)
-    return text if len(text) <= _VALUE_CHARS else text[: _VALUE_CHARS - 3] + "..."
-
-
-def _size_text(nbytes: int) -> str:
-    """Such as '4.9 MB'."""
-    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.{int(units[0] != 'B')}f} {units[0]}"
-
-
-def _count_text(number: int, noun: str) -> str:
-    """Such as '1 tensor', '2 tensors'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 # verify ---------------------------------------------------------------------------------------
-
-
-class Finding(NamedTuple):
-    """What `verify` found in one file."""
-
-    path: Path
-    nbytes: int
-    """Bytes read."""
-    num_tensors: int
-    damages: list[str]
-    """Every damage, with file and tensor; empty if the file is intact."""
-
-
-def verify(path: Path) -> Iterator[Finding]:
-    """Read every byte of what `resolve` returned, file by file, in the memory of one chunk.
-
-    `load` raises at the first damage; this lists all of it. Weights from another source have no
-    checksums: headers are compared with file sizes.
-    """
-    if path.is_file():
-        yield _verify_file(path, None)
-        return
-    manifest, listing = None, path / MANIFEST
-    try:
-        if listing.exists():
-            text = read_small(listing)
-            manifest = Manifest.from_bytes(text, listing)
-            names = [check_file_name(name, listing) for name in manifest.files]
-            yield Finding(listing, len(text), 0, [])
-        else:
-            names = foreign_files(path)
-    except (CheckpointError, OSError) as error:
-        yield Finding(listing, 0, 0, [str(error)])
-        return
-    for name in names:
-        yield _verify_file(path / name, manifest)
-
-
-def _verify_file(path: Path, manifest: Manifest | None) -> Finding:
-    crcs: dict[str, int] = {}
-    try:
-        if manifest is not None and path.suffix == ".json":
-            check_index(path, manifest.files[path.name])
-            return Finding(path, path.stat().st_size, 0, [])
-        head, found = read_head(path, manifest)
-    except (CheckpointError, OSError) as error:
-        return Finding(path, 0, 0, [str(error)])
-    for each in () if manifest is None else manifest.tensors.values():
-        crcs |= each
-    nbytes, damages = len(head), []
-    for name, entry in found.items():
-        try:
-            crc = _crc_of(path, entry)
-            check_crc(f"{path}: {name}", crc, crcs.get(name))
-            nbytes += entry.nbytes
-        except (CheckpointError, OSError) as error:
-            damages.append(str(error))
-    return Finding(path, nbytes, len(found), damages)
-
-
-def _crc_of(path: Path, entry: TensorEntry) -> int:
-    """CRC-32 of the bytes of a tensor, in the memory of one chunk."""
-    rest, crc = entry.nbytes, 0
-    buffer = memoryview(bytearray(min(CHUNK_NBYTES, rest)))
-    with path.open("rb") as file:
-        file.seek(entry.begin)
-        while rest:
-            chunk = buffer[:rest]
-            if file.readinto(chunk) < len(chunk):
-                raise CheckpointError(f"{path}: damaged: it was truncated while it was read")
-            crc = crc32(chunk, crc)
-            rest -= len(chunk)
-    return crc
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -379,27 +254,80 @@ def _verify_one(path: Path) -> int:
     Prints each file as soon as it is verified, because terabytes take long.
     """
     print(path)
-    num_files = num_bad = nbytes = 0
-    for found in verify(path):
-        num_files += 1
-        num_bad += bool(found.damages)
-        nbytes += found.nbytes
-        for damage in found.damages:
+    known = set()
+    num_bad = nbytes = 0
+    for file, damages in verify(path):
+        known.add(file.name)
+        num_bad += bool(damages)
+        for damage in damages:
             print(f"  DAMAGED  {damage}", flush=True)
-        if not found.damages:
-            tensors = f", {_count_text(found.num_tensors, 'tensor')}" if found.num_tensors else ""
-            print(f"  OK       {found.path.name}  {_size_text(found.nbytes)}{tensors}", flush=True)
-    is_ours = (path / MANIFEST).exists()
+        if not damages:
+            nbytes += file.stat().st_size
+            print(f"  OK       {file.name}  {file.stat().st_size} bytes", flush=True)
+    text = f"{len(known)} file{'s' * (len(known) != 1)}"
     if num_bad:
-        print(f"  damaged: {num_bad} of {_count_text(num_files, 'file')}")
+        print(f"  damaged: {num_bad} of {text}")
         return 1
-    if is_ours:
-        known = {MANIFEST, *Manifest.from_bytes(read_small(path / MANIFEST), path).files}
+    if MANIFEST in known:
         for name in sorted({each.name for each in path.iterdir()} - known):
             print(f"  not part of the checkpoint, never opened: {name}")
-    kind = "" if is_ours else "; without checkpoint.json only sizes and headers can be checked"
-    print(f"  OK: {_count_text(num_files, 'file')}, {_size_text(nbytes)}{kind}")
+    kind = "; without checkpoint.json only sizes and headers can be checked"
+    print(f"  OK: {text}, {nbytes} bytes{'' if MANIFEST in known else kind}")
     return 0
+
+
+def verify(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Read every byte of what `resolve` returned; yields each file with all its damages.
+
+    `load` raises at the first damage; this lists all of it. Weights from another source have no
+    checksums: headers are compared with file sizes.
+    """
+    manifest, listing, files = None, path / MANIFEST, [path]
+    try:
+        if listing.exists():
+            manifest = Manifest.from_bytes(read_small(listing), listing)
+            files = [path / check_file_name(name, listing) for name in manifest.files]
+            yield listing, []
+        elif path.is_dir():
+            files = [path / name for name in foreign_files(path)]
+    except (CheckpointError, OSError) as error:
+        yield listing, [str(error)]
+        return
+    for file in files:
+        yield file, list(_damages_of(file, manifest))
+
+
+def _damages_of(path: Path, manifest: Manifest | None) -> Iterator[str]:
+    """Every damage of a file, with file and tensor."""
+    try:
+        if manifest is not None and path.suffix == ".json":
+            check_index(path, manifest.files[path.name])
+            return
+        _, found = read_head(path, manifest)
+    except (CheckpointError, OSError) as error:
+        yield str(error)
+        return
+    for name, entry in found.items():
+        try:
+            written = None if manifest is None else manifest.crc_of(name)
+            check_crc(f"{path}: {name}", _crc_of(path, entry), written)
+        except (CheckpointError, OSError) as error:
+            yield str(error)
+
+
+def _crc_of(path: Path, entry: TensorEntry) -> int:
+    """CRC-32 of the bytes of a tensor, in the memory of one chunk."""
+    rest, crc = entry.nbytes, 0
+    buffer = memoryview(bytearray(min(_CHUNK_NBYTES, rest)))
+    with path.open("rb") as file:
+        file.seek(entry.begin)
+        while rest:
+            chunk = buffer[:rest]
+            if file.readinto(chunk) < len(chunk):
+                raise CheckpointError(f"{path}: damaged: it was truncated while it was read")
+            crc = crc32(chunk, crc)
+            rest -= len(chunk)
+    return crc
 
 
 if __name__ == "__main__":

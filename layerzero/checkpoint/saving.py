@@ -14,7 +14,6 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import threading
@@ -27,19 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.checkpoint.arguments import (
+    ProgressCallback,
+    ProgressReport,
+    Stateful,
+    check_progress,
+    check_schedulers,
+)
 from layerzero.checkpoint.file_io.transfer import (
     Transfer,
     is_on_host,
-    pack_tallies,
     wait_for,
     write_ranges,
 )
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
-from layerzero.checkpoint.progress import ProgressCallback, ProgressReport, check_progress
-from layerzero.checkpoint.save_plan import Content, SavePlan
-from layerzero.checkpoint.schedulers import Stateful, check_schedulers
+from layerzero.checkpoint.save_plan import SavePlan
 from layerzero.config import parse_nbytes
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
@@ -165,28 +168,24 @@ def save(
     state = root_state_of(model, "save", is_collective=True)
     together = checkpoint_group_of(state, process_group)
 
-    content = Content()
-    answers = together.exchange(
-        f"names to save to {path}",
-        lambda: content.collect(model, optimizers, schedulers, extra, [str(path), step, keep]),
-    )
-    plan = SavePlan(answers, content, together, max_file_nbytes)
+    arguments = [str(path), step, keep]
+    plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
     lock = RootLock(path)
-    transfers = plan.transfers(content.entries)
+    transfers = plan.transfers()
 
-    def prepare() -> bytes:
+    def prepare() -> tuple[int, str] | None:
         if blocking:
             # What is on a device is copied while it is written, a window at a time.
             wait_for(_devices_of(transfers))
         else:
             transfers[:] = _stage(transfers)
         if not together.is_first:
-            return b""
+            return None
         lock.acquire()
         return _prepare(path, step, plan.files)
 
     try:
-        number, partial_name = json.loads(together.exchange("preparation", prepare)[0])
+        number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
         lock.release()
         raise
@@ -206,11 +205,11 @@ def save(
     return handle
 
 
-def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
+def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> tuple[int, str]:
     """Create the folder, the files at full length with their headers, and the index files.
 
     Returns:
-        The step and the folder's name, encoded.
+        The step and the folder's name.
     """
     step, partial = folders.prepare(root, step)
     try:
@@ -222,7 +221,7 @@ def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
     except OSError:
         folders.discard(partial)
         raise
-    return json.dumps([step, partial.name]).encode()
+    return step, partial.name
 
 
 def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -261,18 +260,17 @@ def _write_and_commit(
 ) -> None:
     """The second half of a save. Runs in the caller or in a thread."""
 
-    def commit() -> bytes:
-        manifest = plan.manifest(step, packed)
+    def commit() -> None:
+        manifest = plan.manifest(step, tallies)
         folders.write_durably(partial / folders.MANIFEST, manifest.to_bytes())
         final = folders.commit(partial)
         if keep is not None:
             folders.prune(final.parent, keep, final)
-        return b""
 
     try:
-        packed = together.exchange(
+        tallies = together.exchange(
             f"checksums written to {partial.name}",
-            lambda: pack_tallies(write_ranges(partial, transfers, report)),
+            lambda: write_ranges(partial, transfers, report),
             plan.nbytes_moved,
         )
         together.from_first("commit", commit)

@@ -7,10 +7,10 @@ files are ever opened, and nothing in them is executed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import index_name
@@ -81,7 +81,7 @@ class Source:
         aliases = {alias: name for alias, name in renames.values() if alias and name}
         return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> list[Any]:
         tensors = {
             kind: [
                 [name, p.file, dtype_name(p.entry.dtype, name), p.entry.shape, p.entry.begin, p.crc]
@@ -90,11 +90,11 @@ class Source:
             for kind, places in self.tensors.items()
         }
         manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
-        return json.dumps([str(self.folder), tensors, self.aliases, manifest]).encode()
+        return [str(self.folder), tensors, self.aliases, manifest]
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> Source:
-        folder, tensors, aliases, manifest = json.loads(text)
+    def from_json(cls, values: list[Any]) -> Source:
+        folder, tensors, aliases, manifest = values
         found = {
             kind: {
                 name: Location(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -119,21 +119,16 @@ def _stream_model(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     names = Names(model)
 
-    def name_of(parameter: torch.Tensor) -> str:
-        found = names.of(parameter)
-        assert found is not None, "the handles belong to the model"
-        return found[0]
-
     def is_wanted(name: str) -> bool:
         return only is None or name in only
 
     sources = []
     for handle in names.handles:
         of_all = _source_of_weights(handle, dtype)
-        wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
+        wanted = [i for i in of_all.present if is_wanted(names.first(handle.sharded_params[i]))]
         sources.append(replace(of_all, present=wanted))
     yield from (
-        (name_of(source.handle.sharded_params[index]), full)
+        (names.first(source.handle.sharded_params[index]), full)
         for source, index, full in _stream(sources, nbytes)
     )
     sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
@@ -327,7 +322,8 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
         of_handle = described.setdefault(handle.placement, [])
         for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             for layer in own:
-                read = partial(_flat_of, handle, dtype, layer)
+                parts = {index: shard.local for index, shard in layer.items()}
+                read = partial(flat_of, handle, dtype, parts)
                 sources.append(FlatSource(root, handle, dtype, read, sorted(layer)))
                 layer_of[id(sources[-1])] = layer
                 of_handle.append([handle.fqns[0], str(dtype), sorted(layer)])
@@ -337,12 +333,19 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
         yield layer_of[id(source)][index], value
 
 
-def _flat_of(handle: FlatParamHandle, dtype: torch.dtype, layer: dict[int, Any]) -> torch.Tensor:
+def flat_of(
+    handle: FlatParamHandle, dtype: torch.dtype, parts: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """A tensor like the main shard, [shard_numel], with this rank's `parts` of some parameters.
+
+    Args:
+        parts: by index of the parameter, in the shapes of the sharded ones.
+    """
     flat = torch.zeros_like(handle.main_shard, dtype=dtype)
     ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
-    for index, shard in layer.items():
+    for index, part in parts.items():
         owned = ranges[index]
-        flat[owned.offset : owned.offset + owned.numel] = shard.local.reshape(-1)
+        flat[owned.offset : owned.offset + owned.numel] = part.reshape(-1)
     return flat
 
 

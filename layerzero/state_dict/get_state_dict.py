@@ -6,7 +6,6 @@ a model under `fully_shard` load here, and vice versa.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -197,18 +196,12 @@ def _state_dict_of(
         members = [group["params"] for group in groups]
         found = _of_all_ranks(roots[0], names, states, members)
     else:
-        found = {_name(names, p): shards_of_state(p, own) for p, own in states.items()}
+        found = {names.first(p): shards_of_state(p, own) for p, own in states.items()}
     return choice.made(roots, {"state": found, "param_groups": groups})
 
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if type(value) is torch.Tensor else value
-
-
-def _name(names: Names, parameter: nn.Parameter) -> str:
-    found = names.of(parameter)
-    assert found is not None, "name_in_group raised for others"
-    return found[0]
 
 
 def _of_all_ranks(
@@ -224,10 +217,10 @@ def _of_all_ranks(
         members: names in each group; those that other ranks have there are added.
     """
 
-    def describe() -> bytes:
+    def describe() -> StateDict:
         rows: StateDict = {}
         for parameter, state in states.items():
-            name = _name(names, parameter)
+            name = names.first(parameter)
             for key, value in state.items() if names.announces(parameter) else ():
                 if get_info(parameter) is None:
                     row = ["own", None]
@@ -236,13 +229,12 @@ def _of_all_ranks(
                 else:
                     row = ["value", encode(value, f"optimizer state {key!r} of {name}")]
                 rows.setdefault(name, {})[key] = row
-        return json.dumps({"state": rows, "groups": members}).encode()
+        return {"state": rows, "groups": members}
 
     together = checkpoint_group_of(root, None)
     parameters = {found: parameter for parameter, all in names.parameters for found in all}
     result: dict[str, StateDict] = {}
-    for each in together.exchange("optimizer state", describe):
-        message = json.loads(each)
+    for message in together.exchange("optimizer state", describe):
         if len(message["groups"]) == len(members):
             for group, theirs in zip(members, message["groups"], strict=True):
                 group[:] = dict.fromkeys([*group, *(name for name in theirs if name in parameters)])
@@ -280,19 +272,19 @@ def _whole_states(
     states: Any = optimizer.state
     own: list[torch.Tensor] = []
 
-    def describe() -> bytes:
+    def describe() -> list[Any]:
         rows = []
         for parameter in parameters_with_state(optimizer):
             if parameter in states:
-                name = _name(names, parameter)
+                name = names.first(parameter)
                 where = f"optimizer state of {name}"
                 rest, tensors = take_tensors(dict(states[parameter]), "")
                 kinds = [[k, dtype_name(t.dtype, where), list(t.shape)] for k, t in tensors.items()]
                 rows.append([name, encode(rest, where), kinds])
                 own.extend(tensors.values())
-        return json.dumps(rows).encode()
+        return rows
 
-    everyone = [json.loads(each) for each in together.exchange("whole states", describe)]
+    everyone = together.exchange("whole states", describe)
     remaining = iter(own)
     found: dict[str, StateDict] = {}
     for rank, rows in enumerate(everyone):

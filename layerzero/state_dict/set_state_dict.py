@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -189,30 +188,19 @@ def _put_whole(
     """Load the states of the tensors that this rank owns, in the dtypes that they have."""
     states = {}
     for parameter in parameters_with_state(optimizer):
-        found = names.of(parameter)
-        assert found is not None, "name_in_group raised for others"
-        for key, value in given.get(found[0], {}).items():
+        name = names.first(parameter)
+        for key, value in given.get(name, {}).items():
             if isinstance(value, (ParameterShard, RankLocal)):
                 raise CheckpointError(
-                    f"optimizer state {key!r} of {found[0]} is a shard, but "
+                    f"optimizer state {key!r} of {name} is a shard, but "
                     f"{type(optimizer).__name__} keeps whole states: pass a state dict that was "
                     "made with full=True"
                 )
-        if found[0] in given:
+        if name in given:
             # Copies, because the optimizer will write to them.
-            states[parameter] = copy.deepcopy(given[found[0]])
-
-    def name_of(parameter: nn.Parameter) -> str:
-        return (names.of(parameter) or ("a parameter of no model",))[0]
-
-    refuse_other_class(optimizer, options, states, name_of)
-    keeps_dtype = {
-        (parameter, key)
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) or any(take_tensors(value, key)[1])
-    }
-    put_state(optimizer, options, states, keeps_dtype)
+            states[parameter] = copy.deepcopy(given[name])
+    refuse_other_class(optimizer, options, states, names.first)
+    put_state(optimizer, options, states, exact=True)
 
 
 def _own_parts(
@@ -245,14 +233,14 @@ def _from_first(
     together = checkpoint_group_of(root, None)
     given: dict[str, torch.Tensor] = {}
 
-    def describe() -> bytes:
+    def describe() -> list[Any]:
         # Numbers travel as values: optimizers keep them on the CPU.
         rest, found = take_tensors(state_dict, "", leave_numbers=True)
         given.update(found)
         kinds = [[path, dtype_name(t.dtype, path), list(t.shape)] for path, t in found.items()]
-        return json.dumps([encode(rest, "state dict"), kinds]).encode()
+        return [encode(rest, "state dict"), kinds]
 
-    rest, kinds = json.loads(together.from_first("state dict", describe))
+    rest, kinds = together.from_first("state dict", describe)
     values: dict[str, torch.Tensor] = {}
     for path, dtype, shape in kinds:
         full = torch.empty(shape, dtype=DTYPES[dtype], device=root.device)

@@ -96,7 +96,7 @@ def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: 
     [
         (NamedExperts, 2, 4, [1, 4]),
         (StackedExperts, 2, 4, [1, 4]),
-        pytest.param(NamedExperts, 2, 4, [2], marks=pytest.mark.slow),
+        pytest.param(NamedExperts, 2, 4, [2], marks=pytest.mark.soak),
         pytest.param(StackedExperts, 1, 2, [2], marks=pytest.mark.slow),
     ],
 )

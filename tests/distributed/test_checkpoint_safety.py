@@ -122,11 +122,13 @@ def _resume(roots: list[str]) -> list[Losses]:
     return [_run(root, 6, None) for root in roots]
 
 
-def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) -> set[int]:
+def _assert_resumed(
+    roots: list[Path], found: list[list[Losses]], expected: list[Losses]
+) -> set[int]:
     """Each goes on to the losses of a whole run and leaves nothing behind; where they went on."""
     begins = set()
-    for rank, found in enumerate(run_ranks(world_size, _resume, [str(root) for root in roots])):
-        for root, losses in zip(roots, found, strict=True):
+    for rank, own in enumerate(found):
+        for root, losses in zip(roots, own, strict=True):
             assert losses == {step: expected[rank][step] for step in losses}, root.name
             begins.add(min(losses))
     for root in roots:
@@ -136,15 +138,15 @@ def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) 
 
 @pytest.mark.slow
 def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
-    tmp_path: Path, pytestconfig: pytest.Config
+    tmp_path: Path, pytestconfig: pytest.Config, ranks: KeptRanks
 ) -> None:
     """One rank; what changes a folder is not reached, in turn. With `--every-fault`: every call."""
     (first := tmp_path / "first").mkdir()
-    run_ranks(1, _run, str(first), 2, None)
+    ranks(1, _run, str(first), 2, None)
     (whole := tmp_path / "whole").mkdir()
-    expected = run_ranks(1, _run, str(whole), 6, None)
+    expected = ranks(1, _run, str(whole), 6, None)
     shutil.copytree(first, counted := tmp_path / "counted")
-    calls = run_ranks(1, _calls_of_the_next_save, str(counted))[0]
+    calls = ranks(1, _calls_of_the_next_save, str(counted))[0]
     assert len(calls) > 30
     every = pytestconfig.getoption("--every-fault")
     numbers = list(range(1, len(calls) + 1)) if every else _stages(calls, CHANGE_FOLDERS)
@@ -154,7 +156,8 @@ def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
         shutil.copytree(first, root)
         run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
     # From the one before, and from the one being written.
-    assert _assert_resumed(roots, 1, expected) == {2, 4}
+    found = ranks(1, _resume, [str(root) for root in roots])
+    assert _assert_resumed(roots, found, expected) == {2, 4}
     shutil.copytree(first, root := tmp_path / "one more")
     with pytest.raises(AssertionError, match="rank 0: returned instead of exiting"):
         run_ranks(1, _run, str(root), 4, (0, len(calls) + 1), expect_exit={0: -signal.SIGKILL})
@@ -169,18 +172,18 @@ def _calls_of_a_save(root: str) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
-    tmp_path: Path, rank: int, pytestconfig: pytest.Config
+    tmp_path: Path, rank: int, pytestconfig: pytest.Config, ranks: KeptRanks
 ) -> None:
     """Of rank 0 those that move data or names. With `--every-fault`: every call."""
-    calls = run_ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
+    calls = ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
     (whole := tmp_path / "whole").mkdir()
-    expected = run_ranks(2, _run, str(whole), 6, None)
+    expected = ranks(2, _run, str(whole), 6, None)
     numbers = _stages(calls, ("pwritev", "rename", "replace") if rank == 0 else FILE_CALLS)
     assert len(numbers) >= 3
     if pytestconfig.getoption("--every-fault"):
         numbers = list(range(1, len(calls) + 1))
     (first := tmp_path / "first").mkdir()
-    run_ranks(2, _run, str(first), 2, None)
+    ranks(2, _run, str(first), 2, None)
     roots = []
     for number in numbers:
         roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
@@ -189,7 +192,7 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
             2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
         )
         assert (root / "latest").exists()
-    _assert_resumed(roots, 2, expected)
+    _assert_resumed(roots, ranks(2, _resume, [str(root) for root in roots]), expected)
 
 
 def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:

@@ -120,7 +120,7 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
     ("num_ranks", "num_tensor", "in_sequence", "zero3_size", "readers"),
     [
         (2, 2, True, None, {1: [1], 4: [2]}),
-        pytest.param(4, 2, True, None, {2: [2]}, marks=pytest.mark.slow),
+        pytest.param(4, 2, True, None, {2: [2]}, marks=pytest.mark.soak),
         pytest.param(4, 2, False, 1, {2: [1]}, marks=pytest.mark.slow),
         pytest.param(3, 1, True, None, {4: [4]}, marks=pytest.mark.slow),
     ],

@@ -163,8 +163,8 @@ def test_receivers_follow_models_of_many_kinds(ranks: KeptRanks) -> None:
 @pytest.mark.parametrize(
     "world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2, 4)), 3]
 )
-def test_receivers_follow_any_model(world_size: int, ranks: KeptRanks) -> None:
-    ranks(world_size, _models, list(CASES), 1)
+def test_receivers_follow_any_other_model(world_size: int, ranks: KeptRanks) -> None:
+    ranks(world_size, _models, [name for name in CASES if name not in FEW], 1)
 
 
 def _long_run(options: dict[str, Any], steps: int) -> None:

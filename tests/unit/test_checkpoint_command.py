@@ -123,21 +123,15 @@ def test_inspect_tells_what_is_there(root: Path, capsys: pytest.CaptureFixture[s
     assert checkpoint["aliases"] == {"head.weight": "embed.weight"}
     assert "tensors" not in checkpoint
 
+    state = checkpoint["extra"][0]["random"]
+    assert len(state["$tensor"][2]) > 5000
     assert main(["inspect", str(root), "--tensors"]) == 0
-    text = capsys.readouterr().out
-    for part in (
-        "name step-00000008, latest True, step 8",
-        "name .writing-step-00000012, nbytes 100",
-        "world_size 2",
-        f"num_elements {elements + 1}",
-        "head.weight embed.weight",
-        "betas (0.9, 0.999)",
-        "last_epoch 2",
-        "seen 80, random uint8[5056], rank 0",
-        "block.up.weight/exp_avg_sq",
-    ):
-        assert part in text.replace(": ", " "), text
-    assert not any(line != line.rstrip() for line in text.splitlines())
+    short = json.loads(capsys.readouterr().out)
+    assert len(short["checkpoint"]["extra"][0]["random"]["$tensor"][2]) == 300
+    names = {each["name"] for each in short["checkpoint"].pop("tensors")}
+    assert {"block.up.weight", "block.up.weight/exp_avg_sq"} <= names
+    short["checkpoint"].pop("extra"), checkpoint.pop("extra")
+    assert short == found, "all else in full"
 
 
 def test_inspect_lists_each_tensor_where_it_is(
@@ -277,8 +271,6 @@ def test_weights_from_elsewhere_are_read_too(
         checkpoint = _description(capsys, path)["checkpoint"]
         assert checkpoint["model"]["num_elements"] == 7
         assert not checkpoint["checksums"]
-        assert main(["inspect", str(path)]) == 0
-        assert "checksums: False" in capsys.readouterr().out
         assert main(["verify", str(path)]) == 0
         assert "only sizes and headers can be checked" in capsys.readouterr().out
     data = (folder / "x.safetensors").read_bytes()

@@ -197,18 +197,17 @@ def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> Opt
         is_whole = keeps_whole_states(optimizer)
         states: Any = optimizer.state
         for index, parameter in enumerate(parameters_with_state(optimizer)):
-            found = names.of(parameter)
-            assert found is not None, "`optimizer_groups` has raised for others"
+            owner = names.first(parameter)
             for key, value in states.get(parameter, {}).items():
-                where = f"optimizer state {key!r} of {found[0]}"
+                where = f"optimizer state {key!r} of {owner}"
                 is_tensor = isinstance(value, torch.Tensor)
                 _check_key(key, where)
                 # Containers of shards cannot be put together for other ranks.
                 rest, tensors = take_tensors(value, key) if is_whole or is_tensor else (value, {})
                 if not is_tensor:
-                    parts.values.setdefault(found[0], {})[key] = encode(rest, where)
+                    parts.values.setdefault(owner, {})[key] = encode(rest, where)
                 for own_key, tensor in tensors.items():
-                    name = (f"{found[0]}{_STATE_SEPARATOR}{own_key}",)
+                    name = (f"{owner}{_STATE_SEPARATOR}{own_key}",)
                     if is_whole:
                         _check_key(own_key, where)
                     else:

@@ -103,16 +103,22 @@ class Manifest:
             )
         try:
             values = _parse(body + b"}")
-        except ValueError as error:
-            raise CheckpointError(f"{where}: damaged: {error}") from error
-        version = values.pop("version", None)
-        is_known = type(version) is int and 1 <= version <= VERSION
-        if values.pop("format", None) != FORMAT or not is_known:
-            raise CheckpointError(
-                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r:.40}"
-            )
-        try:
-            _check_values(values)
+            version = values.pop("version", None)
+            is_known = type(version) is int and 1 <= version <= VERSION
+            if values.pop("format", None) != FORMAT or not is_known:
+                raise CheckpointError(
+                    f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version "
+                    f"{version!r:.40}"
+                )
+            if missing := sorted(_REQUIRED - values.keys()):
+                raise ValueError(f"has no field {missing}")
+            if unknown := sorted(values.keys() - _FIELDS.keys()):
+                raise ValueError(f"has unknown fields {unknown}")
+            for name, value in values.items():
+                if not _fits(value, _FIELDS[name]):
+                    raise ValueError(
+                        f"the field {name!r} is not what a save writes: {value!r:.100}"
+                    )
         except ValueError as error:
             raise CheckpointError(f"{where}: damaged: {error}") from error
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
@@ -157,7 +163,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         ValueError: it is something else.
     """
     try:
-        values = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        values = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
     if not isinstance(values, dict):
@@ -175,30 +181,11 @@ def _parse(text: bytes) -> dict[str, Any]:
     return values
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text:.40} is too large")
+        raise ValueError(f"the number {text:.40} is not finite")
     return value
-
-
-def _check_values(values: dict[str, Any]) -> None:
-    """Check fields of a manifest: all there are, with the types that `Manifest` says.
-
-    Raises:
-        ValueError: names the first field that is wrong.
-    """
-    unknown = sorted(values.keys() - _FIELDS.keys())
-    missing = sorted(_REQUIRED - values.keys())
-    if unknown or missing:
-        raise ValueError(f"has no field {missing}" if missing else f"has unknown fields {unknown}")
-    for name, value in values.items():
-        if not _fits(value, _FIELDS[name]):
-            raise ValueError(f"the field {name!r} is not what a save writes: {value!r:.100}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
