@@ -44,6 +44,10 @@ class Names:
         """All names of a parameter of the model; None for any other."""
         return self._by_id.get(id(parameter))
 
+    def first(self, parameter: torch.Tensor) -> str:
+        """The first name of a parameter of the model."""
+        return self._by_id[id(parameter)][0]
+
     def announces(self, parameter: nn.Parameter) -> bool:
         """Whether this rank reports a parameter to the others.
 
