@@ -36,7 +36,7 @@ from layerzero.config import (
     parse_nbytes,
     prefetch_depth,
 )
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import require_timeout, resolve_process_groups
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer

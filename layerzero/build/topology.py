@@ -20,14 +20,13 @@ from layerzero.build.compare import REFUSED, Exchange, Outline
 from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
-    ShardGroup,
     is_timeout,
     make_shard_group,
     make_shard_groups,
     mesh_groups,
     resolve_process_groups,
 )
-from layerzero.flat.placement import Outer, Placement
+from layerzero.flat.placement import Outer, Placement, ShardGroup
 from layerzero.notices import outside, warn_once
 
 _logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerzero.flat.flat_param import OriginalParameter, Slot
+from layerzero.flat.flatten import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, sharded_param_of
 from layerzero.step.unit import Unit, get_unit

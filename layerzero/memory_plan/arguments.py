@@ -15,8 +15,8 @@ from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.plan import WrapPlan, plan_wrapping
 from layerzero.build.topology import Topology, check_sizes, place
 from layerzero.build.wrap import make_chooser
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import copy_attributes
+from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.memory_plan.experts import placements_of, with_ranks
 from layerzero.memory_plan.transport import planned_axes, planned_group

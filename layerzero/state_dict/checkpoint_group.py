@@ -21,12 +21,11 @@ from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
     DEFAULT_TIMEOUT,
-    ShardGroup,
     chosen_timeout,
     describe_group,
     raise_backend_timeout,
 )
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.step.root import RootState
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.parameter_info import ParameterInfo, gather_by, get_info
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive

@@ -15,7 +15,7 @@ from torch import nn
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
