@@ -103,16 +103,10 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
             type(inside).__name__ for inside in module.modules() if precision.keeps_float32(inside)
         )
         stays = ", ".join(f"{name} ({count})" for name, count in sorted(kept.items()))
-        unmet = [
-            cls.__name__
-            for cls in precision.keep_float32
-            if not any(isinstance(inside, cls) for inside in module.modules())
-        ]
         lines.append(
             "mixed precision: "
             + ", ".join(f"{name}={value}" for name, value in dtypes.items())
             + (f"; kept in float32: {stays}" if stays else "")
-            + (f"; keep_float32 matches no {', '.join(unmet)}" if unmet else "")
             + (f"; for {names_text(labels)}" if len(by_precision) > 1 else "")
         )
     return lines

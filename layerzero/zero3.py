@@ -39,7 +39,7 @@ from layerzero.config import (
 from layerzero.flat.groups import is_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
-from layerzero.model_functions import UnshardHandle, unshard_unit
+from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
 from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
@@ -507,14 +507,10 @@ class ZeRO3(Joinable, ModuleWrapper):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's forward begins, instead of those recorded next."""
-        from layerzero.model_functions import UnitView
-
         UnitView(self._unit).set_modules_to_forward_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Prefetch these units when this one's backward begins, instead of those recorded next."""
-        from layerzero.model_functions import UnitView
-
         UnitView(self._unit).set_modules_to_backward_prefetch(modules)
 
 

@@ -50,52 +50,21 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
     """
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
-    units = build_units(plan, topology, given, parts, materializer, digests)
+    builder = Builder(plan, topology, given, parts, materializer, digests)
+    units = builder.build_units()
     difference = settle(materializer.failure, digests, topology.placement, plan.device)
     if difference is not None:
         is_first = topology.placement.is_first
         warn_once(difference, difference, is_first=is_first, stacklevel=outside())
-    root = join_units(units, plan, topology, given, parts)
+    root = builder.join(units)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:
         feature.built(root)
     return root
 
 
-def build_units(
-    plan: WrapPlan,
-    topology: Topology,
-    given: Arguments,
-    parts: Parts,
-    materializer: Materializer,
-    digests: Digests,
-) -> list[Unit]:
-    """Build the units, in the order of their plans. Collective only with `sync_module_states`."""
-    return _UnitBuilder(plan, topology, given, parts, materializer, digests).build()
-
-
-def join_units(
-    units: list[Unit], plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts
-) -> RootState:
-    """Join the units under one root."""
-    forward_depth, limit = int(given.prefetch.forward), given.prefetch.limit
-    # By default: the units around the one in use, it, one about to be freed, and those ahead.
-    default_units = plan.nesting + 1 + max(forward_depth, 1)
-    return parts.make_root(
-        units,
-        device=plan.device,
-        forward_depth=forward_depth,
-        backward_prefetch=given.prefetch.backward,
-        budget=GatherBudget.parse(limit, default_units=default_units),
-        budget_is_default=limit is True,
-        reduction=given.reduction,
-        tensor_parallel_groups=topology.tensor_parallel_groups,
-        ignored=plan.ignored,
-    )
-
-
 @dataclass(frozen=True)
-class _UnitBuilder:
+class Builder:
     """Builds the units of one `ZeRO3` call."""
 
     plan: WrapPlan
@@ -105,7 +74,25 @@ class _UnitBuilder:
     materializer: Materializer
     digests: Digests
 
-    def build(self) -> list[Unit]:
+    def join(self, units: list[Unit]) -> RootState:
+        """Join the units under one root."""
+        prefetch = self.given.prefetch
+        forward_depth, limit = int(prefetch.forward), prefetch.limit
+        # By default: the units around the one in use, it, one about to be freed, and those ahead.
+        default_units = self.plan.nesting + 1 + max(forward_depth, 1)
+        return self.parts.make_root(
+            units,
+            device=self.plan.device,
+            forward_depth=forward_depth,
+            backward_prefetch=prefetch.backward,
+            budget=GatherBudget.parse(limit, default_units=default_units),
+            budget_is_default=limit is True,
+            reduction=self.given.reduction,
+            tensor_parallel_groups=self.topology.tensor_parallel_groups,
+            ignored=self.plan.ignored,
+        )
+
+    def build_units(self) -> list[Unit]:
         """Build the units in the order of their plans. Collective with `sync_module_states`.
 
         Modules are visited in order, and a unit is flattened right after its last module was

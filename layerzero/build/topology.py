@@ -135,15 +135,7 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     agree_on_group_names(axes, exchange_device)
 
     def make(group: Group | None, zero3_size: int | None = None) -> Placement:
-        return make_placement(
-            group,
-            plan.device,
-            zero3_size,
-            given.outer,
-            given.reduction.deterministic,
-            given.timeout,
-            given.reduction.separate_groups,
-        )
+        return _make_placement(group, zero3_size, plan.device, given)
 
     placement = make(given.process_group, given.zero3_size)
     groups = mesh_groups(plan.mesh, plan.device, given.timeout)
@@ -181,14 +173,8 @@ def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) ->
 # Placements ---------------------------------------------------------------------------------------
 
 
-def make_placement(
-    group: Group | None,
-    device: torch.device,
-    zero3_size: int | None,
-    outer: Outer,
-    deterministic: bool,
-    timeout: timedelta | None,
-    separate_groups: bool = False,
+def _make_placement(
+    group: Group | None, zero3_size: int | None, device: torch.device, given: Arguments
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
@@ -198,36 +184,25 @@ def make_placement(
         group: all ranks, cut into shard groups of `zero3_size` neighbours; or a 2-D mesh
             (outer, inner), which defines both axes.
         zero3_size: a divisor of the group's size, the same on every rank; None: all of it.
-        separate_groups: make groups for reductions alone, too.
 
     Raises:
         ValueError: this rank is not in the group or mesh.
     """
-    groups = make_shard_groups(group, device, timeout)
-    placement = _place(group, groups, device, zero3_size, outer, deterministic)
-    if not separate_groups:
-        return placement
-    lane = (_group_of(g.ranks, groups, device, "reduce") for g in placement.reduce_groups)
-    return dataclasses.replace(placement, reduce_lane=tuple(lane))
-
-
-def _place(
-    group: Group | None,
-    groups: list[ShardGroup],
-    device: torch.device,
-    zero3_size: int | None,
-    outer: Outer,
-    deterministic: bool,
-) -> Placement:
+    groups = make_shard_groups(group, device, given.timeout)
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         table = group.mesh.tolist()
     else:
         # Neighbours in the order of global ranks, which is that of every process group made here.
         ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
         table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-    return place(
-        table, dist.get_rank(), outer, deterministic, lambda r: _group_of(r, groups, device)
+    in_order = given.reduction.deterministic
+    placement = place(
+        table, dist.get_rank(), given.outer, in_order, lambda r: _group_of(r, groups, device)
     )
+    if not given.reduction.separate_groups:
+        return placement
+    lane = (_group_of(g.ranks, groups, device, "reduce") for g in placement.reduce_groups)
+    return dataclasses.replace(placement, reduce_lane=tuple(lane))
 
 
 def place(

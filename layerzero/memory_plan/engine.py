@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.build import Parts, build_units, join_units
+from layerzero.build.build import Builder, Parts
 from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
@@ -55,12 +55,9 @@ class PlannedModel(ZeRO3):
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
-        parts = Parts(
-            make_root=make,
-            name_in_state_dicts=module_state.install,
-        )
-        units = build_units(plan, topology, arguments, parts, materializer, digests)
-        root = join_units(units, plan, topology, arguments, parts)
+        parts = Parts(make_root=make, name_in_state_dicts=module_state.install)
+        builder = Builder(plan, topology, arguments, parts, materializer, digests)
+        root = builder.join(builder.build_units())
         if arguments.verify is not None:
             verifier = _PlannedVerifier(root, count, on_accelerator)
             root.extensions.add(verifier)

@@ -8,14 +8,19 @@ from typing import Any
 
 import torch
 
-from layerzero.config import MixedPrecision, OffloadPolicy, ReshardAfterForward, prefetch_depth
+from layerzero.config import (
+    FLAG,
+    MixedPrecision,
+    OffloadPolicy,
+    ReshardAfterForward,
+    prefetch_depth,
+)
 from layerzero.plan.activations import ActivationCheckpointing
 from layerzero.plan.options import (
     GIVEN_TWICE,
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
     merge_precision,
-    read_bool,
     read_options,
     refuse_twice,
 )
@@ -70,9 +75,8 @@ class PlanFields:
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
-        read_bool("pregather", self.pregather)
-        read_bool("broadcast_buffers", self.broadcast_buffers)
-        read_bool("local_experts", self.local_experts)
+        for name in ("pregather", "broadcast_buffers", "local_experts"):
+            FLAG(name, getattr(self, name))
         for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
             _check_number(name, getattr(self, name))
         self._refuse_given_twice()

@@ -18,11 +18,7 @@ import torch
 from torch import nn
 
 from layerzero.build.arguments import check
-from layerzero.config import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-)
+from layerzero.config import FLAG, BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import LONGEST_TIMEOUT
 from layerzero.migrate import to_offload, to_precision
 from layerzero.plan.activations import read_act_ckpt
@@ -136,12 +132,6 @@ def read_dtype(name: str, value: Any) -> torch.dtype | None:
     return dtype
 
 
-def read_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
-    return value
-
-
 def _read_mixed_precision(value: Any) -> MixedPrecision:
     if hasattr(value, "cast_root_forward_inputs"):
         raise TypeError(
@@ -171,7 +161,7 @@ def _read_policy(name: str, value: Any, **defaults: bool) -> OffloadPolicy:
         return value or OffloadPolicy()
     given = _arguments(name, value, OffloadPolicy)
     for argument, setting in given.items():
-        read_bool(f"{name}.{argument}", setting)
+        FLAG(f"{name}.{argument}", setting)
     return OffloadPolicy(**{**defaults, **given})
 
 
@@ -224,12 +214,11 @@ def _checked(name: str, value: Any) -> Any:
 _CHECKED = (
     *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
     *("zero3_size", "forward_prefetch", "limit_all_gathers", "memory_budget"),
-    "reshard_after_forward",
+    *("deterministic", "reshard_after_forward", "sync_module_states"),
 )
-_FLAGS = ("cast_forward_inputs", "deterministic", "sync_module_states")
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: partial(read_dtype, name) for name in DTYPE_OPTIONS},
-    **{name: partial(read_bool, name) for name in _FLAGS},
+    "cast_forward_inputs": partial(FLAG, "cast_forward_inputs"),
     **{name: partial(_checked, name) for name in _CHECKED},
     "mixed_precision": _read_mixed_precision,
     "cpu_offload": _read_cpu_offload,

@@ -248,15 +248,15 @@ class _Resolver:
                 if unit.fqn in row.fqns:
                     unit.is_expert = True
                     row.used.append(unit.fqn)
-            if self._names_no_unit(row):
-                self.result.errors.append(
-                    f"ep_plan: {text!r} matches {names(row.fqns)}, but no unit: list them in "
-                    "apply_modules as well"
-                )
+            self._require_units(row)
 
-    def _names_no_unit(self, row: Row) -> bool:
-        """Whether a pattern for units matched none, and no warning explains it."""
-        return bool(row.fqns) and not row.used and not self._sharded_before.issuperset(row.fqns)
+    def _require_units(self, row: Row) -> None:
+        """Note an error if a pattern for units matched none, and no warning explains it."""
+        if row.fqns and not row.used and not self._sharded_before.issuperset(row.fqns):
+            self.result.errors.append(
+                f"{row.key}: {row.pattern!r} matches {names(row.fqns)}, but no unit: list them in "
+                "apply_modules as well"
+            )
 
     @property
     def _sharded_before(self) -> set[str]:
@@ -274,11 +274,7 @@ class _Resolver:
                 match = pattern.match(unit.fqn)
                 if match is not None:
                     self._hook(row, unit, pattern, match, template)
-            if self._names_no_unit(row):
-                self.result.errors.append(
-                    f"hook_modules: {owner!r} matches {names(row.fqns)}, but no unit: list them in "
-                    "apply_modules as well"
-                )
+            self._require_units(row)
 
     def _hook(
         self,

@@ -163,8 +163,5 @@ def summoned(module: nn.Module, what: str, *, writeback: bool) -> Iterator[None]
         return
     from layerzero.state_dict.summon import SummonOptions, summon
 
-    options = SummonOptions(
-        writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False
-    )
-    with summon(root_of(units[0]), units, options, what):
+    with summon(root_of(units[0]), units, SummonOptions(writeback=writeback), what):
         yield

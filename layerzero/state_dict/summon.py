@@ -22,10 +22,12 @@ from layerzero.step.unit import TrainingState, Unit
 
 @dataclass(frozen=True, kw_only=True)
 class SummonOptions:
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-    with_grads: bool
+    """The arguments of `ZeRO3.summon_full_params`, which documents them."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
 
 @dataclass

@@ -68,9 +68,14 @@ def batches(steps: int) -> list[list[Any]]:
     return (batches_of(CASE, dist.get_world_size(), steps=3) * steps)[:steps]
 
 
-def train(model: nn.Module, steps: int = 4, optimizer: str = "adamw") -> list[Tensor]:
+def train(model: nn.Module, steps: int = 3, optimizer: str = "adamw") -> list[Tensor]:
     made = OPTIMIZERS[optimizer](model.parameters())
     return train_rank(model, made, batches(steps), dist.get_rank())
+
+
+def twice(model: nn.Module) -> list[Tensor]:
+    """Two steps: the second one has a recorded order, and weights that the first one changed."""
+    return train(model, steps=2)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -174,8 +179,8 @@ def _ways_to_shard() -> None:
             model.layers[index] = checkpoint_wrapper(engine.fully_shard(layer))
         return engine.fully_shard(model)
 
-    assert_alike(Transformer, wrapped, train, "inside checkpoint_wrapper")
-    assert_alike(Transformer, wrapped_later, train, "around checkpoint_wrapper")
+    assert_alike(Transformer, wrapped, twice, "inside checkpoint_wrapper")
+    assert_alike(Transformer, wrapped_later, twice, "around checkpoint_wrapper")
 
     def recomputed(engine: Engine, model: nn.Module) -> nn.Module:
         for layer in model.layers:
@@ -183,14 +188,14 @@ def _ways_to_shard() -> None:
             layer.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False)
         return by_blocks(engine, model)
 
-    assert_alike(Transformer, recomputed, train, "checkpoint in forward")
+    assert_alike(Transformer, recomputed, twice, "checkpoint in forward")
 
 
 def _blocks(model: nn.Module) -> list[Tensor]:
     """Layers that are models of their own, in a model that is not sharded."""
     optimizer = OPTIMIZERS["adamw"](model.layers.parameters())
     losses = []
-    for step in batches(3):
+    for step in batches(2):
         model.zero_grad()
         losses.append(model(step[dist.get_rank()]))
         losses[-1].backward()
@@ -205,7 +210,7 @@ def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
 
 
 def _compiled() -> None:
-    expected = train(by_blocks(layerzero, seeded(Transformer)), steps=2)
+    expected = twice(by_blocks(layerzero, seeded(Transformer)))
 
     def compile_each(model: Any, when: str) -> nn.Module:
         for index, layer in enumerate(model.layers):
@@ -221,7 +226,7 @@ def _compiled() -> None:
         return fully_shard(model)
 
     for when in ("around", "before", "after"):
-        assert_losses(train(compile_each(seeded(Transformer), when), steps=2), expected, when)
+        assert_losses(twice(compile_each(seeded(Transformer), when)), expected, when)
 
 
 def test_blocks_may_be_compiled_before_and_after() -> None:
@@ -272,7 +277,7 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, (FSDPModule, torchs.FSDPModule))]
 
 
-def _accumulate(model: Any, micro_batches: int = 3) -> list[Tensor]:
+def _accumulate(model: Any, micro_batches: int = 2) -> list[Tensor]:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     losses, rank = [], dist.get_rank()
     for step in (batches(micro_batches), batches(micro_batches)[::-1]):
@@ -298,16 +303,16 @@ def _with_lists(model: Any) -> list[Tensor]:
     first.set_modules_to_forward_prefetch(layers[1:])
     last.set_modules_to_backward_prefetch(layers[:-1])
     model.set_reshard_after_forward(False)
-    losses = train(model, steps=2)
+    losses = twice(model)
     model.set_reshard_after_forward(True, recurse=True)
-    return losses + train(model, steps=2)
+    return losses + twice(model)
 
 
 def _divided(model: Any) -> list[Tensor]:
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(8.0)
         module.set_force_sum_reduction_for_comms(True)
-    return train(model, optimizer="sgd_momentum")
+    return train(model, steps=2, optimizer="sgd_momentum")
 
 
 def _by_hand(model: Any) -> list[Tensor]:
@@ -318,7 +323,7 @@ def _by_hand(model: Any) -> list[Tensor]:
     layer.reshard()
     assert hasattr(layer.qkv.weight, "layerzero")
     model.unshard()
-    losses = train(model, steps=2)
+    losses = twice(model)
     model.reset_iter_state()
     return losses
 
@@ -377,7 +382,7 @@ def _methods() -> None:
     assert_alike(Transformer, by_blocks, _with_lists, "prefetch lists")
     assert_alike(Transformer, by_blocks, _divided, "divide factor")
     # torch's root stays full after its `unshard`, and computes with the weights of before a step.
-    plain = train(by_blocks(torchs, seeded(Transformer)), steps=2)
+    plain = twice(by_blocks(torchs, seeded(Transformer)))
     assert_losses(_by_hand(by_blocks(layerzero, seeded(Transformer))), plain, "unshard")
     assert_alike(WithoutHead, in_one_list, _in_chunks, "a list's modules used apart")
     assert_alike(Transformer, registered, _registered, "a registered method")
@@ -519,7 +524,7 @@ def _ignored_and_frozen() -> None:
         model.layers[0].requires_grad_(False)
         return by_blocks(engine, model, ignored_params=ignored)
 
-    own, theirs = assert_alike(Transformer, shard, train, "ignored parameters")
+    own, theirs = assert_alike(Transformer, shard, twice, "ignored parameters")
     for model in (own, theirs):
         assert type(model.norm.weight) is nn.Parameter and model.norm.weight.shape == (24,)
 
@@ -549,7 +554,7 @@ def _four_ranks() -> None:
     def shard(engine: Engine, model: nn.Module) -> nn.Module:
         return by_blocks(engine, model, mesh=mesh)
 
-    assert_alike(Transformer, shard, train, "replicated")
+    assert_alike(Transformer, shard, twice, "replicated")
     assert_alike(Transformer, shard, partly, "replicated, reduced over shards first")
 
     def first_in_shards(model: Any) -> None:
@@ -566,7 +571,7 @@ def _four_ranks() -> None:
         model: Any = seeded(Transformer)
         for layer in model.layers:
             fully_shard(layer, reshard_after_forward=layers)
-        return train(fully_shard(model, reshard_after_forward=root))
+        return twice(fully_shard(model, reshard_after_forward=root))
 
     expected = train_with(True, True)
     for root, layers in ((None, 2), (2, 2), (4, 1), (2, True)):

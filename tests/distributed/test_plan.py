@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
 from tests.harness.checks import assert_bitwise, warns_on_first_rank
-from tests.harness.compare import assert_trains_alike
+from tests.harness.compare import Shared, assert_trains_alike
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH
 from tests.harness.plan_models import Model
@@ -44,8 +44,8 @@ def sharded(mesh: Any = None, build: Any = Model, **plan: Any) -> ZeRO3:
         return shard_with_plan(seeded(build), ShardingPlan.from_dict(plan), mesh)
 
 
-def trains_alike(model: ZeRO3, steps: int = 2) -> None:
-    assert_trains_alike(model, seeded(Model), batches(steps))
+def trains_alike(model: ZeRO3, steps: int = 2, truth: Shared | None = None) -> None:
+    assert_trains_alike(model, truth or seeded(Model), batches(steps))
 
 
 def fqns(model: ZeRO3) -> list[str]:
@@ -61,6 +61,7 @@ LAYERS = [f"layers.{layer}" for layer in range(3)]
 
 @on_ranks(2)
 def test_patterns_name_the_units() -> None:
+    truth = Shared(seeded(Model))
     for plan, expected in (
         ({}, []),
         ({"apply_modules": ["layers.{*}", "head"]}, [*LAYERS, "head"]),
@@ -81,11 +82,11 @@ def test_patterns_name_the_units() -> None:
         model = shard_with_plan(module, ShardingPlan.from_dict(plan))
         assert fqns(model) == sorted(["", *expected]), plan
         assert [name for name, _ in model.named_modules()] == names
-        reference = seeded(Model)
         if "ignored_modules" in plan:
-            reference.layers[1].requires_grad_(False)
+            truth = Shared(seeded(Model))
+            truth.model.layers[1].requires_grad_(False)
             assert module.layers[1].attn.up.weight.shape == (7, WIDTH)
-        assert_trains_alike(model, reference, batches(2))
+        trains_alike(model, 1, truth)
 
 
 def _wrapped_layers() -> Model:
@@ -240,6 +241,7 @@ def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() ->
 
 @on_ranks(2)
 def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
+    truth = Shared(seeded(Model))
     for hooks in ({"layers.{*}.bank": "layers.{*}"}, ["layers.{*}"]):
         for layers in ([], ["layers.{*}"]):
             model = sharded(
@@ -253,7 +255,7 @@ def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
             order = gathered(operations)
             assert order.count("layers.1.bank") == 1
             assert "layers.1.bank" in order[: order.index("layers.2.bank")]
-            trains_alike(model)
+            trains_alike(model, truth=truth)
             assert not any(full_nbytes(model).values())
 
 
@@ -325,6 +327,7 @@ def _own_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
 
 @on_ranks(2)
 def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> None:
+    truth = Shared(seeded(Model))
     for choice in (
         "composable",
         "wrapped",
@@ -345,7 +348,7 @@ def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> No
         assert fqns(model) == sorted(["", *LAYERS, *ATTENTIONS])
         for layer in module.layers:
             layer.attn.up.register_forward_hook(lambda *_, calls=calls: calls.append("up"))
-        trains_alike(model, steps=1)
+        trains_alike(model, 1, truth)
         recomputed = not isinstance(choice, list)
         assert len(calls) == (6 if recomputed else 3), choice
     with pytest.raises(ValueError, match="'composable' has no argument 'offload'"):

@@ -1,4 +1,5 @@
-"""What is written for torch's FSDP means the same here, or is refused with our word for it."""
+"""What is written for torch's FSDP means the same here, or is refused with our word for it; so does
+a policy for several of our arguments, which it must agree with."""
 
 from __future__ import annotations
 
@@ -21,8 +22,18 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
+from layerzero import (
+    BackwardPrefetch,
+    MixedPrecision,
+    OffloadPolicy,
+    PrefetchPolicy,
+    ReductionPolicy,
+    ZeRO3,
+    units,
+)
+from layerzero.build.arguments import Arguments, check_arguments
 from layerzero.build.wrap import plan_units
+from layerzero.fsdp import _defaults
 from layerzero.migrate import to_backward_prefetch, to_offload, to_policy, to_precision
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 
@@ -264,3 +275,57 @@ def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
     assert "\n" not in str(error.value)
     assert all(now is before[name] for name, now in model.named_parameters())
     assert isinstance(ZeRO3(model), ZeRO3), "and the module can be wrapped still"
+
+
+# Policies for several arguments -------------------------------------------------------------------
+
+AHEAD = {
+    "forward": ("forward_prefetch", 2),
+    "backward": ("backward_prefetch", BackwardPrefetch.BACKWARD_POST),
+    "limit": ("limit_all_gathers", "2GB"),
+}
+REDUCED = {
+    "reduce": ("gradient_reduction", "sum"),
+    "accumulation": ("accumulation", "sharded"),
+    "deterministic": ("deterministic", True),
+}
+
+
+def _checked(**given: Any) -> Arguments:
+    return check_arguments({**_defaults(), "module": nn.Linear(1, 1), **given})
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fields"),
+    [("prefetch", PrefetchPolicy, AHEAD), ("reduction", ReductionPolicy, REDUCED)],
+)
+def test_a_policy_is_its_arguments_and_excludes_them(name: str, kind: Any, fields: Any) -> None:
+    assert _checked(**{name: kind()}) == _checked()
+    for field, (argument, value) in fields.items():
+        by_policy, flat = {name: kind(**{field: value})}, {argument: value}
+        assert _checked(**by_policy) == _checked(**flat) != _checked()
+        with pytest.raises(ValueError, match=f"{argument}={value!r} are both given; pass only one"):
+            _checked(**{name: kind()}, **flat)
+    with pytest.raises(TypeError, match=f"{name}: expected a {kind.__name__} or None, got 2"):
+        _checked(**{name: 2})
+
+
+BAD: list[tuple[type[Exception], str, type, dict[str, object]]] = [
+    (ValueError, "forward: expected a bool or a depth", PrefetchPolicy, {"forward": -1}),
+    (TypeError, "backward: expected a BackwardPrefetch", PrefetchPolicy, {"backward": "pre"}),
+    (ValueError, "limit: expected at least 1 unit", PrefetchPolicy, {"limit": 0}),
+    (TypeError, "limit: expected bool, int", PrefetchPolicy, {"limit": 1.5}),
+    (ValueError, "limit: expected a size such as", PrefetchPolicy, {"limit": "much"}),
+    (ValueError, "reduce: expected 'mean' or 'sum'", ReductionPolicy, {"reduce": "max"}),
+    (ValueError, "accumulation: expected 'sharded'", ReductionPolicy, {"accumulation": True}),
+    (TypeError, "deterministic: expected True or", ReductionPolicy, {"deterministic": 1}),
+    (TypeError, "separate_groups: expected True or", ReductionPolicy, {"separate_groups": 1}),
+    (TypeError, "in_flight: expected a size such as", ReductionPolicy, {"in_flight": 2}),
+    (ValueError, "in_flight: expected a size such as", ReductionPolicy, {"in_flight": "much"}),
+]
+
+
+def test_a_bad_policy_is_refused_when_it_is_made() -> None:
+    for kind, pattern, policy, options in BAD:
+        with pytest.raises(kind, match=f"{policy.__name__}.{pattern}"):
+            policy(**options)
