@@ -7,7 +7,7 @@ a plain model uses a weight several times, it has the same bits with `cache_enab
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import GradScaler, ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import (
     WIDTH,
@@ -32,7 +32,7 @@ from tests.harness.models import (
     TiedInUnit,
     loss_of,
 )
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
 
 Run = Callable[[nn.Module, Tensor], Tensor]
@@ -178,23 +178,11 @@ def _batches(steps: int = 2) -> list[list[Tensor]]:
     return [[torch.randn(4, WIDTH, generator=generator) for _ in range(size)] for _ in range(steps)]
 
 
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {what}")
-        raise
-
-
-def _compare_runs() -> None:
-    for run in RUNS:
-        with _named(run.__name__):
-            assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=run)
-
-
+@on_ranks(2)
 def test_every_order_of_passes_in_one_autocast_is_bitwise_plain_torch() -> None:
-    run_ranks(2, _compare_runs)
+    for run in RUNS:
+        with named(run.__name__):
+            assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), _batches(), run=run)
 
 
 class Inside(nn.Module):
@@ -261,7 +249,8 @@ def reentrant(run: Run) -> Run:
     return with_grad
 
 
-def _compare_models() -> None:
+@on_ranks(2, timeout=120)
+def test_casts_of_weights_that_several_calls_use_are_those_of_plain_torch() -> None:
     few: list[Run] = [two_forwards_one_backward, pairs_interleaved]
     for build, wrapped in (
         (RepeatedModule, (Block,)),
@@ -270,32 +259,29 @@ def _compare_models() -> None:
         (FrozenParts, (Block, nn.Linear)),
     ):
         for run in few:
-            with _named(f"{build.__name__}, {run.__name__}"):
+            with named(f"{build.__name__}, {run.__name__}"):
                 assert_trains_alike(zero3(build, *wrapped), seeded(build), _batches(), run=run)
     for run in (no_grad_pass_first, two_forwards_two_backwards, pairs):
-        with _named(f"Decorated, {run.__name__}"):
+        with named(f"Decorated, {run.__name__}"):
             reference = seeded(lambda: Decorated(has_cache=False))
             assert_trains_alike(zero3(Decorated, Decorated), reference, _batches(), run=run)
     for run in (outside, two_forwards_one_backward, pairs, enabled_inside_disabled):
-        with _named(f"Inside, {run.__name__}"):
+        with named(f"Inside, {run.__name__}"):
             # Float32 sums over micro-batches, here after those over ranks.
             regrouped = run in (pairs, enabled_inside_disabled)
             model, reference = zero3(Inside, Block), seeded(Inside)
             assert_trains_alike(model, reference, _batches(), run=run, regrouped=regrouped)
 
 
-def test_casts_of_weights_that_several_calls_use_are_those_of_plain_torch() -> None:
-    run_ranks(2, _compare_models, timeout=120)
-
-
-def _compare_recomputation() -> None:
+@on_ranks(2)
+def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
     for use_reentrant in (False, True):
 
         def build(use_reentrant: bool = use_reentrant) -> nn.Module:
             return Recomputed(use_reentrant)
 
         for run in (no_grad_pass_first, micro_batches_without_sync):
-            with _named(f"{use_reentrant=}, {run.__name__}"):
+            with named(f"{use_reentrant=}, {run.__name__}"):
                 assert_trains_alike(
                     zero3(build, Block, TiedBlock), seeded(build), _batches(), run=reentrant(run)
                 )
@@ -307,14 +293,10 @@ def _compare_recomputation() -> None:
             return loss.detach()
 
         for model in (Mlp, Inside):
-            with _named(f"{use_reentrant=}, all of {model.__name__}"):
+            with named(f"{use_reentrant=}, all of {model.__name__}"):
                 assert_trains_alike(
                     zero3(model, Block), seeded(model), _batches(), run=reentrant(whole)
                 )
-
-
-def test_recomputation_in_an_autocast_is_bitwise_plain_torch() -> None:
-    run_ranks(2, _compare_recomputation)
 
 
 def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = None) -> list[Tensor]:
@@ -340,10 +322,11 @@ def _train(model: nn.Module, run: Run, scaler: torch.amp.GradScaler | None = Non
     return losses
 
 
-def _compare_with_ddp() -> None:
+@on_ranks(2)
+def test_autocast_is_bitwise_that_of_ddp_with_and_without_a_scaler() -> None:
     scalers = [GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0)]
     for run in (by_default, pairs, None):
-        with _named("a scaled run" if run is None else run.__name__):
+        with named("a scaled run" if run is None else run.__name__):
             models = [zero3(Mlp, Block), DistributedDataParallel(seeded(Mlp))]
             losses = [
                 _train(model, run or by_default, None if run else scaler)
@@ -356,11 +339,20 @@ def _compare_with_ddp() -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale() == 128.0
 
 
-def test_autocast_is_bitwise_that_of_ddp_with_and_without_a_scaler() -> None:
-    run_ranks(2, _compare_with_ddp)
+class _Stop(Exception):
+    pass
 
 
-def _summon_between_passes() -> None:
+def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
+    def stop(*_: object) -> None:
+        raise _Stop
+
+    with model.module.blocks[1].register_forward_pre_hook(stop):
+        model(x)
+
+
+@on_ranks(2)
+def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
     model, reference = zero3(Mlp, Block), seeded(Mlp)
     (x,) = [step[dist.get_rank()] for step in _batches(1)]
     for each in (model, reference):
@@ -381,19 +373,3 @@ def _summon_between_passes() -> None:
         _stop_in_the_middle(model, x)
     model.zero_grad()
     assert_trains_alike(model, reference, _batches(), run=pairs)
-
-
-class _Stop(Exception):
-    pass
-
-
-def _stop_in_the_middle(model: ZeRO3, x: Tensor) -> None:
-    def stop(*_: object) -> None:
-        raise _Stop
-
-    with model.module.blocks[1].register_forward_pre_hook(stop):
-        model(x)
-
-
-def test_weights_summoned_and_passes_that_fail_inside_an_autocast() -> None:
-    run_ranks(2, _summon_between_passes)

@@ -51,7 +51,7 @@ def _fully_sharded() -> nn.Module:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        name if name == "adamw" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "adamw" else pytest.param(name, marks=pytest.mark.soak)
         for name in OPTIMIZERS
     ],
 )

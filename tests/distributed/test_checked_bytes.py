@@ -22,10 +22,11 @@ from layerzero.errors import CorruptionError
 from layerzero.step.context import RuntimeContext
 from layerzero.verify.verifier import Verifier
 from tests.distributed import test_tensor_parallel as tensor_parallel
+from tests.harness.checks import named
 from tests.harness.flips import REPLICA, SITES, Trials, flip
 from tests.harness.models import Block
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import simulated_device
 
 TIMEOUT = timedelta(seconds=20)
@@ -98,11 +99,8 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
         sites = SITES if make is not _whole else SITES[:3]
         if settings.get("outer") == "replicate":
             sites = (*sites, REPLICA)
-        try:
+        with named(f"settings {name!r}, seed {seed}"):
             trials.run(count, sites)
-        except Exception as error:
-            error.add_note(f"settings {name!r}, seed {seed}")
-            raise
         found += trials.found
     return found
 
@@ -115,13 +113,13 @@ def _on_two_ranks() -> Counter[str]:
     return _flip_under(dict.fromkeys(TWO_RANKS, 12), 0)
 
 
-def test_single_flipped_bits_are_found_on_two_ranks() -> None:
-    found = run_ranks(2, _on_two_ranks)[0]
+def test_single_flipped_bits_are_found_on_two_ranks(ranks: KeptRanks) -> None:
+    found = ranks(2, _on_two_ranks)[0]
     assert all(found[site] >= 12 for site in SITES), found
 
 
-def test_single_flipped_bits_are_found_in_layered_modes(tmp_path: Path) -> None:
-    found = run_ranks(4, _on_four_ranks, tmp_path)[0]
+def test_single_flipped_bits_are_found_in_layered_modes(ranks: KeptRanks, tmp_path: Path) -> None:
+    found = ranks(4, _on_four_ranks, tmp_path)[0]
     assert all(found[site] >= 3 for site in SITES), found
 
 
@@ -132,20 +130,22 @@ def _on_four_ranks(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_flipped_bits_are_found_on_other_numbers_of_ranks(ranks: int) -> None:
-    found = run_ranks(ranks, _flip_under, {"plain": 40, "8-bit": 20, "bf16": 20}, 2)[0]
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_flipped_bits_are_found_on_other_numbers_of_ranks(
+    ranks: KeptRanks, world_size: int
+) -> None:
+    found = ranks(world_size, _flip_under, {"plain": 40, "8-bit": 20, "bf16": 20}, 2)[0]
     assert found["main shard"] >= 10 and found["optimizer state"] >= 10, found
 
 
 @pytest.mark.soak
-def test_ten_thousand_flipped_bits(request: pytest.FixtureRequest) -> None:
+def test_ten_thousand_flipped_bits(ranks: KeptRanks, request: pytest.FixtureRequest) -> None:
     """With `--seeds 200` (make soak); without, a few hundred."""
     scale = max(2, request.config.getoption("seeds") // 2)
     two = dict.fromkeys(TWO_RANKS, 15 * scale)
     four = dict.fromkeys(FOUR_RANKS, 8 * scale)
-    found = run_ranks(2, _flip_under, two, 3, timeout=7200.0)[0]
-    found += run_ranks(4, _flip_under, four, 4, timeout=7200.0)[0]
+    found = ranks(2, _flip_under, two, 3, timeout=7200.0)[0]
+    found += ranks(4, _flip_under, four, 4, timeout=7200.0)[0]
     print(f"found {sum(found.values())} flips: {dict(found)}")
     # The others are trials in which the step had no such collective, and nothing was flipped.
     assert sum(found.values()) >= 0.95 * (sum(two.values()) + sum(four.values()))
@@ -308,7 +308,9 @@ def _copies_that_differ_after_a_load(folder: Path) -> None:
         step()
 
 
-def _tensor_parallel_copies_that_differ() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_copies_on_tensor_parallel_ranks_are_compared() -> None:
     mesh = tensor_parallel.grid(1)
     model = tensor_parallel.wrapped(mesh, verify="always")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,11 +330,6 @@ def _tensor_parallel_copies_that_differ() -> None:
     raise AssertionError("copies that differ were not found in 40 steps")
 
 
-@pytest.mark.slow
-def test_copies_on_tensor_parallel_ranks_are_compared() -> None:
-    run_ranks(2, _tensor_parallel_copies_that_differ)
-
-
 # Other backends ---------------------------------------------------------------------------------
 
 
@@ -350,7 +347,8 @@ def _flips_the_second() -> Callable[..., None]:
     return gathered
 
 
-def _without_names() -> None:
+@on_ranks(2)
+def test_backends_whose_messages_carry_no_name_and_devices_are_checked_too() -> None:
     """Where the engine sees no message: what came is corrupted before its first use."""
     group = make_plain_group(TIMEOUT)
     for context in (contextlib.nullcontext(), simulated_device()):
@@ -366,7 +364,3 @@ def _without_names() -> None:
                 flip(model._root_state.units[1].handles[0].main_shard, 3)
             with pytest.raises(CorruptionError, match="rank 1"):
                 step()
-
-
-def test_backends_whose_messages_carry_no_name_and_devices_are_checked_too() -> None:
-    run_ranks(2, _without_names)

@@ -19,7 +19,7 @@ import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import CASES, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
 
 CASE = CASES["mlp"]
@@ -38,13 +38,6 @@ def _hooks() -> list[tuple[Any, Any]]:
         (low, default_hooks.fp16_compress_hook),
         (low, default_hooks.bf16_compress_hook),
     ]
-
-
-def _like_fsdp1() -> None:
-    # On CPU torch's compressing hooks raise, with FSDP1 as well: there is no stream to record.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        _with_default_hooks()
 
 
 def _with_default_hooks() -> None:
@@ -75,8 +68,12 @@ def _with_default_hooks() -> None:
     assert not torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[2])
 
 
+@on_ranks(2)
 def test_default_hooks_have_fsdp1s_bits() -> None:
-    run_ranks(2, _like_fsdp1)
+    # On CPU torch's compressing hooks raise, with FSDP1 as well: there is no stream to record.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        _with_default_hooks()
 
 
 class Counting:
@@ -102,7 +99,9 @@ class Counting:
         )
 
 
-def _like_fully_shard() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_hooks_of_fully_shard_have_torchs_bits(world_size: int) -> None:
     meshes: list[Any] = [None]
     if dist.get_world_size() == 4:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
@@ -134,12 +133,8 @@ def _like_fully_shard() -> None:
         assert_bitwise(found[0], found[1], f"{when}, {mesh}")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_hooks_of_fully_shard_have_torchs_bits(world_size: int) -> None:
-    run_ranks(world_size, _like_fully_shard)
-
-
-def _refused() -> None:
+@on_ranks(4)
+def test_what_a_hook_cannot_do_is_refused() -> None:
     state, hook = _hooks()[0]
     layers = ZeRO3(seeded(Mlp), zero3_size=2)
     with pytest.raises(NotImplementedError, match="two hops"):
@@ -163,7 +158,8 @@ def _refused() -> None:
         alone.set_all_reduce_hook(print)
 
 
-def _fails_and_goes_on() -> None:
+@on_ranks(2)
+def test_a_hook_that_fails_leaves_the_step_usable() -> None:
     model = ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
     expected = _losses(model)
     model = ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
@@ -180,11 +176,3 @@ def _fails_and_goes_on() -> None:
         model(batch).sum().backward()
     fails.clear()
     assert_bitwise(_losses(model), expected, "after a failure")
-
-
-def test_what_a_hook_cannot_do_is_refused() -> None:
-    run_ranks(4, _refused)
-
-
-def test_a_hook_that_fails_leaves_the_step_usable() -> None:
-    run_ranks(2, _fails_and_goes_on)

@@ -15,7 +15,7 @@ from layerzero import ZeRO3, rewrap
 from layerzero.optim import decay_groups
 from tests.harness.compare import sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
 
 
@@ -183,14 +183,11 @@ def _refusals() -> None:
     loss_of(model(torch.ones(2, WIDTH))).backward()
 
 
-def _everything() -> None:
+@on_ranks(2)
+def test_marks_survive_and_groups_are_made_by_what_parameters_were() -> None:
     _marks_survive()
     _as_unsharded()
     _rules()
     _groups_of_unsharded()
     _refusals()
     _marks_of_tensor_parallel()
-
-
-def test_marks_survive_and_groups_are_made_by_what_parameters_were() -> None:
-    run_ranks(2, _everything)

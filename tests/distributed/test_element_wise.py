@@ -17,7 +17,7 @@ import layerzero
 from layerzero.optim import decay_groups
 from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import seeded
 
 
@@ -117,8 +117,8 @@ def _second_order() -> None:
         assert_same_values(model, plain)
 
 
-def test_lbfgs_trains_where_shards_are_whole() -> None:
-    run_ranks(1, _second_order)
+def test_lbfgs_trains_where_shards_are_whole(ranks: KeptRanks) -> None:
+    ranks(1, _second_order)
 
 
 def _groups() -> None:
@@ -167,12 +167,9 @@ def _split_by_ndim() -> None:
     _expect(messages_of(torch.optim.AdamW, groups))  # once
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2)
+def test_what_takes_shards_for_whole_parameters_warns_once_or_is_refused() -> None:
     _groups()  # Before a warning, which comes once.
     _split_by_ndim()
     _optimizers()
     _second_order()
-
-
-def test_what_takes_shards_for_whole_parameters_warns_once_or_is_refused() -> None:
-    run_ranks(2, _on_two_ranks)

@@ -28,7 +28,7 @@ from tests.harness.checks import (
 )
 from tests.harness.compare import assert_clips, assert_norm_of_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward
 
 needs_fma = pytest.mark.skipif(not HAS_FMA, reason="torch has other arithmetic on this processor")
@@ -112,19 +112,16 @@ def _few_pairs() -> None:
         _train_both(CASES["unused_parts"], kind, 4, **_BF16)
 
 
-def _all_pairs(in_full: bool) -> None:
+@needs_fma
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
+@on_ranks()
+def test_training_has_these_bits_in_every_case(world_size: int, in_full: bool) -> None:
     for number, kind in enumerate(_OPTIONS):
         for name in _NAMES if in_full else _NAMES[number :: len(_OPTIONS)]:
             _train_both(CASES[name], kind, 6)
     _train_both(CASES["mlp"], "adamw", 12)
     _train_both(CASES["mlp"], "adamw", 6, offload=OffloadPolicy(params=True))
-
-
-@needs_fma
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_training_has_these_bits_in_every_case(world_size: int, in_full: bool) -> None:
-    run_ranks(world_size, _all_pairs, in_full)
 
 
 def _write_unseen(model: ZeRO3, optimizer: Any, batch: torch.Tensor) -> None:
@@ -244,7 +241,8 @@ def _calls(function: Callable[[], Any]) -> int:
     return count
 
 
-def _count_calls() -> None:
+@on_ranks(2)
+def test_the_host_makes_as_many_calls_whatever_the_number_of_parameters() -> None:
     for state in ("float32", "8bit"):
         found = []
         for count in (4, 64):
@@ -265,11 +263,8 @@ def _count_calls() -> None:
         assert found[0] == found[1], state
 
 
-def test_the_host_makes_as_many_calls_whatever_the_number_of_parameters() -> None:
-    run_ranks(2, _count_calls)
-
-
-def _refuse() -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_with_names() -> None:
     model, other = zero3(Mlp, Block), zero3(Mlp, Block)
     loose = nn.Parameter(torch.randn(3))
     first = next(model.parameters())
@@ -301,14 +296,13 @@ def _refuse() -> None:
     again.step()
 
 
-def test_bad_input_is_refused_with_names() -> None:
-    run_ranks(2, _refuse)
-
-
 # Modes, dtypes, scalers, and parameters that come and go ------------------------------------------
 
 
-def _modes() -> None:
+@needs_fma
+@pytest.mark.slow
+@on_ranks(4)
+def test_it_steps_in_every_mode_of_layered_sharding() -> None:
     for options in (
         {"zero3_size": 2},
         {"zero3_size": 2, "outer": "replicate"},
@@ -329,12 +323,6 @@ def _modes() -> None:
         forward_backward(ours, _batch(0))
         assert_norm_of_gradients(optimizer.clip_grad_norm_(1.0), ours)
         assert_clips(ours, 1.0)
-
-
-@needs_fma
-@pytest.mark.slow
-def test_it_steps_in_every_mode_of_layered_sharding() -> None:
-    run_ranks(4, _modes)
 
 
 def _two_optimizers() -> None:
@@ -600,7 +588,10 @@ def _ignored() -> None:
         _same_weights(ours, theirs, f"step {step}")
 
 
-def _odd_uses() -> None:
+@needs_fma
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_odd_uses_are_as_with_torchs_optimizer(world_size: int) -> None:
     _clip()
     _two_optimizers()
     _come_and_go()
@@ -614,13 +605,9 @@ def _odd_uses() -> None:
     _ignored()
 
 
-@needs_fma
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_odd_uses_are_as_with_torchs_optimizer(world_size: int) -> None:
-    run_ranks(world_size, _odd_uses)
-
-
-def _train_states() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_every_state_trains() -> None:
     (batches,) = batches_of(CASES["mlp"], dist.get_world_size(), 1)
     for state in ("float32", "bfloat16", "8bit"):
         model = sharded(CASES["mlp"])
@@ -632,11 +619,6 @@ def _train_states() -> None:
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         assert losses[-1] < 0.7 * losses[0], (state, losses)
-
-
-@pytest.mark.slow
-def test_every_state_trains() -> None:
-    run_ranks(2, _train_states)
 
 
 # Whatever a program does between backward, clip and step -----------------------------------------
@@ -780,16 +762,12 @@ def _touch_all(late: bool, accumulates: bool) -> None:
         _same_weights(ours, theirs, what)
 
 
-def _touch() -> None:
-    for late in (False, True):
-        for accumulates in (False, True):
-            _touch_all(late, accumulates)
-
-
 @needs_fma
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.soak)])
+@on_ranks()
 def test_whatever_is_done_between_counts(world_size: int) -> None:
-    run_ranks(world_size, _touch)
+    for late, accumulates in ((False, True), (True, False)):
+        _touch_all(late, accumulates)
 
 
 def _train_verified() -> None:
@@ -871,11 +849,8 @@ _TOGETHER: tuple[Callable[[], None], ...] = (
 )
 
 
-def _each_of_them() -> None:
+@needs_fma
+@on_ranks(2)
+def test_it_steps_and_clips_as_torchs_does() -> None:
     for function in _TOGETHER:
         function()
-
-
-@needs_fma
-def test_it_steps_and_clips_as_torchs_does() -> None:
-    run_ranks(2, _each_of_them)

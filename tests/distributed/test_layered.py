@@ -92,7 +92,8 @@ def _train(name: str, splits: list[tuple[int, str]], optimizer: str = "sgd_momen
 @pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.slow), 6])
 @on_ranks(timeout=180)
 def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full: bool) -> None:
-    """A few models, each in every third split; on four ranks each of the others in one.
+    """A few models, each in every third split; on four ranks each of the others in one, but what
+    returns other structures, for which it does not matter.
 
     `make soak`: all in each.
     """
@@ -100,9 +101,8 @@ def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full
     splits = [(size, mode) for ranks, size, mode in SPLITS if ranks == world_size]
     for at, name in enumerate(few):
         _train(name, splits if in_full else splits[at::3])
-    for at, name in enumerate(
-        [each for each in CASES if each not in few] if world_size == 4 or in_full else []
-    ):
+    others = [each for each in CASES if each not in few and (in_full or "_output" not in each)]
+    for at, name in enumerate(others if world_size == 4 or in_full else []):
         _train(name, splits if in_full else [splits[at % len(splits)]])
 
 

@@ -26,7 +26,7 @@ from layerzero.step_ledger.clocks import read_clock
 from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 
 DELAY_S = 0.03
 
@@ -166,8 +166,8 @@ def _faults() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_each_planted_fault_is_named() -> None:
-    for named in run_ranks(2, _faults):
+def test_each_planted_fault_is_named(ranks: KeptRanks) -> None:
+    for named in ranks(2, _faults):
         assert named == {
             "slow link": "transfer",
             "late issue": "issued late",
@@ -205,8 +205,8 @@ def _left_over() -> float:
 
 
 @pytest.mark.slow
-def test_compute_and_exposed_communication_add_up_to_the_step() -> None:
-    assert max(run_ranks(2, _left_over)) <= 0.03
+def test_compute_and_exposed_communication_add_up_to_the_step(ranks: KeptRanks) -> None:
+    assert max(ranks(2, _left_over)) <= 0.03
 
 
 def _traces(model: ZeRO3) -> list[object]:
@@ -325,7 +325,27 @@ def _figures_of_a_step(folder: str) -> None:
     step()
 
 
-def _uses() -> None:
+@on_ranks(1)
+def test_a_ledger_has_rows_for_one_rank_too() -> None:
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+    with layerzero.ledger(model) as ledger:
+        loss_of(model(torch.ones(2, WIDTH))).backward()
+    assert ledger.num_steps == 1
+    assert [row.gather_bytes + row.reduce_bytes for row in ledger.units] == [0, 0, 0]
+    assert len(ledger.ranks) == 1
+    assert ledger.groups == []
+    assert "nothing to change" in ledger.advice
+    assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
+
+
+def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
+    ranks(2, _figures_of_a_step, str(tmp_path))
+
+
+@on_ranks(2)
+def test_what_may_go_on_inside_and_around_a_ledger() -> None:
     """What may go on inside a ledger, and around one."""
     torch.manual_seed(0)
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
@@ -427,24 +447,3 @@ def _uses() -> None:
     with pytest.raises(RuntimeError, match="wrapped again inside"), layerzero.ledger(model):
         layerzero.rewrap(model)
     backward(model)
-
-
-@on_ranks(1)
-def test_a_ledger_has_rows_for_one_rank_too() -> None:
-    model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
-    with layerzero.ledger(model) as ledger:
-        loss_of(model(torch.ones(2, WIDTH))).backward()
-    assert ledger.num_steps == 1
-    assert [row.gather_bytes + row.reduce_bytes for row in ledger.units] == [0, 0, 0]
-    assert len(ledger.ranks) == 1
-    assert ledger.groups == []
-    assert "nothing to change" in ledger.advice
-    assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
-
-
-def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(tmp_path: Path) -> None:
-    run_ranks(2, _figures_of_a_step, str(tmp_path))
-
-
-def test_what_may_go_on_inside_and_around_a_ledger() -> None:
-    run_ranks(2, _uses)

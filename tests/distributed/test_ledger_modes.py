@@ -15,7 +15,7 @@ from layerzero.step_ledger import Ledger
 from tests.harness.checks import check_ledger, of_milliseconds
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.models import Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import (
     HOST_USES,
@@ -89,24 +89,21 @@ ONE_HOP_AND_TWO = [("", "default"), ("layered, ", "zero1"), ("more, ", "optional
 ONE_HOP_AND_TWO.append(("more, ", "verified"))
 
 
-def test_a_ledger_changes_no_bits_with_one_hop_and_two() -> None:
+def test_a_ledger_changes_no_bits_with_one_hop_and_two(ranks: KeptRanks) -> None:
     few = {"".join(key): ALL[key] for key in ONE_HOP_AND_TWO}
-    run_ranks(4, _same_bits, few, [accumulation], timeout=120)
+    ranks(4, _same_bits, few, [accumulation], timeout=120)
 
 
-def _same_bits_in_uses(in_full: bool) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_a_ledger_changes_no_bits_in_any_use(in_full: bool) -> None:
+    """Each use in one of the settings, `make soak`: in each."""
     for number, name in enumerate(FEW):
         _same_bits({name: SETTINGS[name]}, USES if in_full else USES[number :: len(FEW)])
 
 
 @pytest.mark.slow
-def test_a_ledger_changes_no_bits_in_any_use(in_full: bool) -> None:
-    """Each use in one of the settings, `make soak`: in each."""
-    run_ranks(3, _same_bits_in_uses, in_full, timeout=240)
-
-
-@pytest.mark.slow
-def test_a_ledger_changes_no_bits_in_any_mode(in_full: bool) -> None:
+def test_a_ledger_changes_no_bits_in_any_mode(ranks: KeptRanks, in_full: bool) -> None:
     chosen = {
         "".join(key): each
         for key, each in ALL.items()
@@ -115,12 +112,12 @@ def test_a_ledger_changes_no_bits_in_any_mode(in_full: bool) -> None:
     uses = [accumulation, evaluation_between] if in_full else [accumulation]
     for size in (2, 4):  # As few ranks as have every axis.
         some = {n: each for n, each in chosen.items() if 2 * each.get("zero3_size", 1) == size}
-        run_ranks(size, _same_bits, some, uses, timeout=240)
+        ranks(size, _same_bits, some, uses, timeout=240)
 
 
 @pytest.mark.slow
-def test_a_ledger_changes_no_bits_on_one_rank() -> None:
-    run_ranks(1, _same_bits, {"default": {}, "parameters": OFFLOADED["parameters"]}, HOST_USES)
+def test_a_ledger_changes_no_bits_on_one_rank(ranks: KeptRanks) -> None:
+    ranks(1, _same_bits, {"default": {}, "parameters": OFFLOADED["parameters"]}, HOST_USES)
 
 
 # On a device ------------------------------------------------------------------------------------

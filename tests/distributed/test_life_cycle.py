@@ -240,6 +240,6 @@ def _check(found: list[dict[str, int]]) -> dict[str, Any]:
 
 
 def test_steps_and_failed_passes_leave_nothing(pytestconfig: pytest.Config) -> None:
-    num_steps = 2000 if pytestconfig.getoption("--seeds") else 60
+    num_steps = 2000 if pytestconfig.getoption("--seeds") else 40
     for rank, found in enumerate(run_ranks(2, _trains, num_steps, timeout=900)):
         print(f"rank {rank}, {num_steps} steps: {_check(found)}")

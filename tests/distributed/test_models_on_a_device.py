@@ -113,13 +113,14 @@ DEVICES: list[dict[str, Any]] = [
 
 
 def _findings_of_pairs() -> dict[str, list[str]]:
-    """On the first rank in all ways to share streams, and on the last in layers."""
+    """On the first rank in all ways to share streams, each use in half of them; on the last in
+    layers."""
     ways = [(SETTINGS[1], DEVICES[1]), (SETTINGS[2], DEVICES[2])]
     if dist.get_rank() == 0:
         ways += [(SETTINGS[0], each) for each in DEVICES]
     found = {}
-    for (arguments, others), device_arguments in ways:
-        for use in PAIRS:
+    for place, ((arguments, others), device_arguments) in enumerate(ways):
+        for use in PAIRS if place < 2 else PAIRS[place % 2 :: 2]:
             with simulated_device(**device_arguments) as device:
                 use(wrapped(**arguments), wrapped(**others))
             if device.findings:
@@ -195,10 +196,11 @@ LAST_USES: list[Callable[[ZeRO3], object]] = [
 
 
 def _findings_of_deletions() -> list[list[str]]:
+    """Of all last uses of a default model, and of half of them in each other setting."""
     settings = ({}, {"reshard_after_forward": False}, *(each for pair in SETTINGS for each in pair))
     found = []
-    for arguments in settings:
-        for use in LAST_USES:
+    for place, arguments in enumerate(settings):
+        for use in LAST_USES[place % 2 :: 2] if place else LAST_USES:
             with simulated_device() as device:
                 model = wrapped(**arguments)
                 kept = use(model)
@@ -232,7 +234,15 @@ def _check(watchdogs: list[Watchdog]) -> None:
         thread.join()
 
 
-def _looks(device_arguments: dict[str, Any]) -> tuple[list[str], list[bool], set[bool]]:
+def _looks(on_current_stream: bool) -> None:
+    for seed in (None, 0, 1):
+        findings, left, answers = _look(lag=500, seed=seed, on_current_stream=on_current_stream)
+        assert findings == []
+        assert left and not any(left), "all that was in flight is done, and nothing failed"
+        assert answers == {False, True}
+
+
+def _look(**device_arguments: Any) -> tuple[list[str], list[bool], set[bool]]:
     with (
         mock.patch("layerzero.watch.watchdog.run_periodically", lambda *_: None),
         simulated_device(**device_arguments) as device,
@@ -252,12 +262,7 @@ def _looks(device_arguments: dict[str, Any]) -> tuple[list[str], list[bool], set
 @pytest.mark.parametrize("on_current_stream", [False, True], ids=["with work", "without"])
 def test_the_watchdog_asks_while_events_are_in_flight(on_current_stream: bool) -> None:
     """With a lag of 500 it is asked in the middle of a step, and both answers are right."""
-    for seed in (None, 0, 1):
-        arguments = {"lag": 500, "seed": seed, "on_current_stream": on_current_stream}
-        for findings, left, answers in run_fake_ranks((0, 1), 2, _looks, arguments):
-            assert findings == []
-            assert left and not any(left), "all that was in flight is done, and nothing failed"
-            assert answers == {False, True}
+    run_fake_ranks((0, 1), 2, _looks, on_current_stream)
 
 
 def _standstill() -> list[bool]:

@@ -22,7 +22,7 @@ from layerzero import CollectiveError, ZeRO3, checkpoint
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 
-TIMEOUT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
 
 
@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     message = run_ranks(2, _stops, tmp_path, expect_exit={1: 9})[0]
     assert "rank 0 got no answer from rank 1" in message
     assert "rank 1: no report" in message
-    assert "within the timeout of 3 s" in message
+    assert "within the timeout of 2 s" in message
 
 
 def _waits_for_one_that_left(folder: str) -> str | None:

@@ -22,7 +22,7 @@ from layerzero.checkpoint import (
 from layerzero.optim import decay_groups, nonempty_parameters
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, OddShapes, OddShapesBlock, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 
 CASES = {"mlp": (Mlp, Block), "odd shapes": (OddShapes, OddShapesBlock)}
 
@@ -117,13 +117,15 @@ def _loads_through_torch(root: str, name: str) -> str:
     return ""
 
 
-def test_state_of_an_optimizer_without_empty_tensors_goes_to_any_ranks(tmp_path: Path) -> None:
+def test_state_of_an_optimizer_without_empty_tensors_goes_to_any_ranks(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
     """Of a model with parameters that are empty on every rank."""
-    full = run_ranks(4, _saves, str(tmp_path), "odd shapes")[0]
-    run_ranks(2, _loads, str(tmp_path), "odd shapes", full)
+    full = ranks(4, _saves, str(tmp_path), "odd shapes")[0]
+    ranks(2, _loads, str(tmp_path), "odd shapes", full)
     # torch keeps the groups of one rank, so ranks with other parameters must not take them.
     for world_size in (4, 2):
-        errors = run_ranks(world_size, _loads_through_torch, str(tmp_path), "odd shapes")
+        errors = ranks(world_size, _loads_through_torch, str(tmp_path), "odd shapes")
         assert any(errors)
         assert all(
             "has parameters that the saved optimizer lacked: " in each for each in errors if each
@@ -131,9 +133,11 @@ def test_state_of_an_optimizer_without_empty_tensors_goes_to_any_ranks(tmp_path:
 
 
 @pytest.mark.slow
-def test_state_of_parameters_that_are_empty_on_some_ranks_goes_to_others(tmp_path: Path) -> None:
-    full = run_ranks(4, _saves, str(tmp_path), "mlp")[0]
-    run_ranks(3, _loads, str(tmp_path), "mlp", full)
+def test_state_of_parameters_that_are_empty_on_some_ranks_goes_to_others(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
+    full = ranks(4, _saves, str(tmp_path), "mlp")[0]
+    ranks(3, _loads, str(tmp_path), "mlp", full)
 
 
 def test_any_form_of_parameters_keeps_its_form() -> None:

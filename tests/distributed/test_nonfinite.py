@@ -15,10 +15,11 @@ from torch import nn
 from layerzero import GradScaler, MixedPrecision, ZeRO3
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.distributed import test_experts as experts
+from tests.harness.checks import named
 from tests.harness.fault_at import differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -89,6 +90,11 @@ def same_weights(one: ZeRO3, other: ZeRO3) -> bool:
 
 
 def _skips(name: str, arguments: dict[str, Any]) -> None:
+    with named(name, arguments):
+        _skips_steps(name, arguments)
+
+
+def _skips_steps(name: str, arguments: dict[str, Any]) -> None:
     model, optimizer = build(OPTIMIZERS[name], on_nonfinite="skip", **arguments)
     clean, clean_optimizer = build(OPTIMIZERS[name], **arguments)
     for number in range(2):
@@ -112,29 +118,14 @@ def _skips(name: str, arguments: dict[str, Any]) -> None:
     assert same_weights(model, clean)
 
 
-def _skips_all(names: list[str], settings: list[dict[str, Any]]) -> None:
-    for name in names:
-        for arguments in settings:
-            try:
-                _skips(name, arguments)
-            except Exception as error:
-                error.add_note(f"{name} with {arguments}")
-                raise
-
-
-def _skip_pairs(pairs: list[tuple[list[str], list[dict[str, Any]]]]) -> None:
-    for names, settings in pairs:
-        _skips_all(names, [each for each in settings if names != ["whole"] or "outer" not in each])
-
-
 @pytest.mark.slow
-def test_every_optimizer_skips_with_every_setting(pytestconfig: pytest.Config) -> None:
-    in_full = pytestconfig.getoption("--seeds") > 0
-    pairs = [
-        ([name], SETTINGS if in_full else [SETTINGS[place % len(SETTINGS)]])
-        for place, name in enumerate(OPTIMIZERS)
-    ]
-    run_ranks(2, _skip_pairs, pairs, timeout=600)
+@on_ranks(2, timeout=600)
+def test_every_optimizer_skips_with_every_setting(in_full: bool) -> None:
+    """Each optimizer with one setting; `make soak`: with all."""
+    for place, name in enumerate(OPTIMIZERS):
+        for arguments in SETTINGS if in_full else [SETTINGS[place % len(SETTINGS)]]:
+            if name != "whole" or "outer" not in arguments:
+                _skips(name, arguments)
 
 
 def _raises() -> None:
@@ -241,7 +232,9 @@ def _warns_once_a_step(caplog_level: int = logging.WARNING) -> None:
     assert not root_state(model).reducer.kept.is_skipping
 
 
-def _names_an_expert() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_an_expert_that_some_ranks_have_is_named_on_all() -> None:
     """Ranks have other parameters, and a bad one that this rank may not have."""
     for action in ("raise", "skip"):
         model = experts.wrapped(2, on_nonfinite=action)
@@ -264,13 +257,10 @@ def _names_an_expert() -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.slow
-def test_an_expert_that_some_ranks_have_is_named_on_all() -> None:
-    run_ranks(4, _names_an_expert)
-
-
-def _on_two_ranks() -> None:
-    _skips_all(["Adam", "flat AdamW"], SETTINGS[1:2])
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+    for name in ("Adam", "flat AdamW"):
+        _skips(name, SETTINGS[1])
     _raises()
     for each in (_names, _scales, _in_backward, _ignored, _low_precision, _warns_once_a_step):
         each()
@@ -278,7 +268,3 @@ def _on_two_ranks() -> None:
         build(OPTIMIZERS["SGD"], on_nonfinite="stop")
     with pytest.raises(ValueError, match="on_nonfinite"):
         build(OPTIMIZERS["SGD"], on_nonfinite="skip" if dist.get_rank() else None)
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
-    run_ranks(2, _on_two_ranks)

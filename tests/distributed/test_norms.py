@@ -28,7 +28,7 @@ from tests.harness.compare import (
     zero3,
 )
 from tests.harness.models import CASES, Block, Case, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     backward_of_all_ranks,
@@ -84,15 +84,12 @@ def _norms_of(name: str, norm_types: tuple[float, ...]) -> None:
     _assert_norm(global_norm(moments, like=sharded_params), expected, 2.0, "moments")
 
 
-def _norms() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_norms_are_those_of_whole_tensors(world_size: int) -> None:
     _norms_of("mlp", (2.0, 1.0, 3.0, 0.5, math.inf))
     for name in ("odd_shapes", "unused_parts", "frozen_parts", "tied_across_units", "mixed_dtypes"):
         _norms_of(name, (2.0, math.inf))
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_norms_are_those_of_whole_tensors(world_size: int) -> None:
-    run_ranks(world_size, _norms)
 
 
 def _of_parts() -> None:
@@ -213,7 +210,8 @@ def _scaler_without_a_device() -> None:
     assert scaler._device == ("cpu" if accelerator is None else accelerator.type)
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2)
+def test_norms_in_programs() -> None:
     _of_parts()
     _refused()
     _not_finite()
@@ -224,19 +222,12 @@ def _on_two_ranks() -> None:
     _torchs()
 
 
-def test_norms_in_programs() -> None:
-    run_ranks(2, _on_two_ranks)
-
-
-def _few_elements() -> None:
+@on_ranks(4)
+def test_ranks_without_an_element_take_part() -> None:
     """Ranks that own nothing take part."""
     model = zero3(lambda: nn.Linear(1, 2, bias=False))
     model(torch.ones(1, 1)).sum().backward()
     assert_bitwise(model.clip_grad_norm_(100.0).float(), torch.tensor(2.0).sqrt(), "norm")
-
-
-def test_ranks_without_an_element_take_part() -> None:
-    run_ranks(4, _few_elements)
 
 
 # torch's own functions ----------------------------------------------------------------------------
@@ -269,5 +260,5 @@ def _torchs_norm(norm_type: float) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
 
 
-def test_torchs_norm_on_one_rank() -> None:
-    run_ranks(1, _torchs)
+def test_torchs_norm_on_one_rank(ranks: KeptRanks) -> None:
+    ranks(1, _torchs)

@@ -18,7 +18,7 @@ from tests.harness.compare import assert_same_values, sharded
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -89,7 +89,8 @@ def _same_as_without(
             assert_same_parameters(parameters, expected[1], what=what)
 
 
-def _same_in_all_layers(in_full: bool) -> None:
+@on_ranks(4, timeout=300)
+def test_offloading_changes_no_bit(in_full: bool) -> None:
     """The second of three micro-batches adds to a sum that is on the host."""
     runs = [
         ("unused_parts", "sharded"),
@@ -104,22 +105,15 @@ def _same_in_all_layers(in_full: bool) -> None:
         _same_as_without([*POLICIES] if in_full else [policy], layers, some, 3)
 
 
-def test_offloading_changes_no_bit(in_full: bool) -> None:
-    run_ranks(4, _same_in_all_layers, in_full, timeout=300)
-
-
-def _same_on_six_ranks(in_full: bool) -> None:
+@pytest.mark.slow
+@on_ranks(6, timeout=300)
+def test_offloading_changes_no_bit_on_six_ranks(in_full: bool) -> None:
     runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
     more = (("zero1", 2), ("replicate", 3), ("shard", 2)) if in_full else ()
     modes = ("zero1", 3), ("replicate", 2), ("shard", 3), *more
     for number, (mode, zero3_size) in enumerate(modes):
         some = runs if in_full else [runs[number % 2]]
         _same_as_without(["both"], {"zero3_size": zero3_size, "outer": mode}, some, 2)
-
-
-@pytest.mark.slow
-def test_offloading_changes_no_bit_on_six_ranks(in_full: bool) -> None:
-    run_ranks(6, _same_on_six_ranks, in_full, timeout=300)
 
 
 def _what_is_where() -> None:
@@ -257,17 +251,14 @@ def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
     assert_same_parameters(results[1], results[0])
 
 
-def _all_steps_in_backward() -> None:
+@on_ranks(4)
+def test_steps_in_backward_are_those_of_the_optimizer() -> None:
     for optimizer in OPTIMIZERS:
         for layers in ("one shard group", "zero1"):
             try:
                 _steps_in_backward(optimizer, LAYERS[layers])
             except AssertionError as error:
                 raise AssertionError(f"{optimizer}, {layers}: {error}") from error
-
-
-def test_steps_in_backward_are_those_of_the_optimizer() -> None:
-    run_ranks(4, _all_steps_in_backward)
 
 
 def _steps_as_gradients_land() -> None:
@@ -309,7 +300,8 @@ def _without_a_device() -> None:
         ZeRO3(Mlp(), offload=True)
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2)
+def test_what_waits_on_the_host_and_when() -> None:
     _what_is_where()
     _unfreezes_amid()
     _storages_resized_to_their_size()
@@ -317,7 +309,3 @@ def _on_two_ranks() -> None:
     _around_the_step()
     _steps_as_gradients_land()
     _without_a_device()
-
-
-def test_what_waits_on_the_host_and_when() -> None:
-    run_ranks(2, _on_two_ranks)

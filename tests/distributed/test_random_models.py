@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, rewrap, units
 from tests.harness.checks import assert_close_in_float64, assert_within, named
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, run_ranks
 from tests.harness.reference import Terms
 from tests.harness.simulated_device import simulated_device
 from tests.harness.twin_machine import run_machines
@@ -577,11 +577,13 @@ def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> 
 _A_GROUP = 16
 
 
-def test_random_actions_leave_the_state_of_an_unsharded_model(pytestconfig: pytest.Config) -> None:
+def test_random_actions_leave_the_state_of_an_unsharded_model(
+    ranks: KeptRanks, pytestconfig: pytest.Config
+) -> None:
     num_runs = pytestconfig.getoption("--seeds")
     if not num_runs:
-        run_ranks(2, run_machines, range(2), 12)
+        ranks(2, run_machines, range(2), 12)
         return
     for first in range(0, num_runs, _A_GROUP):
         seeds = range(first, min(first + _A_GROUP, num_runs))
-        run_ranks(2, run_machines, seeds, 30, timeout=600)
+        ranks(2, run_machines, seeds, 30, timeout=600)

@@ -1,7 +1,7 @@
 """Ranks killed at random moments and started again: the losses are those of an undisturbed run.
 
-`make soak` kills a thousand times, and twenty times under torchrun; here are six, and with `--slow`
-one.
+`make soak` kills a thousand times, and twenty times under torchrun; here are four, and with
+`--slow` one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo is told Li
 
 
 def test_kills_and_one_rank_fewer_leave_the_losses_as_they_are(tmp_path: Path) -> None:
-    """Three with three ranks, and then with two."""
-    result = soak.disturbed(tmp_path, 3, 0.5, [3, 2], 0)
+    """Two with three ranks, and then with two."""
+    result = soak.disturbed(tmp_path, 2, 0.5, [3, 2], 0)
     assert not result.problems, result.problems
-    assert result.kills == 6
+    assert result.kills == 4
     assert result.useful_steps >= 12 and result.lines >= 30
 
 

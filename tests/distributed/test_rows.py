@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from layerzero.checkpoint import (
 )
 from layerzero.flat import rows
 from layerzero.optim import AdamW, WholeTensorOptimizer, decay_groups, global_norm
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import sharded
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Case, OddShapes, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.recording import logged
 from tests.harness.reference import full_gradients, full_parameters, plain
 
 Values = dict[str, Any]
@@ -81,11 +82,13 @@ def _check_shapes(model: ZeRO3, multiple: int = 1) -> bool:
     return is_cut
 
 
-def _trains_alike(settings: dict[str, Values], kinds: list[str], cases: list[str]) -> None:
-    for (setting, arguments), kind, case in itertools.product(settings.items(), kinds, cases):
+def _trains_alike(
+    case: str, kind: str = "torch's AdamW", layouts: Sequence[str] = LAYOUTS, **arguments: Any
+) -> None:
+    with named(kind, case, arguments):
         found = []
-        for own in LAYOUTS:
-            what = f"{kind} on {case}, {setting}, {own}"
+        for own in layouts:
+            what = own
             model = sharded(CASES[case], layout=own, **arguments)
             optimizer = KINDS[kind](model.parameters())
             losses = torch.stack(_train(model, CASES[case], optimizer))
@@ -102,30 +105,30 @@ def _trains_alike(settings: dict[str, Values], kinds: list[str], cases: list[str
             assert_same_parameters(found[-1][2], found[0][2], what=f"{what}: gradient of")
 
 
+@on_ranks(2, timeout=120)
 def test_training_has_the_bits_of_elements() -> None:
-    settings: dict[str, Values] = {"float32": {}, "bfloat16": {"mixed_precision": HALF}}
-    run_ranks(2, _trains_alike, settings, [*KINDS], ["transformer"], timeout=180)
+    """Each optimizer in one precision."""
+    for number, kind in enumerate(KINDS):
+        _trains_alike("transformer", kind, mixed_precision=HALF if number % 2 else None)
+    for case in ("mlp", "odd_shapes", "frozen_parts", "mixed_dtypes", "tied_across_units"):
+        _trains_alike(case, layouts=["elements", "rows(2)" if case == "mlp" else "rows"])
 
 
-def test_models_of_odd_shapes_train_alike() -> None:
-    cases = ["mlp", "odd_shapes", "frozen_parts", "mixed_dtypes", "tied_across_units"]
-    run_ranks(2, _trains_alike, {"": {}}, ["torch's AdamW"], cases, timeout=120)
+@on_ranks(4, timeout=120)
+def test_layers_train_alike() -> None:
+    """Sums are sent, or stay; in one of two hops both."""
+    for outer, accumulation in (
+        ("zero1", "unsharded"),
+        ("zero1", "sharded"),
+        ("replicate", "sharded"),
+        ("shard", "unsharded"),
+    ):
+        options = {"outer": outer, "accumulation": accumulation}
+        _trains_alike("transformer", layouts=LAYOUTS[:2], zero3_size=2, **options)
 
 
-@pytest.mark.parametrize("outer", ["zero1", "replicate", "shard"])
-def test_layers_train_alike(outer: str) -> None:
-    settings = {
-        "sums are sent": {"zero3_size": 2, "outer": outer, "accumulation": "unsharded"},
-        "sums stay": {"zero3_size": 2, "outer": outer, "accumulation": "sharded"},
-    }
-    run_ranks(4, _trains_alike, settings, ["torch's AdamW"], ["transformer"], timeout=120)
-
-
+@on_ranks(1)
 def test_one_rank_has_whole_parameters() -> None:
-    run_ranks(1, _on_one_rank)
-
-
-def _on_one_rank() -> None:
     model = sharded(CASES["transformer"], layout="rows")
     for parameter in model.parameters():
         assert parameter.shape == parameter.layerzero.shape
@@ -136,7 +139,8 @@ def _on_one_rank() -> None:
 # Rules by shape -----------------------------------------------------------------------------------
 
 
-def _rules() -> None:
+@on_ranks(2)
+def test_rules_by_ndim_are_as_people_expect() -> None:
     for case in MODELS:
         module = plain(case)
         expected = [name for name, p in module.named_parameters() if p.ndim >= 2]
@@ -159,11 +163,9 @@ def _rules() -> None:
         model(_batch(CASES["transformer"], 0))
 
 
-def test_rules_by_ndim_are_as_people_expect() -> None:
-    run_ranks(2, _rules)
-
-
-def _whole() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_whole_tensor_optimizers_have_the_same_bits(world_size: int) -> None:
     case, found = CASES["transformer"], []
     for own in LAYOUTS:
         model = sharded(case, layout=own)
@@ -183,15 +185,11 @@ def _whole() -> None:
         assert own_norm.isfinite()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_whole_tensor_optimizers_have_the_same_bits(world_size: int) -> None:
-    run_ranks(world_size, _whole)
-
-
 # Full parameters, and state -----------------------------------------------------------------------
 
 
-def _summons() -> None:
+@on_ranks(2)
+def test_full_parameters_are_shown_and_written_back() -> None:
     case = CASES["transformer"]
     model, expected = sharded(case, layout="rows"), full_parameters(sharded(case))
     assert_same_parameters(full_parameters(model), expected)
@@ -215,10 +213,6 @@ def _summons() -> None:
     for name, parameter in unit.module.named_parameters():
         assert parameter.shape == now[f"{unit.fqn}.{name}"].shape
     unit.reshard()
-
-
-def test_full_parameters_are_shown_and_written_back() -> None:
-    run_ranks(2, _summons)
 
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> list[Any]:
@@ -259,14 +253,13 @@ def _save(folder: str) -> None:
             full = _everything(model, optimizer)
             if dist.get_rank() == 0:
                 torch.save(full, f"{folder}/{case.name}.pt")
-            # A rank's own state dicts, and full ones, into a model of each layout.
-            for wanted in LAYOUTS:
-                again, fresh = _made(case, wanted, flat)
-                set_model_state_dict(again, full[0])
-                groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-                given = {"state": full[1], "param_groups": groups}
-                set_optimizer_state_dict(again, fresh, given)
-                _assert_same(_everything(again, fresh), full, f"{case.name} {own} to {wanted}")
+            # Full state dicts into the next layout, and a rank's own ones into the same.
+            wanted = LAYOUTS[(LAYOUTS.index(own) + 1) % 3]
+            again, fresh = _made(case, wanted, flat)
+            set_model_state_dict(again, full[0])
+            groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+            set_optimizer_state_dict(again, fresh, {"state": full[1], "param_groups": groups})
+            _assert_same(_everything(again, fresh), full, f"{case.name} {own} to {wanted}")
             again, fresh = _made(case, own, flat)
             again.load_state_dict(model.state_dict())
             fresh.load_state_dict(theirs)
@@ -283,32 +276,34 @@ def _by_name(model: nn.Module, optimizer: Optimizer) -> Values:
 
 
 def _load(folder: str) -> None:
-    for case, flat in _cases():
+    """From each layout to each, with the models in turns."""
+    cases = _cases()
+    for number, (saved, own) in enumerate(itertools.product(LAYOUTS, LAYOUTS)):
+        case, flat = cases[(number + dist.get_world_size()) % len(cases)]
         expected = torch.load(f"{folder}/{case.name}.pt")
-        for number, (saved, own) in enumerate(itertools.product(LAYOUTS, LAYOUTS)):
-            what = f"{case.name} from {saved} to {own}"
+        what = f"{case.name} from {saved} to {own}"
+        model, optimizer = _made(case, own, flat)
+        load(f"{folder}/{case.name} {saved}", model, optimizer)
+        _assert_same(_everything(model, optimizer), expected, what)
+        if own != "elements":
+            _check_shapes(model)
+            for parameter, state in optimizer.state.items():
+                assert state["exp_avg"].shape == parameter.shape
+        if not flat:
             model, optimizer = _made(case, own, flat)
-            load(f"{folder}/{case.name} {saved}", model, optimizer)
-            _assert_same(_everything(model, optimizer), expected, what)
-            if own != "elements":
-                _check_shapes(model)
-                for parameter, state in optimizer.state.items():
-                    assert state["exp_avg"].shape == parameter.shape
-            if not flat and number % 2:
-                model, optimizer = _made(case, own, flat)
-                state = {"model": model.state_dict(), "optimizer": _by_name(model, optimizer)}
-                dcp.load(state, checkpoint_id=f"{folder}/{case.name} {saved} dcp")
-                groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-                given = {**state["optimizer"], "param_groups": groups}
-                set_model_state_dict(model, state["model"])
-                set_optimizer_state_dict(model, optimizer, given)
-                _assert_same(_everything(model, optimizer), expected, f"{what} by DCP")
+            state = {"model": model.state_dict(), "optimizer": _by_name(model, optimizer)}
+            dcp.load(state, checkpoint_id=f"{folder}/{case.name} {saved} dcp")
+            groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+            given = {**state["optimizer"], "param_groups": groups}
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, given)
+            _assert_same(_everything(model, optimizer), expected, f"{what} by DCP")
 
 
-def test_checkpoints_load_across_layouts_and_world_sizes(tmp_path: Path) -> None:
-    run_ranks(2, _save, str(tmp_path), timeout=240)
+def test_checkpoints_load_across_layouts_and_world_sizes(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks(2, _save, str(tmp_path), timeout=240)
     for world_size in (1, 2, 3):
-        run_ranks(world_size, _load, str(tmp_path), timeout=240)
+        ranks(world_size, _load, str(tmp_path), timeout=240)
 
 
 def _parameters_and_state(case: Case) -> tuple[ZeRO3, Values]:
@@ -356,12 +351,13 @@ def _load_parameters(folder: str) -> None:
 
 
 @pytest.mark.since_torch("2.14")  # CheckpointableTensor
-def test_dcp_saves_parameters_themselves(tmp_path: Path) -> None:
-    run_ranks(2, _save_parameters, str(tmp_path))
-    run_ranks(3, _load_parameters, str(tmp_path))
+def test_dcp_saves_parameters_themselves(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks(2, _save_parameters, str(tmp_path))
+    ranks(3, _load_parameters, str(tmp_path))
 
 
-def _deltas() -> None:
+@on_ranks(2)
+def test_deltas_are_those_of_elements() -> None:
     case, found = CASES["transformer"], []
     for own in LAYOUTS:
         model = sharded(case, layout=own)
@@ -380,10 +376,6 @@ def _deltas() -> None:
             total[name] = torch.stack(parts).sum(0)
         found.append(total)
         assert_same_parameters(found[-1], found[0], what=own)
-
-
-def test_deltas_are_those_of_elements() -> None:
-    run_ranks(2, _deltas)
 
 
 # Buffers of their own -----------------------------------------------------------------------------
@@ -415,7 +407,8 @@ class Moe(nn.Module):
         return self.blocks(x)
 
 
-def _apart() -> None:
+@on_ranks(2)
+def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
     case = Case("moe", Moe, (Experts,), lambda g: torch.randn(3, 7, generator=g))
     found = []
     for least in (None, 1):
@@ -434,40 +427,25 @@ def _apart() -> None:
     assert len(units(model)) == 3
 
 
-def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
-    run_ranks(2, _apart)
-
-
 # Arguments, reports -------------------------------------------------------------------------------
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def _arguments() -> list[str]:
+@on_ranks(2)
+def test_arguments_are_checked_and_padding_is_logged() -> None:
     case = CASES["mlp"]
     for bad in ("row", "rows()", "rows(0)", "rows(2", "Rows", 2, None, True):
         with pytest.raises(ValueError, match="expected 'elements', 'rows', or 'rows\\(32\\)'"):
             sharded(case, layout=bad)
     with pytest.raises(ValueError, match="arguments differ between ranks"):
         sharded(case, layout=LAYOUTS[dist.get_rank()])
-    records, logger = _Records(), logging.getLogger("layerzero")
-    logger.addHandler(records)
-    logger.setLevel(logging.INFO)
-    sharded(case)
-    sharded(case, layout="rows")
-    return records.texts
-
-
-def test_arguments_are_checked_and_padding_is_logged() -> None:
-    (plain_text, of_rows), others = run_ranks(2, _arguments)
-    assert others == [] and "padding" not in plain_text
+    with logged("layerzero") as texts:
+        sharded(case)
+        sharded(case, layout="rows")
+    if dist.get_rank() > 0:
+        assert texts == []
+        return
+    plain_text, of_rows = texts
+    assert "padding" not in plain_text
     assert "borders between shards lie on rows: padding adds " in of_rows
     assert "a smaller zero3_size or layout='elements' pads less" in of_rows
 

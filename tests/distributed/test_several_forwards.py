@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from layerzero import BackwardPrefetch, ZeRO3
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
+    Shared,
     assert_same_gradients,
     assert_trains_alike,
     sharded,
@@ -37,6 +38,7 @@ from tests.harness.reference import (
     Terms,
     backward_of,
     backward_of_all_ranks,
+    backward_of_each_rank,
     batches_of,
     forward_backward,
     seeded,
@@ -130,53 +132,48 @@ def _micro_batches(case: Case, steps: int, count: int, seed: int = 0) -> list[li
     return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
 
 
-def _assert_pattern_trains_alike(name: str, model: ZeRO3, plain: nn.Module, batches: list) -> None:
+def _assert_pattern_trains_alike(
+    name: str, model: ZeRO3, plain: nn.Module | Shared, batches: list
+) -> None:
     """Each backward is reduced on its own: sums over ranks first, if there are several."""
     run, is_one = _run(PATTERNS[name]), PATTERNS[name] is _one_backward_of_the_sum
     in_turn = run if is_one else _run(_in_turn)
     assert_trains_alike(model, plain, batches, run=run, reference_run=in_turn, regrouped=not is_one)
 
 
-_KEPT = {"reshard_after_forward": False}
 _MODELS = ("mlp", "repeated_module", "unused_parts", "tied_in_unit")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("case_name", _MODELS)
 @on_ranks(2)
-def test_micro_batches_in_any_pattern_give_the_summed_gradient(name: str) -> None:
-    """Every model; where units are kept after forward, each pattern with one of them."""
-    kept = _MODELS[list(PATTERNS).index(name) % len(_MODELS)]
-    for case_name, options in [*((each, {}) for each in _MODELS), (kept, _KEPT)]:
-        case = CASES[case_name]
-        batches = _micro_batches(case, steps=2, count=3)
-        with named(f"{case_name}, {options}"):
-            model = sharded(case, **options)
-            _assert_pattern_trains_alike(name, model, seeded(case.build), batches)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@on_ranks(2)
-def test_a_pattern_may_run_under_no_sync(name: str) -> None:
-    case = CASES["mlp"]
-    model, plain, terms = sharded(case), seeded(case.build), Terms()
-    step = _micro_batches(case, steps=1, count=3)[0]
-    own = step[dist.get_rank()]
-    with model.no_sync():
-        PATTERNS[name](model, own[:2])
-    PATTERNS[name](model, own[2:])
-    backward_of_all_ranks(plain, step, _run(_in_turn), terms=terms)
-    assert_same_gradients(model, plain, terms)
-    batches = _micro_batches(case, steps=1, count=3, seed=1)
-    _assert_pattern_trains_alike(name, model, plain, batches)
+def test_micro_batches_in_any_pattern_give_the_summed_gradient(case_name: str) -> None:
+    """Where units are kept after forward, each pattern with one of the models."""
+    case = CASES[case_name]
+    batches = _micro_batches(case, steps=2, count=3)
+    truth = Shared(seeded(case.build))
+    for number, name in enumerate(PATTERNS):
+        kept = number % len(_MODELS) == _MODELS.index(case_name)
+        for options in [{}, {"reshard_after_forward": False}][: 1 + kept]:
+            with named(name, options):
+                _assert_pattern_trains_alike(name, sharded(case, **options), truth, batches)
 
 
 @on_ranks(2)
-def test_the_pattern_may_change_between_steps() -> None:
+def test_the_pattern_may_change_between_steps_and_under_no_sync() -> None:
     case = CASES["mlp"]
     model, plain = sharded(case), seeded(case.build)
     for seed, name in enumerate([*PATTERNS, *reversed(PATTERNS)]):
-        batches = _micro_batches(case, steps=1, count=3, seed=seed)
-        _assert_pattern_trains_alike(name, model, plain, batches)
+        step = _micro_batches(case, steps=1, count=3, seed=seed)
+        with named(name):
+            _assert_pattern_trains_alike(name, model, plain, step)
+            own, terms = step[0][dist.get_rank()], Terms()
+            for each in (model, plain):
+                each.zero_grad()
+            with model.no_sync():
+                PATTERNS[name](model, own[:2])
+            PATTERNS[name](model, own[2:])
+            backward_of_each_rank(plain, step[0], _run(_in_turn), terms=terms)
+            assert_same_gradients(model, plain, terms)
 
 
 def _backward_twice(model: nn.Module, batch: Tensor) -> Tensor:
@@ -400,14 +397,15 @@ def _train(where: str, use_reentrant: bool, options: dict) -> None:
         return model(batch).square().sum()
 
     build = functools.partial(Checkpointed, where, use_reentrant)
-    trained_alike(build, _Block, run=backward_of(loss_of), regrouped=regrouped, **options)
+    with named(where, f"{use_reentrant=}"):
+        trained_alike(build, _Block, run=backward_of(loss_of), regrouped=regrouped, **options)
 
 
 @FLAVOURS
-@pytest.mark.parametrize("where", _PLACES)
 @on_ranks(2)
-def test_recomputation_changes_no_bit(where: str, use_reentrant: bool) -> None:
-    _train(where, use_reentrant, {})
+def test_recomputation_changes_no_bit(use_reentrant: bool) -> None:
+    for where in _PLACES:
+        _train(where, use_reentrant, {})
 
 
 _OPTIONS = {
@@ -419,14 +417,13 @@ _OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("number", range(len(_OPTIONS)), ids=list(_OPTIONS))
 @on_ranks(2)
-def test_recomputation_goes_with_every_prefetch(number: int) -> None:
-    """Each place in one flavour, each flavour in each option."""
-    for at, where in enumerate(("around each unit", "around several units", "inside each unit")):
-        use_reentrant = bool((number + at) % 2)
-        with named(f"{where}, use_reentrant={use_reentrant!r}"):
-            _train(where, use_reentrant, list(_OPTIONS.values())[number])
+def test_recomputation_goes_with_every_prefetch() -> None:
+    """Each option in both flavours, and each place in most options."""
+    places = ("around each unit", "around several units", "inside each unit")
+    for number, options in enumerate(_OPTIONS.values()):
+        for at in (0, 1):
+            _train(places[(number + at) % 3], bool((number + at) % 2), options)
 
 
 @FLAVOURS

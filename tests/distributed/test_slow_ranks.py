@@ -20,7 +20,7 @@ from layerzero.watch import slow_waits
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 LIMIT_S = 2.0
 """The timeout of the models here."""
@@ -132,7 +132,9 @@ def test_each_peer_waited_for_is_named() -> None:
     assert len(messages) == 2
 
 
-def _thread_ends() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_no_thread_stays_without_waits() -> None:
     """The thread of the waits that belong to no model ends when they do."""
 
     def waits() -> list[threading.Thread]:
@@ -144,11 +146,6 @@ def _thread_ends() -> None:
     assert not waits()
     wrapped()
     assert waits()
-
-
-@pytest.mark.slow
-def test_no_thread_stays_without_waits() -> None:
-    run_ranks(2, _thread_ends)
 
 
 # Phases -------------------------------------------------------------------------------------------
@@ -233,7 +230,8 @@ def test_a_checkpoint_outside_a_phase_has_the_models_timeout(tmp_path: Path) -> 
     assert "rank 1" in run_ranks(2, _checkpoint_outside, tmp_path)[0]
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_bad_phases_are_refused_and_backends_keep_their_timeouts() -> None:
     model = wrapped()
     for keywords, error in (
         ({}, ValueError),
@@ -275,11 +273,8 @@ def _refusals() -> None:
     assert {LIMIT_S} == limits(other) and model is not other
 
 
-def test_bad_phases_are_refused_and_backends_keep_their_timeouts() -> None:
-    run_ranks(2, _refusals)
-
-
-def _sides() -> None:
+@on_ranks(2)
+def test_a_phase_covers_all_groups_of_the_model() -> None:
     """Layered groups and nested wrappers: all groups of the model, and it matters."""
     for options in (
         {"zero3_size": 1},
@@ -297,7 +292,3 @@ def _sides() -> None:
     with model.module.blocks[0].timeout(seconds=20):
         assert limits(model) == {20.0}, "of the whole model"
     assert limits(model) == {LIMIT_S, 7.0}
-
-
-def test_a_phase_covers_all_groups_of_the_model() -> None:
-    run_ranks(2, _sides)

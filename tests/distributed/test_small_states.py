@@ -19,7 +19,7 @@ from layerzero.checkpoint import get_optimizer_state_dict, set_optimizer_state_d
 from layerzero.optim import AdamW, nonempty_parameters
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import zero3
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import full_parameters
 
 _MAKERS: dict[str, Callable[..., Any]] = {
@@ -102,10 +102,10 @@ def _assert_same(
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_are_the_same_at_every_world_size_where_no_border_cuts_a_block(
-    world_size: int,
+    ranks: KeptRanks, world_size: int
 ) -> None:
-    ((one, _),) = run_ranks(1, _train)
-    results = run_ranks(world_size, _train)
+    ((one, _),) = ranks(1, _train)
+    results = ranks(world_size, _train)
     ranges = [each for _, each in results]
     for result, _ in results:
         for (state, name), values in result.items():
@@ -129,17 +129,21 @@ def _go_on(folder: str, saves: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return after, _ranges(model)
 
 
-def test_a_checkpoint_goes_on_with_these_bits_at_another_world_size(tmp_path: Path) -> None:
-    saved = run_ranks(2, _go_on, str(tmp_path), True)
+def test_a_checkpoint_goes_on_with_these_bits_at_another_world_size(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
+    saved = ranks(2, _go_on, str(tmp_path), True)
     for world_size in (2, 3):
-        loaded = run_ranks(world_size, _go_on, str(tmp_path), False)
+        loaded = ranks(world_size, _go_on, str(tmp_path), False)
         ranges = [each for _, each in (*saved, *loaded)] if world_size != 2 else []
         for result, _ in loaded:
             _assert_same(result["bfloat16"], saved[0][0]["bfloat16"], "bfloat16")
             _assert_same(result["8bit"], saved[0][0]["8bit"], f"8bit, {world_size} ranks", ranges)
 
 
-def _through_state_dicts() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_state_dicts_lose_no_bit(world_size: int) -> None:
     for state in ("float32", "bfloat16", "8bit"):
         models = [_model() for _ in range(3)]
         makers = [AdamW(m.parameters(), lr=1e-2, state=state) for m in models]  # type: ignore[arg-type]
@@ -165,12 +169,8 @@ def _through_state_dicts() -> None:
         _assert_same(_state_of(models[1], makers[1]), _state_of(models[0], makers[0]), state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_state_dicts_lose_no_bit(world_size: int) -> None:
-    run_ranks(world_size, _through_state_dicts)
-
-
-def _pauses() -> None:
+@on_ranks(2)
+def test_states_outlast_the_option_that_uses_them() -> None:
     """A state whose option is off stays, through loads and steps, until the option is on again."""
     for state in ("float32", "bfloat16", "8bit"):
         for turned_off in (slice(0, 1), slice(0, 2)):
@@ -192,11 +192,8 @@ def _pauses() -> None:
                 assert_bitwise(new, old, f"{state} max_exp_avg_sq")
 
 
-def test_states_outlast_the_option_that_uses_them() -> None:
-    run_ranks(2, _pauses)
-
-
-def _step_in_backward() -> None:
+@on_ranks(3)
+def test_small_states_step_in_backward() -> None:
     for state in ("bfloat16", "8bit"):
         models = [_model(), _model()]
         # On most ranks, one has nothing of some units, and knows only the parameters it has.
@@ -211,7 +208,3 @@ def _step_in_backward() -> None:
             for optimizer in makers:
                 optimizer.zero_grad()
         _assert_same(full_parameters(models[0]), full_parameters(models[1]), state)
-
-
-def test_small_states_step_in_backward() -> None:
-    run_ranks(3, _step_in_backward)

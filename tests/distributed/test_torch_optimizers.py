@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from layerzero.optim import decay_groups
-from tests.harness.checks import assert_same_parameters
-from tests.harness.compare import sharded
+from tests.harness.compare import assert_same_values, sharded
 from tests.harness.models import CASES
 from tests.harness.pages import DOCS
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import (
-    backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_parameters,
@@ -71,8 +69,10 @@ def _settings(name: str) -> list[dict[str, Any]]:
 
 
 def _same_bits() -> None:
+    """Gradients are given, so what is compared is the optimizers alone."""
     case = CASES["mlp"]
-    batches = batches_of(case, 2, STEPS)
+    start = seeded(case.build)
+    gradients = [[torch.randn_like(p) for p in start.parameters()] for _ in range(STEPS)]
     tried: list[str] = []
     for name in _element_wise():
         cls = _classes()[name]
@@ -83,17 +83,17 @@ def _same_bits() -> None:
             except (RuntimeError, ValueError):
                 continue  # torch has no such variant here.
             own = cls(decay_groups(model, 0.2, lr={"stem": 3e-3}), **options)
-            for step in batches:
-                for optimizer in (own, reference):
-                    optimizer.zero_grad()
-                forward_backward(model, step[torch.distributed.get_rank()])
-                backward_of_all_ranks(plain, step)
+            for step in gradients:
+                for shard, full, gradient in zip(
+                    model.parameters(), plain.parameters(), step, strict=True
+                ):
+                    full.grad = gradient.clone()
+                    shard.grad = gradient.reshape(-1)[slice(*shard.layerzero.range)].clone()
                 own.step()
                 reference.step()
-            found = full_parameters(model)
-            assert_same_parameters(found, full_parameters(plain), what=f"{name}({options})")
-            start = full_parameters(seeded(case.build))
-            assert any(not torch.equal(found[key], start[key]) for key in start), name
+            assert_same_values(model, plain, f"{name}({options}): parameter")
+            pairs = zip(plain.parameters(), start.parameters(), strict=True)
+            assert not all(torch.equal(one, other) for one, other in pairs), name
             tried.append(name)
     assert set(tried) == set(_element_wise()) and len(tried) > 3 * len(_element_wise())
 
@@ -125,7 +125,8 @@ def _everything() -> None:
     _refused()
 
 
-def _hooked_and_compiled() -> None:
+@on_ranks(2, timeout=90)
+def test_a_step_may_have_hooks_and_be_compiled() -> None:
     """Hooks of a step run and may read shards; a compiled step does what the step does."""
     case = CASES["mlp"]
     trained = []
@@ -147,15 +148,11 @@ def _hooked_and_compiled() -> None:
         torch.testing.assert_close(other, trained[0])
 
 
-def test_a_step_may_have_hooks_and_be_compiled() -> None:
-    run_ranks(2, _hooked_and_compiled, timeout=90)
-
-
 def test_every_class_is_in_the_table() -> None:
     assert _table().keys() == _classes().keys()
 
 
 @pytest.mark.slow
-def test_the_table_is_true() -> None:
+def test_the_table_is_true(ranks: KeptRanks) -> None:
     assert len(_element_wise()) > 5
-    run_ranks(2, _everything)
+    ranks(2, _everything)

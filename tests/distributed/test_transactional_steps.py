@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3
+from tests.harness.checks import named
 from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 
 _LOSS = "aten.sum.default"
 """The last operation of a forward."""
@@ -150,12 +151,9 @@ def _assert_alike(reached: bool) -> None:
 def _sweep_all(settings: list[Settings], reentrant: bool, stride: int) -> int:
     failures = 0
     for place, each in enumerate(settings):
-        try:
-            starts = tuple(1 + (place * 7 + which * 3) % stride for which in range(3))
+        starts = tuple(1 + (place * 7 + which * 3) % stride for which in range(3))
+        with named(each):
             failures += _sweep(each, reentrant, starts, stride)
-        except Exception as error:
-            error.add_note(f"with {each}")
-            raise
     return failures
 
 
@@ -182,11 +180,8 @@ def _first_passes(settings: Settings, places: list[int], autocast: bool) -> int:
     expected, _ = run(0)
     failures = 0
     for place in places:
-        try:
+        with named(f"operation {place}, {settings}, autocast {autocast}"):
             found, reached = run(place)
-        except Exception as error:
-            error.add_note(f"operation {place}, {settings}, autocast {autocast}")
-            raise
         assert all(map(torch.equal, found, expected)), f"operation {place} of the first pass"
         failures += reached
     return failures
@@ -197,30 +192,32 @@ def _some_passes() -> tuple[int, int]:
     return later, _first_passes(SETTINGS[4], [31, 40, 49], False)
 
 
-def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
-    for later, first in run_ranks(2, _some_passes, timeout=90):
+def test_a_pass_that_runs_out_of_memory_changes_nothing(ranks: KeptRanks) -> None:
+    for later, first in ranks(2, _some_passes, timeout=90):
         assert later > 4 and first == 3
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_first_pass_may_run_out_of_memory_at_any_operation(autocast: bool) -> None:
+def test_the_first_pass_may_run_out_of_memory_at_any_operation(
+    ranks: KeptRanks, autocast: bool
+) -> None:
     for settings in SETTINGS:
-        found = run_ranks(2, _first_passes, settings, [*range(1, 170)], autocast, timeout=1800)
+        found = ranks(2, _first_passes, settings, [*range(1, 170)], autocast, timeout=1800)
         assert found[0] > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_pass_may_run_out_of_memory_at_any_operation(
-    reentrant: bool, pytestconfig: pytest.Config
+    ranks: KeptRanks, reentrant: bool, pytestconfig: pytest.Config
 ) -> None:
     if not pytestconfig.getoption("--seeds"):
         half = SETTINGS[2 + reentrant :: 2]
-        (failures, _) = run_ranks(2, _sweep_all, half, reentrant, 149, timeout=120)
+        (failures, _) = ranks(2, _sweep_all, half, reentrant, 149, timeout=120)
         assert failures > 2 * len(half)
         return
     for place in range(len(SETTINGS)):
         settings = SETTINGS[place : place + 1]
-        (failures, _) = run_ranks(2, _sweep_all, settings, reentrant, 3, timeout=1800)
+        (failures, _) = ranks(2, _sweep_all, settings, reentrant, 3, timeout=1800)
         assert failures > 50

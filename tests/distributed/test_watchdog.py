@@ -21,7 +21,7 @@ from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import logged
 
-TIMEOUT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
 
 
@@ -41,7 +41,7 @@ class Chain(nn.Module):
 
 def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up: soon.
-    groups.BACKEND_GRACE = timedelta(seconds=6)
+    groups.BACKEND_GRACE = timedelta(seconds=3)
     group = make_plain_group(timeout + groups.BACKEND_GRACE)
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
@@ -122,7 +122,7 @@ def test_a_silent_rank_is_named() -> None:
     assert "all-gather of " in message
     assert "rank 0: waits for the group in all-gather of" in message
     assert "rank 1: no report" in message
-    assert "within the timeout of 3 s" in message
+    assert "within the timeout of 2 s" in message
 
 
 def _exits() -> str | None:

@@ -28,7 +28,7 @@ from tests.harness.models import (
     TransformerBlock,
     loss_of,
 )
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import seeded
 from tests.harness.traffic import SentBytes
@@ -146,18 +146,18 @@ def _odd_parameters(kinds: list[str]) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_numbers_after_twenty_steps(world_size: int) -> None:
-    run_ranks(world_size, _sweep, ["mlp"], list(KINDS), {"default": {}}, 20, timeout=120)
+def test_numbers_after_twenty_steps(ranks: KeptRanks, world_size: int) -> None:
+    ranks(world_size, _sweep, ["mlp"], list(KINDS), {"default": {}}, 20, timeout=120)
 
 
 @pytest.mark.soak
-def test_every_model_in_every_mode() -> None:
+def test_every_model_in_every_mode(ranks: KeptRanks) -> None:
     offload = {"offload": {"offload": OffloadPolicy(params=True)}}
-    run_ranks(2, _sweep, list(CASES), ["8-bit Adam"], offload, 2, timeout=300)
-    run_ranks(2, _sweep, ["transformer"], list(KINDS), {"bfloat16": HALF}, 2, timeout=300)
+    ranks(2, _sweep, list(CASES), ["8-bit Adam"], offload, 2, timeout=300)
+    ranks(2, _sweep, ["transformer"], list(KINDS), {"bfloat16": HALF}, 2, timeout=300)
     odd = ["odd_shapes", "mixed_dtypes", "transformer_untied"]
-    run_ranks(4, _sweep, odd, ["AdamW"], LAYERED, 2, timeout=300)
-    run_ranks(2, _odd_parameters, ["Shampoo", "AdamW"])
+    ranks(4, _sweep, odd, ["AdamW"], LAYERED, 2, timeout=300)
+    ranks(2, _odd_parameters, ["Shampoo", "AdamW"])
 
 
 # The shards are the truth -------------------------------------------------------------------------
@@ -343,17 +343,14 @@ def _scaler() -> None:
         pair.check("scaler")
 
 
-def _on_some_ranks() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(timeout=120)
+def test_it_does_what_the_optimizer_does_on_one_process(world_size: int) -> None:
     _sweep(["transformer"], list(KINDS), {"default": {}}, 3)
     _as_any_optimizer()
     if dist.get_world_size() > 1:
         _odd_parameters(["8-bit Adam"])
         _edits()
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_it_does_what_the_optimizer_does_on_one_process(world_size: int) -> None:
-    run_ranks(world_size, _on_some_ranks, timeout=120)
 
 
 # What travels -------------------------------------------------------------------------------------
@@ -399,8 +396,8 @@ def _in_layers() -> tuple[list[tuple[int, int]], tuple[list[int], int]]:
     return _traffic(), _owned()
 
 
-def test_pieces_travel_once_each_way_and_owners_are_balanced() -> None:
-    found = run_ranks(4, _in_layers)
+def test_pieces_travel_once_each_way_and_owners_are_balanced(ranks: KeptRanks) -> None:
+    found = ranks(4, _in_layers)
     for ranks in zip(*(traffic for traffic, _ in found), strict=True):
         # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.
         assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0
@@ -484,6 +481,6 @@ def _on_two_ranks() -> None:
     _scaler()
 
 
-def test_what_a_step_holds_counts_and_saves() -> None:
-    run_ranks(1, _scaler)
-    run_ranks(2, _on_two_ranks)
+def test_what_a_step_holds_counts_and_saves(ranks: KeptRanks) -> None:
+    ranks(1, _scaler)
+    ranks(2, _on_two_ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
+from tests.harness.internals import WaitingGradient
 from tests.harness.models import CASES, Case
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -23,6 +24,7 @@ from tests.harness.reference import (
     forward_backward,
     full_gradients,
     full_parameters,
+    full_parameters_and_gradients,
     seeded,
 )
 
@@ -76,7 +78,8 @@ def assert_trains_alike(
 
     Bitwise, but for gradients that are `regrouped`: these are as close as the order of a sum
     allows, and the reference goes on with those of the model. So no error grows over the steps, and
-    losses and parameters are bitwise then, too.
+    losses and parameters are bitwise then, too. Each rank compares its own parts, and what
+    `summon_full_params` shows once, at the end: so nothing comes between two steps.
 
     Args:
         model: wrapped; trained on this rank's part of `batches` [step][rank].
@@ -112,13 +115,19 @@ def assert_trains_alike(
         truth = known[key]
         assert_bitwise(losses[-1], truth.loss, f"step {index}: loss")
         what = f"step {index}: gradient of"
-        gradients = full_gradients(model)
-        assert_same_parameters(gradients, truth.gradients, truth.bounds, what)
+        gradients = truth.gradients
+        if regrouped:
+            gradients = full_gradients(model)
+            assert_same_parameters(gradients, truth.gradients, truth.bounds, what)
+        _assert_own_gradients(model, gradients, what=what)
         for name, parameter in reference.named_parameters():
             parameter.grad = gradients[name]
         for each in optimizers:
             each.step()
         assert_same_values(model, reference, f"after step {index}: parameter")
+    shown = full_parameters_and_gradients(model)
+    for found, expected in zip(shown, full_parameters_and_gradients(reference), strict=True):
+        assert_same_parameters(found, expected, what="at the end, parameter or gradient")
     return losses
 
 
@@ -170,17 +179,43 @@ def assert_same_gradients(
     terms: Terms | None = None,
     what: str = "gradient of",
 ) -> None:
-    """Collective. None where the reference has None.
+    """This rank's parts. None where the reference has None, or a micro-batch waits for others.
 
     Bitwise, or with the `terms` of the reference as close as their sum in another order.
     """
     bounds = None if terms is None else terms.bounds(reference)
-    assert_same_parameters(full_gradients(model), full_gradients(reference), bounds, what)
+    _assert_own_gradients(model, full_gradients(reference), bounds, what)
 
 
 def assert_same_values(model: nn.Module, reference: nn.Module, what: str = "parameter") -> None:
-    """Collective. The full parameters, by name, bitwise."""
-    assert_same_parameters(full_parameters(model), full_parameters(reference), what=what)
+    """This rank's parts of the parameters, by name, bitwise."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert_same_parameters(own, _parts(model, full_parameters(reference)), what=what)
+
+
+def _assert_own_gradients(
+    model: nn.Module,
+    expected: Mapping[str, Tensor | None],
+    bounds: Mapping[str, Tensor | float] | None = None,
+    what: str = "gradient of",
+) -> None:
+    own = {
+        name: None if isinstance(parameter.grad, WaitingGradient) else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    limits = None if bounds is None else _parts(model, bounds)
+    assert_same_parameters(own, _parts(model, expected), limits, what)
+
+
+def _parts(model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank has of each tensor of `whole`; of an ignored parameter all, None of None."""
+    parts = dict(whole)
+    for name, parameter in model.named_parameters():
+        info, value = getattr(parameter, "layerzero", None), parts.get(name)
+        if info is not None and isinstance(value, Tensor):
+            assert value.shape == info.shape, f"{name}: {value.shape}, {info.shape}"
+            parts[name] = value.reshape(-1)[slice(*info.range)].view_as(parameter)
+    return parts
 
 
 def assert_norm_of_gradients(

@@ -269,6 +269,18 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         return {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+def full_parameters_and_gradients(
+    model: nn.Module,
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """`full_parameters` and `full_gradients` in one collective."""
+    with _full(model, with_grads=True):
+        named = dict(model.named_parameters())
+        return (
+            {name: parameter.detach().clone() for name, parameter in named.items()},
+            {name: _copy(parameter.grad) for name, parameter in named.items()},
+        )
+
+
 def _full(model: nn.Module, with_grads: bool = False) -> AbstractContextManager[Any]:
     summon: Any = getattr(model, "summon_full_params", None)
     return nullcontext() if summon is None else summon(writeback=False, with_grads=with_grads)

@@ -298,6 +298,11 @@ class SimulatedDevice(TorchDispatchMode):
 
     # What torch does -------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo compiles nothing here, and torch's guard against it takes as long as `_note`."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
