@@ -40,21 +40,35 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def _logs_optional_modules() -> list[str]:
+def _logs_special_modules() -> list[str]:
     records, logger = Records(), logging.getLogger("layerzero")
     logger.addHandler(records)
     logger.setLevel(logging.INFO)
-    for optional in ((), (2, 5)):
-        model = Model()
-        layers = [model.layers[index] for index in optional]
-        ZeRO3(model, auto_wrap_policy={Block}, optional_modules=layers)
+    ZeRO3(Model(), auto_wrap_policy={Block})
+    model = Model()
+    layers = model.layers
+    ZeRO3(
+        model,
+        auto_wrap_policy=lambda module, fqn: (
+            {"hook_module": layers[1]} if module is model.norm else isinstance(module, Block)
+        ),
+        optional_modules=[layers[2], layers[5]],
+        ignored_modules=[layers[7]],
+        ignored_parameters=[model.head.weight],
+    )
     return records.take("INFO")
 
 
-def test_the_log_tells_what_a_rank_may_skip() -> None:
-    (without, with_some), others = run_ranks(2, _logs_optional_modules)
-    assert others == [] and "may skip" not in without
-    assert "\n  a rank may skip: layers.2, layers.5\n" in with_some
+def test_the_log_names_modules_that_are_not_units_like_others() -> None:
+    (plain, special), others = run_ranks(2, _logs_special_modules)
+    assert others == []
+    for part in (
+        "\n  a rank may skip: layers.2, layers.5\n",
+        "\n  ignored: head.weight, layers.7\n",
+        "\n  hook modules, which gather: layers.1 for norm\n",
+    ):
+        assert part in special, special
+        assert part.split(":")[0] not in plain
 
 
 def _logs() -> tuple[list[str], list[str], list[str]]:
