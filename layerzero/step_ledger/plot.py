@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 from layerzero.step_ledger.figures import Explained
@@ -73,7 +73,7 @@ def draw(explained: Explained, rank: int, path: str | Path) -> None:
             bar(lane, start, stop, _OF_PHASE[what.phase], text)
         else:
             bar(lane, start, stop, _OF_KIND[what.kind], what.unit)
-    waited: Counter[str] = Counter()
+    waited: defaultdict[str, float] = defaultdict(float)
     for segments in explained.segments[rank]:
         for segment in segments:
             if begin <= segment.begin < end:
@@ -87,7 +87,9 @@ def draw(explained: Explained, rank: int, path: str | Path) -> None:
     axes.set_xlim(0, (end - begin) * 1e3)
     axes.set_xlabel("ms")
     length = (end - begin) * 1e3
-    axes.set_title(f"a step of {length:.0f} ms; compute waits {waited.total():.2g} ms", fontsize=11)
+    axes.set_title(
+        f"a step of {length:.0f} ms; compute waits {sum(waited.values()):.2g} ms", fontsize=11
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
