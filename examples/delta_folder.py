@@ -1,4 +1,4 @@
-"""Send weights through a folder: any number of readers follow what the ranks write there.
+"""See a reader follow the weights, step by step, that training ranks write into a folder.
 
     python examples/delta_folder.py
 

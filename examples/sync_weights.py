@@ -1,4 +1,4 @@
-"""Train on two ranks while another process generates text with the weights, step by step.
+"""See another process generate text with the weights of two ranks while these train.
 
     python examples/sync_weights.py --steps 20 --picture out/sync_weights.png
 
@@ -36,6 +36,7 @@ from layerzero.checkpoint import DeltaStream, Patch, apply_delta, stream_full
 
 RANKS = 2
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+COLOURS = ("#8172b3", "#64b5cd", "#ccb974")
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
@@ -200,7 +201,8 @@ def draw(rounds: list[dict[str, float]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), dpi=130, layout="constrained")
+    plt.rcParams["font.size"] = 11
+    figure, axes = plt.subplots(2, figsize=(7, 5.4), dpi=150, layout="constrained", sharex=True)
     steps = range(1, len(rounds) + 1)
     panels = [
         ("bytes", 1e6, "MB a round", {"full_bytes": "full weights", "bytes": "patches"}),
@@ -209,21 +211,22 @@ def draw(rounds: list[dict[str, float]], path: Path) -> None:
             1e-3,
             "ms a round",
             {
-                "full_seconds": "stream_full, gathered on every rank",
+                "full_seconds": "gather full weights",
                 "seconds": "compare, pack and send",
-                "apply_seconds": "apply, in the consumer",
+                "apply_seconds": "apply",
             },
         ),
     ]
     for axis, (_, unit, label, lines) in zip(axes, panels, strict=True):
-        for key, name in lines.items():
-            axis.plot(steps, [each[key] / unit for each in rounds], marker=".", label=name)
+        for (key, name), colour in zip(lines.items(), COLOURS, strict=False):
+            values = [each[key] / unit for each in rounds]
+            axis.plot(steps, values, color=colour, marker=".", label=name)
         axis.set_ylim(bottom=0)
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.set_xlabel("step")
         axis.set_ylabel(label)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-        axis.grid(axis="y", alpha=0.3)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

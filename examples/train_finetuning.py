@@ -1,4 +1,4 @@
-"""Scheduled fine-tuning under Lightning, sharded over two ranks: three phases thaw more and more.
+"""See fine-tuning under Lightning thaw more parameters in each of three phases, and the loss fall.
 
     python examples/train_finetuning.py
 

@@ -1,10 +1,10 @@
-"""Train a transformers model with its Trainer, sharded by layerzero; nothing is downloaded.
+"""See a Llama learn to count under transformers' Trainer, resume, and be saved and loaded again.
 
     pip install layerzero[hf]
     torchrun --standalone --nproc-per-node 2 examples/train_hf.py
 
-A tiny Llama learns to count. It trains in two halves, the second resumed from the checkpoint of
-the first, is evaluated, saved to a folder, and loaded from it again, straight into shards.
+Sharded by layerzero; nothing is downloaded. It trains in two halves, the second resumed from the
+checkpoint of the first, is evaluated, saved to a folder, and loaded from it straight into shards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Train under Lightning's Trainer, sharded over two ranks, and resume from a sharded checkpoint.
+"""See the loss under Lightning's Trainer after 4 epochs, and after 8 from a sharded checkpoint.
 
     python examples/train_lightning.py
 
-Needs the extra: pip install layerzero[lightning]. Lightning starts the second rank itself. On two
-GPUs: `--accelerator cuda`.
+Sharded over two ranks. Needs the extra: pip install layerzero[lightning]. Lightning starts the
+second rank itself. On two GPUs: `--accelerator cuda`.
 """
 
 import argparse

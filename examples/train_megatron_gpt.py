@@ -1,4 +1,4 @@
-"""Train Megatron's own GPTModel with Megatron's own schedules, sharded by layerzero.
+"""See loss, gradient norm and time of each step of Megatron's own GPTModel and schedules.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -- examples/train_megatron_gpt.py
     ... --nproc-per-node 4 -- examples/train_megatron_gpt.py --tensor 2 --sequence-parallel

@@ -1,10 +1,10 @@
-"""Train a small model under Ray Train, sharded by layerzero, with checkpoints that a retry resumes.
+"""See a run under Ray Train resume from its checkpoint after a failure, and its last loss.
 
     pip install layerzero[ray]
     python examples/train_ray.py --workers 2 --steps 20 --storage out/ray
 
-Ray starts the workers and their process group; each worker runs `train_worker`. The storage must be
-a folder that all machines share.
+`--fail-at 12` makes it fail once. Ray starts the workers and their process group; each worker runs
+`train_worker`. The storage must be a folder that all machines share.
 """
 
 import argparse

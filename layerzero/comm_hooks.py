@@ -94,8 +94,8 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
     if any(len(handle.placement.reduce_groups) > 1 for handle in _handles(root.units)):
         raise NotImplementedError(
             "register_comm_hook: gradients of this model are reduced in two hops (zero3_size, a "
-            "mesh of two axes, experts), of which FSDP1's hooks know one, as they refuse "
-            'HYBRID_SHARD; use one shard group, or zero3_size=1 with outer="replicate"'
+            "mesh of two axes, experts), and FSDP1's hooks do one; use one shard group, or "
+            'zero3_size=1 with outer="replicate"'
         )
     set_hooks(root, dict.fromkeys(root.units, _by_hook(state, hook)), {})
 

@@ -497,8 +497,8 @@ def _follow_flags(root: RootState) -> None:
             in_shards = state.requires_sync
         if in_shards is not before and any(h.gradients.host_sum is not None for h in unit.handles):
             raise RuntimeError(
-                f"{unit.label}: its micro-batches add up on the host, and elsewhere than "
-                "set_requires_all_reduce asks for now: change it between steps"
+                f"{unit.label}: set_requires_all_reduce was changed while sums of micro-batches "
+                "wait on the host: change it between steps"
             )
         if waits or in_shards:
             flags[unit] = waits, in_shards

@@ -13,25 +13,22 @@ import sys
 import warnings
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
+from style import ENGINES, figure, save
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
 
 from benchmarks.common import run_on_ranks  # noqa: E402
-from benchmarks.engines import ENGINES, Transformer, TransformerBlock  # noqa: E402
+from benchmarks.engines import ENGINES as WRAP  # noqa: E402
+from benchmarks.engines import Transformer, TransformerBlock  # noqa: E402
 
 STEPS, BATCH, LENGTH, RANKS = 200, 16, 64, 2
 STYLES = {
-    "one process": {"color": "0.75", "linewidth": 6},
-    "fully_shard, 2 ranks": {"color": "#55a868", "linewidth": 3},
-    "layerzero, 2 ranks": {"color": "#4c72b0", "linewidth": 1},
+    "one process": {"color": ENGINES["one process"], "linewidth": 7},
+    "FSDP2 (fully_shard), 2 ranks": {"color": ENGINES["fully_shard"], "linewidth": 3.5},
+    "layerzero, 2 ranks": {"color": ENGINES["layerzero"], "linewidth": 1.2},
 }
 
 
@@ -41,7 +38,7 @@ def train(engine: str) -> list[float]:
     torch.manual_seed(0)
     text = "".join(page.read_text() for page in sorted((REPOSITORY / "docs").rglob("*.md")))
     data = torch.tensor([*text.encode()])
-    model = ENGINES[engine](Transformer(64, 2, 4, LENGTH), TransformerBlock)
+    model = WRAP[engine](Transformer(64, 2, 4, LENGTH), TransformerBlock)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
     losses = []
@@ -64,16 +61,15 @@ def main() -> None:
     path = parser.parse_args().out
     found = {
         "one process": run_on_ranks(1, train, "bare")[0],
-        "fully_shard, 2 ranks": run_on_ranks(RANKS, train, "fully_shard")[0],
+        "FSDP2 (fully_shard), 2 ranks": run_on_ranks(RANKS, train, "fully_shard")[0],
         "layerzero, 2 ranks": run_on_ranks(RANKS, train, "layerzero")[0],
     }
-    figure, axis = plt.subplots(figsize=(7, 3), dpi=130, layout="constrained")
+    drawn, axis = figure(3.2)
     for name, losses in found.items():
         axis.plot(losses, label=name, **STYLES[name])
     axis.set(xlabel="step", ylabel="loss")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.savefig(path)
+    axis.legend()
+    save(drawn, path)
     one = found["one process"]
     for name, losses in found.items():
         largest = max(abs(a - b) for a, b in zip(losses, one, strict=True))

@@ -16,16 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
+from style import ENGINES, NAMES, figure, pale, save
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-NAMES = {"layerzero": "layerzero", "fsdp1": "FSDP1", "fully_shard": "FSDP2\n(fully_shard)"}
-COLOURS = {"layerzero": "#4c72b0", "fsdp1": "#dd8452", "fully_shard": "#55a868"}
-_ALL = {**COLOURS, "ddp": "#8c8c8c"}
+SHARDED = ("layerzero", "fsdp1", "fully_shard")
 SPREAD = r"([\d.]+) \(([\d.]+)-([\d.]+)\)"
 
 
@@ -48,7 +42,7 @@ def read_steps(text: str) -> dict[str, dict[str, Row]]:
     begin = r"^([\d.]+ M parameters)(?:, 2 ranks, 2 x 128)?;[^\n]*\n"
     for title, table in re.findall(begin + r"(.*?)^(?:```|$)", text, re.S | re.M):
         tables[title] = {}
-        for engine in NAMES:
+        for engine in SHARDED:
             row = re.search(rf"^{engine} +{SPREAD} +{SPREAD} +([\d.]+)$", table, re.M)
             if row is None:
                 raise ValueError(f"no row of {engine} under {title!r}")
@@ -63,7 +57,7 @@ def read_peaks(text: str) -> dict[str, dict[int, dict[str, float]]]:
     for model, ranks, batch, table in re.findall(begin + r"(.*?)^$", text, re.S | re.M):
         rows = re.findall(r"^(\w+) .*?([\d.]+)$", table, re.M)
         by_ranks = found.setdefault(f"{model}, {batch} tokens", {})
-        by_ranks[int(ranks)] = {name: float(peak) for name, peak in rows if name in _ALL}
+        by_ranks[int(ranks)] = {name: float(peak) for name, peak in rows if name in NAMES}
     return found
 
 
@@ -73,7 +67,7 @@ Host = tuple[float, float, float]
 def read_hosts(text: str) -> dict[str, dict[int, Host]]:
     """For each engine and number of ranks, microseconds of a unit and step, with quartiles."""
     found: dict[str, dict[int, Host]] = {}
-    for engine in NAMES:
+    for engine in SHARDED:
         for row in re.findall(rf"^{engine} +(\d+) +{SPREAD}", text, re.M):
             ranks, median, low, high = map(float, row)
             found.setdefault(engine, {})[int(ranks)] = median, low, high
@@ -101,103 +95,87 @@ def columns(tables: list[list[list[str]]], *names: str) -> dict[str, list[str]]:
 
 
 def draw_steps(tables: dict[str, dict[str, Row]], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 2.8), dpi=130, layout="constrained", sharey=True)
+    drawn, axes = figure(3.4, columns=2, sharey=True)
     height = 0.8 / len(tables)
     for index, (title, rows) in enumerate(tables.items()):
-        ys = [place + (0.5 - index) * height for place in range(len(NAMES))]
-        found = [rows[engine] for engine in NAMES]
+        ys = [place + (0.5 - index) * height for place in range(len(SHARDED))]
+        found = [rows[engine] for engine in SHARDED]
         errors = [[r.median - r.low for r in found], [r.high - r.median for r in found]]
-        colour = ["#4c72b0", "#9fb7dc"][index % 2]
-        style: dict[str, Any] = {"height": height, "color": colour, "label": title}
-        axes[0].barh(ys, [r.median for r in found], xerr=errors, ecolor="0.3", **style)
-        axes[1].barh(ys, [r.peak for r in found], **style)
-    axes[0].set_yticks(range(len(NAMES)), [*NAMES.values()])
+        colours: list[Any] = [ENGINES[engine] for engine in SHARDED]
+        if index % 2:
+            colours = [pale(colour) for colour in colours]
+        axes[0].barh(
+            ys, [r.median for r in found], height, xerr=errors, ecolor="0.3", color=colours
+        )
+        bars = axes[1].barh(ys, [r.peak for r in found], height, color=colours)
+        axes[1].bar_label(bars, [title.replace(" parameters", "")] * 3, padding=3, fontsize=9)
+    names = [NAMES[engine].replace(" ", "\n") for engine in SHARDED]
+    axes[0].set_yticks(range(len(SHARDED)), names)
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("step time over the bare model, ms (quartiles)")
-    axes[1].set_xlabel("peak memory of a rank, MB")
-    axes[1].legend(frameon=False, fontsize=8)
-    _save(figure, axes, path)
+    axes[0].set_xlabel("step time over the bare\nmodel, ms (quartiles)")
+    axes[1].set_xlabel("peak memory of a rank, MB,\nby millions of parameters")
+    axes[1].margins(x=0.22)
+    save(drawn, path)
 
 
 def draw_peaks(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
-    figure, axes = plt.subplots(
-        1,
-        len(found),
-        figsize=(2.6 * len(found) + 1.4, 2.8),
-        dpi=130,
-        layout="constrained",
-        squeeze=False,
-    )
+    drawn, axes = figure(3.4, columns=len(found), squeeze=False)
     for axis, (title, by_ranks) in zip(axes[0], found.items(), strict=True):
-        engines = [name for name in _ALL if all(name in row for row in by_ranks.values())]
+        engines = [name for name in NAMES if all(name in row for row in by_ranks.values())]
         width = 0.8 / len(engines)
         for index, name in enumerate(engines):
-            places = [
-                place + (index - (len(engines) - 1) / 2) * width for place in range(len(by_ranks))
-            ]
+            shift = (index - (len(engines) - 1) / 2) * width
             peaks = [row[name] for row in by_ranks.values()]
-            label = NAMES.get(name, "DDP").replace("\n", " ")
-            axis.bar(places, peaks, width, color=_ALL[name], label=label)
+            places = [place + shift for place in range(len(by_ranks))]
+            axis.bar(places, peaks, width, color=ENGINES[name], label=NAMES[name])
         axis.set_xticks(range(len(by_ranks)), [f"{ranks} ranks" for ranks in by_ranks])
-        axis.set_title(title, fontsize=8)
+        axis.set_title(title.replace(" parameters, ", " parameters,\n"), fontsize=11)
     axes[0][0].set_ylabel("peak memory of a rank, MB")
     handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=7)
-    _save(figure, axes[0], path)
+    drawn.legend(*handles, loc="outside lower center", ncols=4, columnspacing=1.2)
+    save(drawn, path)
 
 
 def draw_hosts(found: dict[str, dict[int, Host]], path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(6, 2.8), dpi=130, layout="constrained")
+    drawn, axis = figure(3.0)
     sizes = sorted(found["layerzero"])
     width = 0.8 / len(found)
     for index, (engine, own) in enumerate(found.items()):
         medians = [own[size][0] for size in sizes]
         errors = [[own[s][0] - own[s][1] for s in sizes], [own[s][2] - own[s][0] for s in sizes]]
-        style: dict[str, Any] = {
-            "color": COLOURS[engine],
-            "label": NAMES[engine].replace("\n", " "),
-        }
+        style: dict[str, Any] = {"color": ENGINES[engine], "label": NAMES[engine]}
         places = [place + (index - (len(found) - 1) / 2) * width for place in range(len(sizes))]
         axis.bar(places, medians, width, yerr=errors, ecolor="0.3", **style)
     axis.set_xticks(range(len(sizes)), [f"{size} ranks" for size in sizes])
     axis.set_ylabel("host time of a unit\nand step, us (quartiles)")
-    axis.legend(frameon=False, fontsize=8)
-    _save(figure, [axis], path)
+    axis.legend()
+    save(drawn, path)
 
 
 def draw_optimizers(text: str, path: Path) -> None:
     tables = [*read_tables(text)]
-    parts = ("clip", "step")
-    shown = columns(tables, *parts)
+    shown = columns(tables, "clip", "step")
     hosts = columns(tables, "192 parameters: norm / clip / step / zero_grad", "1,536 parameters")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3), dpi=130, layout="constrained", sharey=True)
     names = [name for name in shown if name in hosts]
-    starts = [0.0] * len(names)
-    for place, part in enumerate(parts):
-        widths = [float(shown[name][place]) for name in names]
-        axes[0].barh(names, widths, left=starts, label=part, color=["#9fb7dc", "#4c72b0"][place])
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    for index, count in enumerate((192, 1536)):
-        steps = [float(hosts[name][index].split("/")[2]) for name in names]
+    full = [ENGINES["fully_shard" if "DTensor" in name else "layerzero"] for name in names]
+    drawn, axes = figure(4.4, columns=2, sharey=True)
+    labels = {
+        name: name.replace("pieces, ", "torch ").replace("DTensors, ", "FSDP2, torch ")
+        for name in names
+    }
+    clips, steps = ([float(shown[name][place]) for name in names] for place in (0, 1))
+    axes[0].barh(range(len(names)), clips, color=[*map(pale, full)])
+    axes[0].barh(range(len(names)), steps, left=clips, color=full)
+    for index, colours in enumerate(([*map(pale, full)], full)):
+        times = [float(hosts[name][index].split("/")[2]) for name in names]
         ys = [place + (index - 0.5) * 0.4 for place in range(len(names))]
-        axes[1].barh(
-            ys, steps, 0.4, color=["#9fb7dc", "#4c72b0"][index], label=f"{count} parameters"
-        )
+        axes[1].barh(ys, times, 0.4, color=colours)
+    axes[0].set_yticks(range(len(names)), [labels[name] for name in names])
     axes[0].invert_yaxis()
-    axes[0].set_xlabel("clip + step of 25 million elements, ms")
-    axes[1].set(
-        xlabel="host time of a step of small parameters, ms", xscale="log", xlim=(0.1, None)
-    )
-    for axis in axes:
-        axis.legend(frameon=False, fontsize=8)
-    _save(figure, axes, path)
-
-
-def _save(figure: Any, axes: Any, path: Path) -> None:
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    plt.close(figure)
+    axes[0].set_xlabel("ms for 25 million elements:\nclip (pale) and step")
+    axes[1].set(xscale="log", xlim=(0.1, None))
+    axes[1].set_xlabel("host's ms for a step of\n192 (pale), 1,536 parameters")
+    save(drawn, path)
 
 
 def main() -> None:

@@ -16,12 +16,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import torch
+from style import UNITS, figure, save
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -31,9 +27,8 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
 from benchmarks.common import run_on_ranks  # noqa: E402
 from layerzero import ZeRO3  # noqa: E402
 
-WIDTH, HIDDEN, ROWS, NUM_UNITS, NUM_STEPS = 512, 2048, 512, 4, 9
-COLOURS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52"]
-ROW_NAMES = ["reduce", "compute", "gather"]
+WIDTH, HIDDEN, ROWS, NUM_UNITS, NUM_STEPS = 512, 2048, 512, 4, 25
+ROW_NAMES = ["reductions", "compute", "gathers"]
 
 
 class Layer(nn.Module):
@@ -104,45 +99,43 @@ def read(ranges: list[Range]) -> Step:
         if verb == "unshard":
             issued[unit] = start
         elif verb == "wait_for_unshard" and unit in issued:
-            bars.append(Bar("gather", unit, issued.pop(unit), end))
+            bars.append(Bar("gathers", unit, issued.pop(unit), end))
             computes[unit] = end
         elif verb == "reshard":
             bars.append(Bar("compute", unit, computes.pop(unit), start))
         elif verb == "reduce":
             received = [e for n, s, e in ranges if n == "gloo:recv" and start <= s <= end]
-            bars.append(Bar("reduce", unit, start, max(received)))
+            bars.append(Bar("reductions", unit, start, max(received)))
     bars = [bar._replace(start=bar.start - begin, end=bar.end - begin) for bar in bars]
     return Step(bars, phases["forward"][1] - begin, max(bar.end for bar in bars))
 
 
 def draw(step: Step, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(10, 2.6), dpi=130, layout="constrained")
+    drawn, axes = figure(3.0)
     for bar in step.bars:
         y, height = float(ROW_NAMES.index(bar.row)), 0.62
-        if bar.row == "gather":  # two may be under way at once
+        if bar.row == "gathers":  # two may be under way at once
             y, height = y + 0.17 - 0.34 * (bar.unit % 2), 0.31
         axes.barh(
             y,
             bar.end - bar.start,
             left=bar.start,
             height=height,
-            color=COLOURS[bar.unit],
+            color=UNITS[bar.unit],
             alpha=1.0 if bar.row == "compute" else 0.75,
             edgecolor="white",
         )
-        if bar.end - bar.start > 0.02 * step.end:
-            middle = (bar.start + bar.end) / 2
-            axes.text(middle, y, bar.unit, ha="center", va="center", color="white", fontsize=9)
+        if bar.end - bar.start > 0.025 * step.end:
+            axes.text((bar.start + bar.end) / 2, y, bar.unit, ha="center", va="center")
     axes.axvline(step.forward_end, color="0.4", linewidth=0.8, linestyle="--")
-    axes.text(step.forward_end / 2, 2.45, "forward", ha="center", va="bottom", fontsize=9)
+    axes.text(step.forward_end / 2, 2.45, "forward", ha="center", va="bottom")
     middle = (step.forward_end + step.end) / 2
-    axes.text(middle, 2.45, "backward", ha="center", va="bottom", fontsize=9)
+    axes.text(middle, 2.45, "backward", ha="center", va="bottom")
     axes.set_yticks(range(len(ROW_NAMES)), ROW_NAMES)
     axes.set_xlim(0, step.end)
     axes.set_ylim(-0.45, 2.75)
-    axes.set_xlabel("ms; the number on a bar is its unit")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    axes.set_xlabel("ms; a colour and number is a unit")
+    save(drawn, path)
 
 
 def main() -> None:

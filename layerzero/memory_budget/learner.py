@@ -56,7 +56,7 @@ class Learner(Extension):
 
         Raises:
             ValueError: the shards alone need more.
-            NotImplementedError: nobody knows what lives on the device.
+            NotImplementedError: the device does not report its live memory.
         """
         self.choice = None
         self._root_ref = weakref.ref(root)
@@ -92,8 +92,8 @@ class Learner(Extension):
         if root.join is not None:
             warn_once(
                 "memory_budget: joined",
-                "memory_budget: it learns outside of layerzero.join only; until then nothing stays "
-                "full between forward and backward",
+                "memory_budget: steps inside layerzero.join are not measured; nothing stays full "
+                "between forward and backward before five steps outside are",
                 is_first=self._placement.is_first,
                 stacklevel=outside(),
             )

@@ -48,8 +48,8 @@ def make_meter(device: torch.device) -> Meter:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise NotImplementedError(
-            f"memory_budget: torch.{device.type} has no {' and no '.join(missing)}, so nobody "
-            "knows what lives there; leave memory_budget out"
+            f"memory_budget: torch.{device.type} has no {' and no '.join(missing)}, so "
+            "live memory cannot be measured; leave memory_budget out"
         )
     return DeviceMeter(module, device)
 

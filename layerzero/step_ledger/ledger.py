@@ -128,7 +128,7 @@ class Ledger:
             ImportError: matplotlib is not installed (`pip install 'layerzero[plots]'`).
             RuntimeError: no step ran inside the block.
         """
-        draw(self._all, self._rank, self.advice, path)
+        draw(self._all, self._rank, path)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""A picture of one step: the lanes of a rank, and why compute stood still."""
+"""A picture of one step: the lanes of a rank, and why compute waited."""
 
 from __future__ import annotations
 
-import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 from layerzero.step_ledger.figures import Explained
@@ -25,15 +25,15 @@ _COLOURS = {
     PREVIOUS: "#8172b3",
     HOST_BOUND: "#222222",
     PEER_LATE: "#ccb974",
-    TRANSFER: "#dd8452",
+    TRANSFER: "#f2c14e",
 }
-_OF_KIND = {"gather": "#4c72b0", "reduction": "#55a868"}
-_OF_PHASE = {"forward": "#9ecae1", "backward": "#a1d99b"}
+_OF_KIND = {"gather": "#64b5cd", "reduction": "#da8bc3"}
+_OF_PHASE = {"forward": "#dddddd", "backward": "#bbbbbb"}
 _ROOT = "the root unit"
-_LANES = {"gathers": 3.0, "compute": 2.0, "stood still": 1.0, "reductions": 0.0}
+_LANES = {"gathers": 3.0, "compute": 2.0, "compute waits": 1.0, "reductions": 0.0}
 
 
-def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
+def draw(explained: Explained, rank: int, path: str | Path) -> None:
     """Draw the step of median length.
 
     Raises:
@@ -51,7 +51,7 @@ def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
     if not steps:
         raise RuntimeError("ledger.plot: no step ran inside the block")
     begin, end = sorted(steps, key=lambda span: span[1] - span[0])[len(steps) // 2]
-    figure = Figure(figsize=(11, 3.4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(7, 3.8), dpi=150, layout="constrained")
     axes = figure.subplots()
 
     def bar(lane: str, start: float, stop: float, colour: str, text: str = "") -> None:
@@ -60,9 +60,9 @@ def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
             return
         left, width = (start - begin) * 1e3, (stop - start) * 1e3
         axes.barh(_LANES[lane], width, 0.7, left, color=colour, edgecolor="white", linewidth=0.4)
-        # About 150 characters fit into the width of the picture.
-        if text and len(text) + 1 < 150 * (stop - start) / (end - begin):
-            axes.text(left + width / 2, _LANES[lane], text, ha="center", va="center", fontsize=7)
+        # About 80 characters fit into the width of the picture.
+        if text and len(text) + 1 < 80 * (stop - start) / (end - begin):
+            axes.text(left + width / 2, _LANES[lane], text, ha="center", va="center")
 
     for lane, what, start, stop in spans(record):
         if isinstance(what, Wait):
@@ -73,21 +73,23 @@ def draw(explained: Explained, rank: int, title: str, path: str | Path) -> None:
             bar(lane, start, stop, _OF_PHASE[what.phase], text)
         else:
             bar(lane, start, stop, _OF_KIND[what.kind], what.unit)
-    shown: set[str] = set()
+    waited: defaultdict[str, float] = defaultdict(float)
     for segments in explained.segments[rank]:
         for segment in segments:
             if begin <= segment.begin < end:
-                bar("stood still", segment.begin, segment.end, _COLOURS[segment.reason])
-                shown.add(segment.reason)
-    for reason, colour in _COLOURS.items():
-        if reason in shown:
-            axes.barh(0, 0, color=colour, label=reason)
-    if shown:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=6, frameon=False)
+                bar("compute waits", segment.begin, segment.end, _COLOURS[segment.reason])
+                waited[segment.reason] += (min(segment.end, end) - segment.begin) * 1e3
+    legend = _OF_PHASE | {f"{why}, {waited[why]:.2g} ms": _COLOURS[why] for why in waited}
+    for label, colour in legend.items():
+        axes.barh(0, 0, color=colour, label=label)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, handlelength=1.2)
     axes.set_yticks(list(_LANES.values()), list(_LANES))
     axes.set_xlim(0, (end - begin) * 1e3)
     axes.set_xlabel("ms")
-    axes.set_title(textwrap.fill(title, 120), fontsize=9)
+    length = (end - begin) * 1e3
+    axes.set_title(
+        f"a step of {length:.0f} ms; compute waits {sum(waited.values()):.2g} ms", fontsize=11
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 

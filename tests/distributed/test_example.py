@@ -44,7 +44,12 @@ def _train(arguments: list[str], die_after: tuple[int, float] | None = None) -> 
         dist.all_gather_object(pids, os.getpid())
         if rank == 0:
             threading.Thread(target=_die, args=(options.log, pids, *die_after), daemon=True).start()
-    return train_lm.train_and_sample(options, corpus, place, torch.device("cpu")).losses
+    seen: list[float] = []
+    train_lm.on_step = lambda record: seen.append(record.loss)
+    outcome = train_lm.train_and_sample(options, corpus, place, torch.device("cpu"))
+    reported = [] if rank else outcome.losses
+    assert seen == (reported[options.steps - len(seen) :] if options.resume else reported)
+    return outcome.losses
 
 
 def _die(log: Path, pids: list[int], num_lines: int, delay_s: float) -> None:

@@ -261,6 +261,43 @@ def test_python_that_does_not_compile_is_found() -> None:
     assert broken_python("```python\nx = (1,\n```\n\n```python\ny = 1\n```\n") == ["x = (1,"]
 
 
+# Error texts -----------------------------------------------------------------------------------
+
+OF_OTHERS = {"a different number of tensors was saved"}
+"""Texts of torch that no test repeats."""
+
+
+@functools.cache
+def texts_of_sources() -> str:
+    """Sources with the literals of one string joined, as the user sees it."""
+    sources = [name for name in SOURCES if name.startswith(("layerzero/", "tests/"))]
+    joined = (re.sub(r'"\s*[rf]*"', "", (REPOSITORY / name).read_text()) for name in sources)
+    return re.sub(r"\s+", " ", "".join(joined).replace("\\", ""))
+
+
+def missing_texts(text: str) -> list[str]:
+    """Errors quoted as symptoms in tables that no source raises and no test expects."""
+    symptoms = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    quoted = re.findall(r'^\| "([^"]+)"|Error`?: `([^`]+)`', "\n".join(symptoms), re.M)
+    found = {first or second for first, second in quoted} - OF_OTHERS
+    gaps = r"\[?\.\.\.\]?|'[^']*'|\(.*|\d+"
+    return sorted(
+        each
+        for each in found
+        if any(part.strip(" :;,") not in texts_of_sources() for part in re.split(gaps, each))
+    )
+
+
+def test_errors_in_tables_are_those_of_sources() -> None:
+    pages = [name for name in CURRENT if name.startswith("docs/howto/")]
+    assert {n: t for n in pages if (t := missing_texts((REPOSITORY / n).read_text()))} == {}
+
+
+def test_an_error_that_nothing_raises_is_found() -> None:
+    text = '| "the model changed after wrapping" | x |\n| ValueError: `2 ducks in a row` | y |\n'
+    assert missing_texts(text) == ["2 ducks in a row"]
+
+
 # Links ----------------------------------------------------------------------------------------
 
 
