@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,11 @@ class SavePlan:
     """The files and values of a checkpoint, the same on all ranks, and what this rank writes.
 
     Construction is collective over `together`.
+
+    Attributes:
+        files: the files of each kind.
+        transfers: what this rank writes; the caller may replace the tensors by copies.
+        nbytes_moved: bytes that the rank with the most moves.
 
     Args:
         arguments: of the save, which must be the same on all ranks.
@@ -78,6 +83,8 @@ class SavePlan:
             for name, entry in file.tensors.items()
         }
         self._numbers = {key: number for number, key in enumerate(self._places)}
+        self.transfers = list(self._transfers())
+        del self._entries  # The tensors of a background save are copies, which need no others.
         extras = [each["extra"] for each in messages]
         self._manifest = Manifest(
             step=0,
@@ -127,15 +134,12 @@ class SavePlan:
             "entries": announce(self._entries),
         }
 
-    def transfers(self) -> list[Transfer]:
-        """The transfers that this rank writes."""
-        transfers = []
+    def _transfers(self) -> Iterator[Transfer]:
         for entry in self._entries:
             key = (entry.kind, entry.name)
             writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
             if writes and entry.tensor.numel():
-                transfers.append(Transfer(*self._places[key], self._numbers[key], entry))
-        return transfers
+                yield Transfer(*self._places[key], self._numbers[key], entry)
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:
         """Check that everything was written, and combine the checksums.

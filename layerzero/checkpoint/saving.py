@@ -171,14 +171,13 @@ def save(
     arguments = [str(path), step, keep]
     plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
     lock = RootLock(path)
-    transfers = plan.transfers()
 
     def prepare() -> tuple[int, str] | None:
         if blocking:
             # What is on a device is copied while it is written, a window at a time.
-            wait_for(_devices_of(transfers))
+            wait_for(_devices_of(plan.transfers))
         else:
-            transfers[:] = _stage(transfers)
+            plan.transfers = _stage(plan.transfers)
         if not together.is_first:
             return None
         lock.acquire()
@@ -190,13 +189,11 @@ def save(
         lock.release()
         raise
     final = path / folders.step_name(number)
-    own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in transfers)
+    own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in plan.transfers)
     report = ProgressReport(progress, own_nbytes)
     handle = SaveHandle(final, number, report)
     partial = path / partial_name
-    work = functools.partial(
-        _write_and_commit, partial, plan, transfers, together, report, number, keep, lock
-    )
+    work = functools.partial(_write_and_commit, partial, plan, together, report, number, keep, lock)
     if blocking:
         work()
     else:
@@ -251,7 +248,6 @@ def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:
 def _write_and_commit(
     partial: Path,
     plan: SavePlan,
-    transfers: Sequence[Transfer],
     together: CheckpointGroup,
     report: ProgressReport,
     step: int,
@@ -270,7 +266,7 @@ def _write_and_commit(
     try:
         tallies = together.exchange(
             f"checksums written to {partial.name}",
-            lambda: write_ranges(partial, transfers, report),
+            lambda: write_ranges(partial, plan.transfers, report),
             plan.nbytes_moved,
         )
         together.from_first("commit", commit)

@@ -122,21 +122,18 @@ class _Saving(_StandIn):
             refuse_pieces(module, state_dict)
         if not is_sharded or state_dict is not None:
             return own(*args, **kwargs)
-        what, why = (
-            type(module).__name__,
-            "would write this rank's shards instead of whole parameters",
-        )
+        what = f"{type(module).__name__}.{_METHOD}"
+        how = "layerzero.integrations.transformers.save_pretrained(model, folder) on every rank"
         if self._name:
-            raise RuntimeError(
-                f"{what}.{_METHOD} of {self._name!r} {why}; nothing was written. Call it on every "
-                "rank inside `with model.summon_full_params(writeback=False):`, with "
-                "is_main_process=True on the first rank only; or pass state_dict="
+            what += f" of {self._name!r}"
+            how = (
+                "it on every rank inside `with model.summon_full_params(writeback=False):`, with "
+                "is_main_process=True on the first rank only"
             )
         raise RuntimeError(
-            f"{what}.{_METHOD} {why}; nothing was written. Call "
-            "layerzero.integrations.transformers.save_pretrained(model, folder) on every rank, or "
-            "pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
-            "cpu_offload=True)"
+            f"{what} would write this rank's shards instead of whole parameters; nothing was "
+            f"written. Call {how}; or pass state_dict=layerzero.checkpoint.get_model_state_dict("
+            "model, full=True, cpu_offload=True)"
         )
 
 

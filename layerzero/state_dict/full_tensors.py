@@ -131,9 +131,8 @@ def _stream_model(
         (names.first(source.handle.sharded_params[index]), full)
         for source, index, full in _stream(sources, nbytes)
     )
-    sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
-    for parameter, found in names.parameters:
-        if id(parameter) not in sharded and is_wanted(found[0]):
+    for parameter, found in names.unsharded():
+        if is_wanted(found[0]):
             yield found[0], parameter.detach()
     for buffer, found in named_buffers(model):
         if is_wanted(found[0]):

@@ -48,6 +48,10 @@ class Names:
         """The first name of a parameter of the model."""
         return self._by_id[id(parameter)][0]
 
+    def unsharded(self) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+        """Parameters that are not sharded (ignored ones), with all their names."""
+        return [(p, found) for p, found in self.parameters if id(p) not in self._handle_of]
+
     def announces(self, parameter: nn.Parameter) -> bool:
         """Whether this rank reports a parameter to the others.
 

@@ -29,7 +29,7 @@ from layerzero.checkpoint import (
 from layerzero.checkpoint.__main__ import main
 from layerzero.optim import WholeTensorOptimizer, decay_groups
 from tests.distributed import test_experts as experts
-from tests.distributed.test_checkpoint_tensor_parallel import _build as tensor_parallel
+from tests.distributed.test_checkpoint_splits import _build as tensor_parallel
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -12,7 +11,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -442,28 +441,6 @@ def test_memory_lies_as_the_file_does(tmp_path: Path) -> None:
     assert len({storages[index] for index in (0, 3, 4, 5, 6, 7)}) == 6
 
 
-def test_pages_come_in_the_order_of_the_files_and_small_shards_take_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[int] = []
-
-    @contextlib.contextmanager
-    def records(memories: list[torch.Tensor], lead_nbytes: int) -> Iterator[None]:
-        recorded.extend(each.data_ptr() for each in memories)
-        yield
-
-    monkeypatch.setattr(moving, "populating", records)
-    # Parameters by themselves, as a model lists them; in the file their states lie apart.
-    listed = [_transfer(at * MIB, _meta(MIB)) for at in (0, 3, 1)]
-    listed += [_transfer(0, _meta(MIB), file="b"), _transfer(4 * MIB + 100, _meta(100_000))]
-    for name in "ab":
-        (tmp_path / name).write_bytes(bytes(5 * MIB))
-    found, _ = read_ranges(tmp_path, listed, _silent)
-    first, far, second, other, _ = (each.entry.tensor.data_ptr() for each in found)
-    assert second == first + MIB
-    assert recorded == [first, far, other]
-
-
 def _present(tensor: torch.Tensor) -> float:
     """Which part of a tensor's whole pages the kernel has given."""
     begin = -(-tensor.data_ptr() // PAGE_NBYTES) * PAGE_NBYTES
@@ -495,23 +472,6 @@ def test_memory_is_there_ahead_of_the_reads() -> None:
         _finish()
     assert [_present(each) for each in memories] == [1, 1]
     assert not any(each.any() for each in memories)
-
-
-def test_memory_is_asked_for_in_the_order_of_reading_without_what_is_read_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(direct, "_madvise", lambda: lambda *step: asked.append(step[:2]))
-    step = direct._POPULATE_NBYTES
-    memories = [pages(step + 5 * PAGE_NBYTES), pages(PAGE_NBYTES), pages(2 * step)]
-    first, second, third = (each.data_ptr() for each in memories)
-    steps = [(first, step), (first + step, 5 * PAGE_NBYTES), (second, PAGE_NBYTES)]
-    steps += [(third, step), (third + step, step)]
-    for lead in range(5):
-        asked.clear()
-        with populating(memories, lead * step + 5):
-            _finish()
-        assert asked == steps[lead:]
 
 
 def test_values_are_read_whatever_the_kernel_says(

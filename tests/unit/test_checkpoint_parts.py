@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
 import random
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head,
 from layerzero.checkpoint.source import open_source, read_head
 from layerzero.state_dict.dtype_names import DTYPES
 from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.ranges import Extent, boxes, runs
+from layerzero.state_dict.rank_local import RankLocal, rank_local
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
@@ -324,3 +328,46 @@ def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Pa
     (tmp_path / "latest").write_text("step-00000009")
     with pytest.raises(CheckpointError, match="names step-00000009, which does not exist"):
         folder.resolve(tmp_path)
+
+
+# Shards in files of torch.save --------------------------------------------------------------------
+
+OF_0_1 = (
+    (ParameterShard, "layerzero.checkpoint.parameter_shard"),
+    (Extent, "layerzero.checkpoint.runs"),
+    (rank_local, "layerzero.checkpoint.rank_local"),
+)
+
+
+@pytest.mark.parametrize("version", ["0.1", "this one"])
+def test_a_rank_loads_the_shards_that_it_saved(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = torch.arange(3.0)
+    state = {
+        "weight": ParameterShard(local, Extent.whole((2, 3)), (1, 4)),
+        "moment": rank_local(torch.ones(2), "a moment"),
+    }
+    with monkeypatch.context() as patches:
+        if version == "0.1":
+            for named, module in OF_0_1:
+                patches.setitem(sys.modules, module, sys.modules[named.__module__])
+                patches.setattr(named, "__module__", module)
+        torch.save(state, tmp_path / "state")
+    written = (tmp_path / "state").read_bytes()
+    assert (b"layerzero.checkpoint.runs" in written) == (version == "0.1")
+    loaded = torch.load(tmp_path / "state", weights_only=True)
+    assert isinstance(loaded["weight"], ParameterShard)
+    assert (loaded["weight"].extent, loaded["weight"].range) == (Extent.whole((2, 3)), (1, 4))
+    assert torch.equal(loaded["weight"].local, local)
+    assert isinstance(loaded["moment"], RankLocal)
+    assert torch.equal(loaded["moment"].plain(), torch.ones(2))
+
+
+def test_a_copy_of_a_tensor_of_one_rank_is_one_too() -> None:
+    moment = rank_local(torch.ones(2), "a moment")
+    copied = copy.deepcopy({"moment": moment, "same": moment})
+    assert isinstance(copied["moment"], RankLocal) and copied["moment"].what == "a moment"
+    assert copied["moment"] is copied["same"]
+    moment.plain().zero_()
+    assert torch.equal(copied["moment"].plain(), torch.ones(2))

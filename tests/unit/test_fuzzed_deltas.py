@@ -13,8 +13,7 @@ import torch
 from layerzero.checkpoint import Patch, apply_delta
 from tests.harness import mutate
 from tests.harness.bounds import MOST_NBYTES, limited_memory, outcome, peak_nbytes
-from tests.unit.test_delta_files import DeltaReader, head_of, with_head, write
-from tests.unit.test_delta_receiver import patch
+from tests.unit.test_delta_receiver import DeltaReader, head_of, patch, with_head, write
 
 FEW = 100
 STREAM = "0123456789ab"

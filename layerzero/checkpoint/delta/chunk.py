@@ -64,7 +64,7 @@ class Chunk:
         """Make a snapshot of which everything is unknown; see Note [Unknown to receivers]."""
         main = source.read()
         self.source = source
-        self.dtype = dtype if main.is_floating_point() else main.dtype
+        self.dtype = dtype
         self.numel = main.numel()
         device = torch.device("cpu") if on_host else main.device
         self.snapshot = torch.empty(self.numel, dtype=self.dtype, device=device)

@@ -76,17 +76,11 @@ def sources_of(model: nn.Module, names: Names, buffers: bool) -> Iterator[Source
         yield from _of_handle(handle, names, names_of)
     if not _is_first(names):
         return
-    for parameter in whole_parameters(names):
+    for parameter, _ in names.unsharded():
         _refuse_subclass(parameter, names_of(parameter))
         yield from _of_whole(parameter.detach(), names_of(parameter))
     for buffer, found in named_buffers(model) if buffers else ():
         yield from _of_whole(buffer, names_of(buffer) or found)
-
-
-def whole_parameters(names: Names) -> list[nn.Parameter]:
-    """Parameters that are not sharded (ignored ones)."""
-    sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
-    return [parameter for parameter, _ in names.parameters if id(parameter) not in sharded]
 
 
 def _of_handle(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from torch import nn
 from layerzero.checkpoint.delta.apply import crc_of
 from layerzero.checkpoint.delta.chunk import Chunk, Scratch
 from layerzero.checkpoint.delta.patch import Link, Patch
-from layerzero.checkpoint.delta.pieces import Piece, sources_of, whole_parameters
+from layerzero.checkpoint.delta.pieces import Piece, sources_of
 from layerzero.config import parse_nbytes
 from layerzero.ops.reference import DTYPES
-from layerzero.state_dict.names import Names, named_buffers
+from layerzero.state_dict.names import Names
 from layerzero.state_dict.preconditions import root_states_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import TrainingState
@@ -100,13 +100,16 @@ class DeltaStream:
         self._patch_nbytes = parse_nbytes(patch_bytes, "patch_bytes", least=widest)
         self._on_host = on_host
         self._chunks: list[Chunk] = []
-        self._chunks = self._make_chunks(self._check("DeltaStream"))
+        self._handles: list[FlatParamHandle] | None = None
+        self._sends_whole = False
+        self._anchor: tuple[str, ...] = ()
+        self.round = 0
+        self._refresh("DeltaStream")
         for chunk in self._chunks:
             chunk.take_snapshot()
-        self._anchor = self._chunks[0].source.pieces[0].names if self._chunks else ()
         self.name = _agreed_name()
         self.sender = dist.get_rank() if dist.is_initialized() else 0
-        self.round = 0
+        self.round = 0  # `_refresh` has counted the first pieces
         self._chain = secrets.token_hex(6)
         self._yielded = 0  # number of the last patch
         self._counted = 0  # number of the last one that counts as sent
@@ -228,54 +231,37 @@ class DeltaStream:
 
     # The model --------------------------------------------------------------------------------
 
-    def _check(self, verb: str) -> list[FlatParamHandle]:
-        """Check that the model is between steps; returns its handles."""
+    def _refresh(self, verb: str) -> None:
+        """Check that the model is between steps, and find this rank's pieces.
+
+        What was resharded begins as unknown to receivers, and is sent again.
+        """
         if not isinstance(self._model, nn.Module):
             raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
-        states = root_states_of(self._model, verb)
-        units = [unit for state in states for unit in state.units]
+        units = [unit for state in root_states_of(self._model, verb) for unit in state.units]
         if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
             raise RuntimeError(
                 f"{verb}: inside summon_full_params() the shards are not up to date; leave it first"
             )
-        return [handle for unit in units for handle in unit.handles]
-
-    def _make_chunks(self, handles: Sequence[FlatParamHandle]) -> list[Chunk]:
+        handles = [handle for unit in units for handle in unit.handles]
+        if handles == self._handles and not self._sends_whole:
+            return
         names = Names(self._model)
-        # Kept alive, so that nothing else gets the id of one of them.
-        self._handles, self._whole = list(handles), self._whole_tensors(names)
-        # What was resharded begins as unknown to receivers, and is sent again.
-        former = {chunk.source.pieces: chunk for chunk in self._chunks}
+        # Those that are not sharded may be replaced at any time.
+        self._handles, self._sends_whole = handles, self._buffers or any(names.unsharded())
+        former = {(chunk.source.pieces, chunk.dtype): chunk for chunk in self._chunks}
         chunks = []
         for source in sources_of(self._model, names, self._buffers):
-            chunk, old = Chunk(source, self._dtype, self._on_host), former.get(source.pieces)
-            if old is not None and old.snapshot.dtype == chunk.dtype:
-                chunk.snapshot, chunk.unknown = old.snapshot, old.unknown
+            main = source.read()
+            dtype = self._dtype if main.is_floating_point() else main.dtype
+            chunk = former.get((source.pieces, dtype)) or Chunk(source, dtype, self._on_host)
+            chunk.source = source
             chunks.append(chunk)
-        return chunks
-
-    def _whole_tensors(self, names: Names) -> list[torch.Tensor]:
-        buffers = [b for b, _ in named_buffers(self._model)] if self._buffers else []
-        return [*whole_parameters(names), *buffers]
-
-    def _refresh(self, verb: str) -> None:
-        """Find this rank's pieces again if the model was resharded, or buffers were replaced."""
-        handles = self._check(verb)
-        if _same(handles, self._handles) and (
-            # Without any, the check above has seen that there are none now.
-            not (self._whole or self._buffers)
-            or _same(self._whole_tensors(Names(self._model)), self._whole)
-        ):
-            return
-        self._forget_pending()
-        self._chunks = self._make_chunks(handles)
-        self.round += 1
-        if not self._anchor and self._chunks:
-            self._anchor = self._chunks[0].source.pieces[0].names
-
-
-def _same(now: Sequence[object], before: Sequence[object]) -> bool:
-    return [id(each) for each in now] == [id(each) for each in before]
+        if chunks != self._chunks:
+            self._chunks = chunks
+            self.round += 1
+        if not self._anchor and chunks:
+            self._anchor = chunks[0].source.pieces[0].names
 
 
 def _make_patch(

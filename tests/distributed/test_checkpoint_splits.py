@@ -1,0 +1,313 @@
+"""Checkpoints and state dicts where ranks have parts of a model: any split to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.device_mesh import init_device_mesh
+
+from layerzero import ParallelManager, ZeRO3, checkpoint
+from layerzero.checkpoint import (
+    get_model_state_dict,
+    load,
+    save,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    stream_full,
+)
+from tests.distributed.test_experts import (
+    Model,
+    NamedExperts,
+    StackedExperts,
+    train,
+    whole_values,
+    wrapped,
+)
+from tests.distributed.test_parallel_manager import (
+    TIMEOUT,
+    TP_PLAN,
+    batches,
+)
+from tests.distributed.test_parallel_manager import (
+    Model as ManagedModel,
+)
+from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
+from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
+from tests.harness.ranks import KeptRanks
+from tests.harness.reference import OPTIMIZERS, seeded
+from tests.harness.saved_models import State, everything
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _build(
+    seed: int, num_tensor: int, in_sequence: bool = True, **options: Any
+) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Llama()
+    group = None
+    if num_tensor > 1:
+        shape = (dist.get_world_size() // num_tensor, num_tensor)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        parallelize(model, mesh["tp"], in_sequence)
+        group = mesh["dp"]
+    wrapped = ZeRO3(model, group, auto_wrap_policy={Block}, **options)
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.05)
+
+
+def _train(model: ZeRO3, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        # The same on all ranks: those of one tensor-parallel group must have it.
+        symbols = torch.randint(
+            VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+        )
+        model(symbols).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_same(actual: tuple[State, State], expected: tuple[State, State], what: str) -> None:
+    assert_same_parameters(actual[0], expected[0], what=what)
+    assert actual[1]["state"].keys() == expected[1]["state"].keys()
+    for name, state in expected[1]["state"].items():
+        for key in MOMENTS:
+            assert_bitwise(actual[1]["state"][name][key], state[key], f"{what} {name} {key}")
+
+
+def _write(root: str, num_tensor: int, in_sequence: bool, zero3_size: int | None) -> Any:
+    model, optimizer = _build(0, num_tensor, in_sequence, zero3_size=zero3_size)
+    _train(model, optimizer)
+    save(f"{root}/ours", model, optimizer)
+    weights, state = theirs.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
+    expected = everything(model, optimizer)
+    whole = theirs.StateDictOptions(full_state_dict=True)
+    found = theirs.get_state_dict(model, optimizer, options=whole)
+    _assert_same(found, expected, "full_state_dict=True")
+    for name, value in stream_full(model, 600):
+        assert_bitwise(value, expected[0][name], name)
+    # A handing round of full values, from one rank to all.
+    other, other_optimizer = _build(5, num_tensor, in_sequence, zero3_size=zero3_size)
+    is_first = dist.get_rank() == 0
+    given, state = expected if is_first else ({}, {})
+    set_model_state_dict(other, given, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
+    _assert_same(everything(other, other_optimizer), expected, "broadcast")
+    other.load_state_dict(model.state_dict())
+    with model.summon_full_params(writeback=False):
+        for name, value in model.state_dict().items():
+            assert_bitwise(
+                value.full_tensor() if hasattr(value, "full_tensor") else value,
+                expected[0][name],
+                name,
+            )
+        other.load_state_dict(model.state_dict())  # DTensors
+    _assert_same(everything(other, other_optimizer), expected, "shards")
+    return expected
+
+
+def _read(root: str, num_tensors: list[int], expected: Any) -> None:
+    for num_tensor in num_tensors:
+        for in_sequence in (True, False)[: 1 + (num_tensor > 1)]:
+            what = f"{dist.get_world_size()} ranks, tp {num_tensor}, {in_sequence}"
+            model, optimizer = _build(1, num_tensor, in_sequence)
+            load(f"{root}/ours", model, optimizer)
+            _assert_same(everything(model, optimizer), expected, what)
+            model, optimizer = _build(2, num_tensor, in_sequence)
+            tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
+            both = {
+                "model": tools.get_model_state_dict(model),
+                "optimizer": tools.get_optimizer_state_dict(model, optimizer),
+            }
+            dcp.load(both, checkpoint_id=f"{root}/dcp")
+            tools.set_model_state_dict(model, both["model"])
+            tools.set_optimizer_state_dict(model, optimizer, both["optimizer"])
+            _assert_same(everything(model, optimizer), expected, f"{what}, DCP")
+            if num_tensor <= 2:  # there are two heads
+                _train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tensor", "in_sequence", "zero3_size", "readers"),
+    [
+        (2, 2, True, None, {1: [1], 4: [2]}),
+        pytest.param(4, 2, True, None, {2: [2]}, marks=pytest.mark.soak),
+        pytest.param(4, 2, False, 1, {2: [1]}, marks=pytest.mark.slow),
+        pytest.param(3, 1, True, None, {4: [4]}, marks=pytest.mark.slow),
+    ],
+)
+def test_any_split_loads_into_any_other(
+    tmp_path: Path,
+    num_ranks: int,
+    num_tensor: int,
+    in_sequence: bool,
+    zero3_size: int | None,
+    readers: dict[int, list[int]],
+    in_full: bool,
+    ranks: KeptRanks,
+) -> None:
+    """Readers: by number of ranks, over how many a tensor is split. `make soak`: all there are."""
+    expected = ranks(num_ranks, _write, str(tmp_path), num_tensor, in_sequence, zero3_size)[0]
+    for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
+        assert_bitwise(value, expected[0][name], name)
+    for world_size, splits in ({1: [1], 2: [1, 2], 4: [2, 4]} if in_full else readers).items():
+        ranks(world_size, _read, str(tmp_path), splits, expected)
+
+
+# Experts ------------------------------------------------------------------------------------------
+
+
+def _values_and_states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """What this rank has, in full."""
+    values = checkpoint.get_model_state_dict(model, full=True)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
+    return values, {f"{n}: {k}": v for n, own in state.items() for k, v in own.items()}
+
+
+def _save(folder: str, ep: int, kind: type[nn.Module]) -> Any:
+    model, reference = wrapped(ep, kind), seeded(lambda: Model(kind))
+    optimizer = train(model, reference, 2)
+    checkpoint.save(f"{folder}/ep {ep}", model, optimizer)
+    weights, state = theirs.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
+    values, states = _values_and_states(model, optimizer)
+    assert states, "momentum"
+    whole = theirs.StateDictOptions(full_state_dict=True)
+    assert_same_parameters(theirs.get_model_state_dict(model, options=whole), values)
+    with model.summon_full_params(writeback=False):
+        summoned = whole_values({n: p.detach().clone() for n, p in model.named_parameters()})
+    assert_same_parameters(values, summoned)
+    for other in (True, False):
+        if ep > 1 and kind is NamedExperts:
+            with pytest.raises(NotImplementedError, match="different experts"):
+                if other:
+                    checkpoint.get_model_state_dict(model, full=True, rank0_only=True)
+                else:
+                    checkpoint.set_model_state_dict(model, values, broadcast_from_rank0=True)
+    if kind is StackedExperts:
+        fresh = wrapped(ep, kind)
+        given = values if dist.get_rank() == 0 else {}
+        checkpoint.set_model_state_dict(fresh, given, broadcast_from_rank0=True)
+        everything = checkpoint.get_model_state_dict(fresh, full=True)
+        assert_same_parameters(everything, values, what="broadcast")
+    fresh = wrapped(ep, kind)
+    fresh.load_state_dict(model.state_dict())
+    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
+    return values, states
+
+
+def _load(folder: str, ep: int, eps: Sequence[int], kind: type[nn.Module], expected: Any) -> None:
+    for own_ep in eps:
+        model = wrapped(own_ep, kind)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+        checkpoint.load(f"{folder}/ep {ep}", model, optimizer)
+        _check(model, optimizer, expected, f"ep {own_ep}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
+        weights, state = theirs.get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
+        theirs.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        _check(model, optimizer, expected, f"ep {own_ep}, torch.distributed.checkpoint")
+
+
+def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: str) -> None:
+    for own, whole in zip(_values_and_states(model, optimizer), expected, strict=True):
+        assert own
+        assert_same_parameters(own, {name: whole[name] for name in own}, what=what)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ep", "num_ranks", "own_eps"),
+    [
+        (NamedExperts, 2, 4, [1, 4]),
+        (StackedExperts, 2, 4, [1, 4]),
+        pytest.param(NamedExperts, 2, 4, [2], marks=pytest.mark.soak),
+        pytest.param(StackedExperts, 1, 2, [2], marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_of_experts_load_at_any_split(
+    tmp_path: Path,
+    kind: type[nn.Module],
+    ep: int,
+    num_ranks: int,
+    own_eps: list[int],
+    ranks: KeptRanks,
+) -> None:
+    """Into one split that is coarser and one that is finer; others with `--slow`."""
+    expected: Any = ({}, {})
+    for values in ranks(4, _save, str(tmp_path), ep, kind, in_float64=True):
+        for into, own in zip(expected, values, strict=True):
+            into.update(own)
+    ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
+    ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)
+
+
+# ParallelManager ----------------------------------------------------------------------------------
+
+
+def _managed(seed: int, sizes: dict[str, int]) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    model = ParallelManager(**sizes).parallelize(
+        seeded(ManagedModel, seed), tp_plan=TP_PLAN, timeout=TIMEOUT
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _train_managed(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Three losses, on one batch for all ranks: then it does not matter how many there are."""
+    losses = []
+    for _ in range(3):
+        loss = model(batches(1)[0][0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def _write_managed(path: str) -> tuple[dict[str, Any], Tensor]:
+    model, optimizer = _managed(0, {"tp_size": 2})
+    _train_managed(model, optimizer)
+    save(path, model, optimizer)
+    return get_model_state_dict(model, full=True), _train_managed(model, optimizer)
+
+
+def _read_managed(
+    path: str, many: list[dict[str, int]], full: dict[str, Any], losses: Tensor
+) -> None:
+    for sizes in many:
+        model, optimizer = _managed(1, sizes)
+        load(path, model, optimizer)
+        for name, value in get_model_state_dict(model, full=True).items():
+            assert_bitwise(value, full[name], f"{sizes}: {name}")
+        # All but the first depend on the optimizer's state, too.
+        assert_close_in_float64(_train_managed(model, optimizer), losses, f"{sizes}: losses")
+
+
+@pytest.mark.slow
+def test_checkpoints_load_into_any_sizes(tmp_path: Path, ranks: KeptRanks) -> None:
+    path = str(tmp_path / "checkpoint")
+    full, losses = ranks(4, _write_managed, path, in_float64=True)[0]
+    ranks(
+        4,
+        _read_managed,
+        path,
+        [{"tp_size": 1}, {"tp_size": 2, "zero3_size": 1}],
+        full,
+        losses,
+        in_float64=True,
+    )
+    ranks(2, _read_managed, path, [{"tp_size": 2}, {"cp_size": 2}], full, losses, in_float64=True)
