@@ -5,25 +5,14 @@ from __future__ import annotations
 import logging
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan
+from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.models import WIDTH, Block
-from tests.harness.ranks import run_ranks
-
-
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append((record.levelname, record.getMessage()))
-
-    def take(self, level: str) -> list[str]:
-        found = [text for name, text in self.texts if name == level]
-        self.texts.clear()
-        return found
+from tests.harness.ranks import on_ranks
+from tests.harness.recording import logged
 
 
 class Model(nn.Module):
@@ -40,28 +29,25 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def _logs_special_modules() -> list[str]:
-    records, logger = Records(), logging.getLogger("layerzero")
-    logger.addHandler(records)
-    logger.setLevel(logging.INFO)
-    ZeRO3(Model(), auto_wrap_policy={Block})
-    model = Model()
-    layers = model.layers
-    ZeRO3(
-        model,
-        auto_wrap_policy=lambda module, fqn: (
-            {"hook_module": layers[1]} if module is model.norm else isinstance(module, Block)
-        ),
-        optional_modules=[layers[2], layers[5]],
-        ignored_modules=[layers[7]],
-        ignored_parameters=[model.head.weight],
-    )
-    return records.take("INFO")
-
-
+@on_ranks(2)
 def test_the_log_names_modules_that_are_not_units_like_others() -> None:
-    (plain, special), others = run_ranks(2, _logs_special_modules)
-    assert others == []
+    with logged("layerzero") as texts:
+        ZeRO3(Model(), auto_wrap_policy={Block})
+        model = Model()
+        layers = model.layers
+        ZeRO3(
+            model,
+            auto_wrap_policy=lambda module, fqn: (
+                {"hook_module": layers[1]} if module is model.norm else isinstance(module, Block)
+            ),
+            optional_modules=[layers[2], layers[5]],
+            ignored_modules=[layers[7]],
+            ignored_parameters=[model.head.weight],
+        )
+    if dist.get_rank() > 0:
+        assert texts == [], "one rank speaks"
+        return
+    plain, special = texts
     for part in (
         "\n  a rank may skip: layers.2, layers.5\n",
         "\n  ignored: head.weight, layers.7\n",
@@ -71,36 +57,34 @@ def test_the_log_names_modules_that_are_not_units_like_others() -> None:
         assert part.split(":")[0] not in plain
 
 
-def _logs() -> tuple[list[str], list[str], list[str]]:
-    records, logger = Records(), logging.getLogger("layerzero")
-    logger.addHandler(records)
-    logger.setLevel(logging.INFO)
+@on_ranks(2)
+def test_the_log_tells_what_was_made() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(nn.LayerNorm,))
-    model = ZeRO3(
-        Model(),
-        auto_wrap_policy={Block},
-        mixed_precision=precision,
-        reshard_after_forward=lambda module, fqn: fqn != "layers.13",
-    )
-    model(torch.ones(2, WIDTH)).sum().backward()
-    wrapped = records.take("INFO")
     plan = ShardingPlan(
         apply_modules={"layers.{*}": {}, "norm": {"reshard_after_forward": False}},
         param_dtype="bfloat16",
         num_to_forward_prefetch=2,
     )
-    model = shard_with_plan(Model(), plan)
-    planned = records.take("INFO")
-    logger.setLevel(logging.DEBUG)
-    for _ in range(2):  # The first forward records the order, along which the second prefetches.
+    with logged("layerzero") as texts:
+        model = ZeRO3(
+            Model(),
+            auto_wrap_policy={Block},
+            mixed_precision=precision,
+            reshard_after_forward=lambda module, fqn: fqn != "layers.13",
+        )
         model(torch.ones(2, WIDTH)).sum().backward()
-    return wrapped, planned, records.take("DEBUG")
-
-
-def test_the_log_tells_what_was_made() -> None:
-    (first, planned, turns), (*others, their_turns) = run_ranks(2, _logs)
-    assert others == [[], []], "one rank speaks"
-    (text,) = first
+        model = shard_with_plan(Model(), plan)
+    with logged("layerzero", logging.DEBUG) as turns:
+        # The first forward records the order, along which the second prefetches.
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).sum().backward()
+    for action in ("prefetch", "unshard", "wait_for_unshard", "reshard", "reduce"):
+        assert f"LayerZeRO3.{action}(layers.3)" in turns
+    assert_same_on_all_ranks(turns, "turns")
+    if dist.get_rank() > 0:
+        assert texts == [], "one rank speaks"
+        return
+    text, of_units, of_plan = texts
     for part in (
         "15 units of Model on cpu",
         f"({3 * WIDTH} frozen)",
@@ -112,7 +96,6 @@ def test_the_log_tells_what_was_made() -> None:
         "not freed after forward: layers.13",
     ):
         assert part in text, (part, text)
-    of_units, of_plan = planned
     assert "16 units of Model" in of_units
     for part in (
         "shard_with_plan: Model, {",
@@ -120,6 +103,3 @@ def test_the_log_tells_what_was_made() -> None:
         "prefetched along recorded orders: 2 units in forward, 1 in backward",
     ):
         assert part in of_plan, (part, of_plan)
-    for action in ("prefetch", "unshard", "wait_for_unshard", "reshard", "reduce"):
-        assert f"LayerZeRO3.{action}(layers.3)" in turns
-    assert turns == their_turns

@@ -20,6 +20,7 @@ from tests.harness.fault_at import differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import logged
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -219,14 +220,11 @@ def _low_precision() -> None:
     assert double.weight.grad is not None
 
 
-def _warns_once_a_step(caplog_level: int = logging.WARNING) -> None:
-    records: list[str] = []
-    handler = logging.Handler(caplog_level)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("layerzero").addHandler(handler)
-    model, optimizer = build(OPTIMIZERS["SGD"], on_nonfinite="skip")
-    bad_backward(model, 0)
-    optimizer.step()
+def _warns_once_a_step() -> None:
+    with logged("layerzero", logging.WARNING) as records:
+        model, optimizer = build(OPTIMIZERS["SGD"], on_nonfinite="skip")
+        bad_backward(model, 0)
+        optimizer.step()
     found = [each for each in records if "is not finite" in each]
     assert len(found) == (dist.get_rank() == 0)
     assert not root_state(model).reducer.kept.is_skipping
