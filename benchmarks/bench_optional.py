@@ -43,7 +43,7 @@ from common import (
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from layerzero.build import build
+from layerzero.build.build import Builder
 from layerzero.step.root import RootState
 
 BAR = 1.01
@@ -104,13 +104,13 @@ class TwoEngines:
         torch.manual_seed(0)
         self._module = Towers(args.width, args.depth, args.trunk, args.towers)
         towers = [each for each in (self._module.first, self._module.second) if each is not None]
-        join, plain = build.join_units, []
+        join, plain = Builder.join, []
 
         def join_twice(*args: Any) -> RootState:
             plain.append(join(*args))
             return join(*args)
 
-        with mock.patch.object(build, "join_units", join_twice):
+        with mock.patch.object(Builder, "join", join_twice):
             self._model = ZeRO3(self._module, auto_wrap_policy={Block}, optional_modules=towers)
         self._optional = self._model._root_state
         (self._plain,) = plain

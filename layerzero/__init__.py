@@ -13,7 +13,6 @@ from layerzero.config import (
     BackwardPrefetch,
     MixedPrecision,
     OffloadPolicy,
-    PrefetchPolicy,
     ReductionPolicy,
 )
 from layerzero.ops import native_status
@@ -78,7 +77,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParallelManager",
-    "PrefetchPolicy",
     "ReductionPolicy",
     "ShardingPlan",
     "ZeRO3",

@@ -162,27 +162,6 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefetchPolicy:
-    """How units are gathered before they are used.
-
-    Attributes:
-        forward: number of units that forward gathers ahead, once the order is recorded.
-        backward: when backward gathers the next unit; None: on demand.
-        limit: bound on the memory of prefetched units: False (none), True (a default), an int
-            (units) or a string such as "2GB" (bytes).
-    """
-
-    forward: bool | int = True
-    backward: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    limit: bool | int | str = True
-
-    def __post_init__(self) -> None:
-        prefetch_depth(self.forward, "PrefetchPolicy.forward")
-        BACKWARD_PREFETCH("PrefetchPolicy.backward", self.backward)
-        GatherBudget.parse(self.limit, default_units=1, name="PrefetchPolicy.limit")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReductionPolicy:
     """How gradients are reduced over the ranks.
 

@@ -30,7 +30,6 @@ from layerzero.config import (
     OffloadPolicy,
     OnNonFinite,
     OptionalMean,
-    PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
@@ -122,7 +121,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         timeout: bound on any collective; when it expires, the error says which rank waits for what.
             None: the timeout given to the process group, or else to the default group; else
             5 minutes (docs/reference/errors.md).
-        prefetch: `forward_prefetch`, `backward_prefetch` and `limit_all_gathers` as one policy.
         reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy, which
             has more fields.
         optional_modules: modules that a rank may skip while other ranks run them. In each forward,
@@ -184,7 +182,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         accumulation: Accumulation = "auto",
         deterministic: bool = False,
         timeout: timedelta | None = None,
-        prefetch: PrefetchPolicy | None = None,
         reduction: ReductionPolicy | None = None,
         optional_modules: Iterable[nn.Module] = (),
         optional_mean: OptionalMean = "all",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from layerzero.config import (
     BACKWARD_PREFETCH,
     FLAG,
     GRADIENT_REDUCTION,
+    BackwardPrefetch,
     Check,
     GatherBudget,
     GradientReduction,
@@ -28,7 +29,6 @@ from layerzero.config import (
     OffloadPolicy,
     OnNonFinite,
     OptionalMean,
-    PrefetchPolicy,
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
@@ -222,19 +222,19 @@ def check_module(module: nn.Module) -> None:
 
 # All arguments ------------------------------------------------------------------------------------
 
-_PREFETCH = {
-    "forward": "forward_prefetch",
-    "backward": "backward_prefetch",
-    "limit": "limit_all_gathers",
-}
-_REDUCTION = {
+REDUCTION = {
     "reduce": "gradient_reduction",
     "accumulation": "accumulation",
     "deterministic": "deterministic",
 }
-"""Each field of the policy, and the `ZeRO3` argument with the same meaning."""
-
-_Policy = TypeVar("_Policy", PrefetchPolicy, ReductionPolicy)
+"""Fields of a ReductionPolicy, and the `ZeRO3` argument with the same meaning."""
+_CHOSEN_FOR_A_BUDGET = {
+    "reshard_after_forward": True,
+    "forward_prefetch": True,
+    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+    "limit_all_gathers": True,
+}
+"""Arguments in whose place a memory budget chooses, and their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,9 @@ class Arguments:
     root_precision: MixedPrecision | None
     """Differs from `mixed_precision` in `cast_forward_inputs` only: FSDP1 has a separate
     `cast_root_forward_inputs`."""
-    prefetch: PrefetchPolicy
+    forward_prefetch: bool | int
+    backward_prefetch: BackwardPrefetch | None
+    limit_all_gathers: bool | int | str
     reduction: ReductionPolicy
     reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
     offload: OffloadPolicy | None
@@ -372,15 +374,13 @@ def check_arguments(
     if ours["ignored_modules"]:
         _check_ignored(module, ours["ignored_modules"])
     ours["group"] = find_group(given["process_group"])
-    ours["prefetch"] = _policy(PrefetchPolicy, "prefetch", ours, _PREFETCH)
-    ours["reduction"] = _policy(ReductionPolicy, "reduction", ours, _REDUCTION)
+    ours["reduction"] = _reduction(ours)
     ours["row_multiple"] = row_multiple(given["layout"])
-    is_default = given["reshard_after_forward"] is True and ours["prefetch"] == PrefetchPolicy()
+    is_default = all(ours[name] == value for name, value in _CHOSEN_FOR_A_BUDGET.items())
     if ours["memory_budget"] is not None and not is_default:
         raise ValueError(
             "memory_budget: chooses what stays full and what is prefetched; leave out "
-            "reshard_after_forward, forward_prefetch, backward_prefetch, limit_all_gathers and "
-            "prefetch"
+            + ", ".join(_CHOSEN_FOR_A_BUDGET)
         )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
 
@@ -399,21 +399,19 @@ def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
             )
 
 
-def _policy(
-    kind: type[_Policy], name: str, given: Mapping[str, Any], flat: Mapping[str, str]
-) -> _Policy:
+def _reduction(given: Mapping[str, Any]) -> ReductionPolicy:
     """The policy that was given, or one made of the single arguments with the same meaning."""
-    values = {field: given[argument] for field, argument in flat.items()}
-    policy = given[name]
+    values = {field: given[argument] for field, argument in REDUCTION.items()}
+    policy = given["reduction"]
     if policy is None:
-        return kind(**values)
-    if not isinstance(policy, kind):
-        raise TypeError(f"{name}: expected a {kind.__name__} or None, got {policy!r}")
-    for field, argument in flat.items():
+        return ReductionPolicy(**values)
+    if not isinstance(policy, ReductionPolicy):
+        raise TypeError(f"reduction: expected a ReductionPolicy or None, got {policy!r}")
+    for field, argument in REDUCTION.items():
         # An argument that was not given has its default, which is the policy's default as well.
-        if values[field] != getattr(kind(), field):
+        if values[field] != getattr(ReductionPolicy(), field):
             raise ValueError(
-                f"{name}={policy!r} and {argument}={values[field]!r} are both given; pass only "
-                f"one: {name}={kind.__name__}({field}={values[field]!r}, ...)"
+                f"reduction={policy!r} and {argument}={values[field]!r} are both given; pass only "
+                f"one: reduction=ReductionPolicy({field}={values[field]!r}, ...)"
             )
     return policy

@@ -76,15 +76,14 @@ class Builder:
 
     def join(self, units: list[Unit]) -> RootState:
         """Join the units under one root."""
-        prefetch = self.given.prefetch
-        forward_depth, limit = int(prefetch.forward), prefetch.limit
+        forward_depth, limit = int(self.given.forward_prefetch), self.given.limit_all_gathers
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
         default_units = self.plan.nesting + 1 + max(forward_depth, 1)
         return self.parts.make_root(
             units,
             device=self.plan.device,
             forward_depth=forward_depth,
-            backward_prefetch=prefetch.backward,
+            backward_prefetch=self.given.backward_prefetch,
             budget=GatherBudget.parse(limit, default_units=default_units),
             budget_is_default=limit is True,
             reduction=self.given.reduction,

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from layerzero import ops
-from layerzero.build.arguments import Arguments
+from layerzero.build.arguments import REDUCTION, Arguments
 from layerzero.build.plan import WrapPlan, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.collectives import broadcast_from_first, gather_small
@@ -176,29 +176,29 @@ def _experts(plan: WrapPlan) -> Iterator[str]:
         yield f"unit {index}, {is_expert}, of {sizes} elements"
 
 
+_ALIKE = (
+    *("outer", "backward_prefetch", "limit_all_gathers", "sync_module_states", "timeout"),
+    *("verify", "on_nonfinite", "memory_budget"),
+)
+_OF_UNITS = (
+    *("mixed_precision", "reshard_after_forward", "gradient_reduction", "offload", "hook_module"),
+)
+"""Arguments of a model, and of its units, that are compared as they are."""
+
+
 def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str]:
     syncs = given.sync_module_states
     # Where all values come from the first rank, only that rank has to initialise.
     init = "..." if syncs and given.param_init_fn != "later" else plain(given.param_init_fn)
+    reduction = {REDUCTION.get(n, n): value for n, value in vars(given.reduction).items()}
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
-        "outer": given.outer,
         "mixed_precision": given.mixed_precision or MixedPrecision(),
         "cast_forward_inputs of the root": given.root_precision,
-        "forward_prefetch": int(given.prefetch.forward),
-        "backward_prefetch": given.prefetch.backward,
-        "limit_all_gathers": given.prefetch.limit,
+        "forward_prefetch": int(given.forward_prefetch),
         "offload": given.offload or OffloadPolicy(),
-        "sync_module_states": syncs,
-        "gradient_reduction": given.reduction.reduce,
-        "accumulation": given.reduction.accumulation,
-        "deterministic": given.reduction.deterministic,
-        "separate_groups": given.reduction.separate_groups,
-        "in_flight": given.reduction.in_flight,
-        "timeout": given.timeout,
-        "verify": given.verify,
-        "on_nonfinite": given.on_nonfinite,
-        "memory_budget": given.memory_budget,
+        **reduction,
+        **{name: getattr(given, name) for name in _ALIKE},
         "layout": given.row_multiple,
         "device": plan.device.type,
     }
@@ -239,14 +239,8 @@ def _units(dense: Sequence[UnitPlan], plan: WrapPlan) -> Iterator[str]:
             yield f"wrapped before: {unit.label}"
             continue
         arguments = plan.arguments[id(unit)]
-        values = {
-            "mixed_precision": arguments.mixed_precision,
-            "reshard_after_forward": arguments.reshard_after_forward,
-            "gradient_reduction": arguments.gradient_reduction,
-            "offload": arguments.offload,
-            "hook_module": arguments.hook_module,
-        }
-        for name, value in values.items():
+        for name in _OF_UNITS:
+            value = getattr(arguments, name)
             if id(value) not in texts:
                 texts[id(value)] = plain(value)
             yield f"{name}={texts[id(value)]} in {unit.label}"

@@ -29,9 +29,9 @@ PRECISION_OPTIONS = (*DTYPE_OPTIONS, "cast_forward_inputs")
 ZERO3_OPTIONS = tuple(
     name
     for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in ("prefetch", "reduction")
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "reduction"
 )
-"""Without `prefetch` and `reduction`: in a plan, their fields are given as single arguments."""
+"""Without `reduction`: in a plan, its fields are given as single arguments."""
 MODULE_OPTIONS = (
     *PRECISION_OPTIONS,
     "mixed_precision",

@@ -21,7 +21,6 @@ from layerzero import (
     BackwardPrefetch,
     MixedPrecision,
     OffloadPolicy,
-    PrefetchPolicy,
     ReductionPolicy,
     ZeRO3,
 )
@@ -86,7 +85,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, str]] = [
         "mixed_precision=MixedPrecision()",
     ),
     ({"forward_prefetch": 2}, "forward_prefetch=2", "forward_prefetch=1"),
-    ({"prefetch": PrefetchPolicy(forward=False)}, "forward_prefetch=0", "forward_prefetch=1"),
+    ({"forward_prefetch": False}, "forward_prefetch=0", "forward_prefetch=1"),
     (
         {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
         "backward_prefetch=BackwardPrefetch.BACKWARD_POST",

@@ -1,5 +1,5 @@
-"""What is written for torch's FSDP means the same here, or is refused with our word for it; so does
-a policy for several of our arguments, which it must agree with."""
+"""What is written for torch's FSDP means the same here, or is refused with our word for it; so is
+what a policy and an argument both say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from layerzero import (
     BackwardPrefetch,
     MixedPrecision,
     OffloadPolicy,
-    PrefetchPolicy,
     ReductionPolicy,
     ZeRO3,
     units,
@@ -277,13 +276,8 @@ def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
     assert isinstance(ZeRO3(model), ZeRO3), "and the module can be wrapped still"
 
 
-# Policies for several arguments -------------------------------------------------------------------
+# A policy for several arguments -------------------------------------------------------------------
 
-AHEAD = {
-    "forward": ("forward_prefetch", 2),
-    "backward": ("backward_prefetch", BackwardPrefetch.BACKWARD_POST),
-    "limit": ("limit_all_gathers", "2GB"),
-}
 REDUCED = {
     "reduce": ("gradient_reduction", "sum"),
     "accumulation": ("accumulation", "sharded"),
@@ -295,37 +289,26 @@ def _checked(**given: Any) -> Arguments:
     return check_arguments({**_defaults(), "module": nn.Linear(1, 1), **given})
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "fields"),
-    [("prefetch", PrefetchPolicy, AHEAD), ("reduction", ReductionPolicy, REDUCED)],
-)
-def test_a_policy_is_its_arguments_and_excludes_them(name: str, kind: Any, fields: Any) -> None:
-    assert _checked(**{name: kind()}) == _checked()
-    for field, (argument, value) in fields.items():
-        by_policy, flat = {name: kind(**{field: value})}, {argument: value}
-        assert _checked(**by_policy) == _checked(**flat) != _checked()
+def test_a_policy_is_its_arguments_and_excludes_them() -> None:
+    assert _checked(reduction=ReductionPolicy()) == _checked()
+    for field, (argument, value) in REDUCED.items():
+        by_policy, flat = ReductionPolicy(**{field: value}), {argument: value}
+        assert _checked(reduction=by_policy) == _checked(**flat) != _checked()
         with pytest.raises(ValueError, match=f"{argument}={value!r} are both given; pass only one"):
-            _checked(**{name: kind()}, **flat)
-    with pytest.raises(TypeError, match=f"{name}: expected a {kind.__name__} or None, got 2"):
-        _checked(**{name: 2})
-
-
-BAD: list[tuple[type[Exception], str, type, dict[str, object]]] = [
-    (ValueError, "forward: expected a bool or a depth", PrefetchPolicy, {"forward": -1}),
-    (TypeError, "backward: expected a BackwardPrefetch", PrefetchPolicy, {"backward": "pre"}),
-    (ValueError, "limit: expected at least 1 unit", PrefetchPolicy, {"limit": 0}),
-    (TypeError, "limit: expected bool, int", PrefetchPolicy, {"limit": 1.5}),
-    (ValueError, "limit: expected a size such as", PrefetchPolicy, {"limit": "much"}),
-    (ValueError, "reduce: expected 'mean' or 'sum'", ReductionPolicy, {"reduce": "max"}),
-    (ValueError, "accumulation: expected 'sharded'", ReductionPolicy, {"accumulation": True}),
-    (TypeError, "deterministic: expected True or", ReductionPolicy, {"deterministic": 1}),
-    (TypeError, "separate_groups: expected True or", ReductionPolicy, {"separate_groups": 1}),
-    (TypeError, "in_flight: expected a size such as", ReductionPolicy, {"in_flight": 2}),
-    (ValueError, "in_flight: expected a size such as", ReductionPolicy, {"in_flight": "much"}),
-]
+            _checked(reduction=ReductionPolicy(), **flat)
+    with pytest.raises(TypeError, match="reduction: expected a ReductionPolicy or None, got 2"):
+        _checked(reduction=2)
 
 
 def test_a_bad_policy_is_refused_when_it_is_made() -> None:
-    for kind, pattern, policy, options in BAD:
-        with pytest.raises(kind, match=f"{policy.__name__}.{pattern}"):
-            policy(**options)
+    bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "reduce: expected 'mean' or 'sum'", {"reduce": "max"}),
+        (ValueError, "accumulation: expected 'sharded'", {"accumulation": True}),
+        (TypeError, "deterministic: expected True or", {"deterministic": 1}),
+        (TypeError, "separate_groups: expected True or", {"separate_groups": 1}),
+        (TypeError, "in_flight: expected a size such as", {"in_flight": 2}),
+        (ValueError, "in_flight: expected a size such as", {"in_flight": "much"}),
+    ]
+    for kind, pattern, options in bad:
+        with pytest.raises(kind, match=f"ReductionPolicy.{pattern}"):
+            ReductionPolicy(**options)
