@@ -191,25 +191,18 @@ def _stream(
 
 def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:
     layout, width = source.handle.layout, source.dtype.itemsize
+    ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)]
     if layout.padded_numel * width <= nbytes:
         if source.present:
             yield _Bucket(source, source.present, 0, layout.padded_numel)
         return
-    group: list[int] = []
+    groups: list[list[int]] = []
     for index in source.present:
-        stop = layout.starts[index] + layout.numels[index]
-        if group and (stop - layout.starts[group[0]]) * width > nbytes:
-            yield _neighbours(source, group)
-            group = []
-        group.append(index)
-    if group:
-        yield _neighbours(source, group)
-
-
-def _neighbours(source: FlatSource, group: list[int]) -> _Bucket:
-    layout = source.handle.layout
-    stop = layout.starts[group[-1]] + layout.numels[group[-1]]
-    return _Bucket(source, tuple(group), layout.starts[group[0]], stop)
+        if not groups or (ends[index] - layout.starts[groups[-1][0]]) * width > nbytes:
+            groups.append([])
+        groups[-1].append(index)
+    for group in groups:
+        yield _Bucket(source, group, layout.starts[group[0]], ends[group[-1]])
 
 
 @remembers_failure

@@ -61,8 +61,7 @@ class Names:
         handle = self._handle_of.get(id(parameter))
         if handle is None:
             return True
-        info = get_info(parameter)
-        assert info is not None, "sharded parameters have ParameterInfo"
+        info = info_of(parameter)
         if not math.prod(info.shape):
             return handle.placement.is_first
         start, stop = info.range
@@ -96,6 +95,12 @@ def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
     roots = (root_if_alive(unit) for unit in units if unit is not None)
     groups = (root.tensor_parallel_groups for root in roots if root is not None)
     return next((found for found in groups if found), ())
+
+
+def info_of(sharded_param: nn.Parameter) -> ParameterInfo:
+    info = get_info(sharded_param)
+    assert info is not None, "sharded parameters have ParameterInfo"
+    return info
 
 
 def extent_of(info: ParameterInfo) -> Extent:

@@ -151,7 +151,7 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
     return {"matrices": whole[kind](), "rest": rest_class(groups, lr=lr)}
 
 
-FIRST = ["muon", "shampoo", "plain"]
+FIRST = ["shampoo", "muon", "plain"]
 OTHERS = ["flat", "adafactor", "flat_8bit", "blocks", "whole_adamw", "flat_bfloat16"]
 
 
@@ -205,11 +205,11 @@ def _resume(folder: str, expected: dict[str, dict[str, Tensor]]) -> None:
             assert {each.last_epoch for each in schedulers.values()} == {2}
             assert optimizers["matrices"].param_groups[0]["lr"] == 0.01
             _train(model, optimizers, iter((2,)))
-            # A second time, by these ranks.
-            save(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
-            model = _wrapped(seed=2, **options)
-            optimizers = _optimizers(model, kind, lr=0.9)
-            load(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
+            if kind == next(iter(expected)):  # A second time, by these ranks.
+                save(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
+                model = _wrapped(seed=2, **options)
+                optimizers = _optimizers(model, kind, lr=0.9)
+                load(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
             _train(model, optimizers, iter((3,)))
             for name, value in full_parameters(model).items():
                 assert_bitwise(value, expected[kind][name], f"{kind} {options}: {name}")

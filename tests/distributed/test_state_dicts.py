@@ -355,10 +355,11 @@ def test_groups_are_known_by_their_parameters() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
-    many = ({}, {"zero3_size": 1}, {"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"})
+    one_level: list[State] = [{}, {"zero3_size": 1}]
+    two_levels: list[State] = [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
     for row, make in enumerate(MODELS):
-        for column, options in enumerate(many):
-            if dist.get_world_size() % options.get("zero3_size", 1) or (row + column) % 2:
+        for column, options in enumerate(two_levels if world_size == 4 else one_level):
+            if (row + column) % 2:
                 continue
             model, _ = build(make, 0, **options)
             expected = get_model_state_dict(model, full=True)

@@ -10,6 +10,8 @@ ignored parameters).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.format.inventory import replica_of
-from layerzero.flat.parameter_info import foreign_class, get_info
+from layerzero.flat.parameter_info import foreign_class
 from layerzero.notices import is_first_rank
-from layerzero.state_dict.names import Names, extent_of, named_buffers
+from layerzero.state_dict.names import Names, extent_of, info_of, named_buffers
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
 
@@ -88,41 +90,24 @@ def _of_handle(
 ) -> Iterator[Source]:
     """The runs of neighbouring pieces that this rank sends, as a source each."""
     ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
-    run: list[Piece] = []
-    begin = 0
-    for owned, sharded_param in zip(ranges, handle.sharded_params, strict=True):
-        info = get_info(sharded_param)
-        assert info is not None, "sharded parameters have ParameterInfo"
-        if not owned.numel:
+    shards = zip(ranges, map(info_of, handle.sharded_params), handle.sharded_params, strict=True)
+    present = (shard for shard in shards if shard[0].numel)
+    for replica, group in itertools.groupby(present, lambda s: replica_of(handle, s[1], names)):
+        if replica:
             continue
-        if replica_of(handle, info, names):
-            if run:
-                yield _of_run(handle, begin, run)
-            run = []
-            continue
-        if not run:
-            begin = owned.offset
-        run.append(
-            Piece(
-                names_of(sharded_param),
-                extent_of(info),
-                owned.start,
-                owned.numel,
-                owned.offset - begin,
-            )
-        )
-    if run:
-        yield _of_run(handle, begin, run)
+        run = list(group)
+        begin = run[0][0].offset
+        pieces = [
+            Piece(names_of(p), extent_of(info), own.start, own.numel, own.offset - begin)
+            for own, info, p in run
+        ]
+        end = begin + pieces[-1].offset + pieces[-1].numel
+        yield Source(functools.partial(_read, handle, begin, end), tuple(pieces))
 
 
-def _of_run(handle: FlatParamHandle, begin: int, run: Sequence[Piece]) -> Source:
-    numel = run[-1].offset + run[-1].numel
-
-    def read() -> torch.Tensor:
-        handle.reset_sharded_params(handle.fqns[0])
-        return handle.main_shard.detach()[begin : begin + numel]
-
-    return Source(read, tuple(run))
+def _read(handle: FlatParamHandle, begin: int, end: int) -> torch.Tensor:
+    handle.reset_sharded_params(handle.fqns[0])
+    return handle.main_shard.detach()[begin:end]
 
 
 def _of_whole(tensor: torch.Tensor, names: tuple[str, ...]) -> Iterator[Source]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
-from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.parameter_info import ParameterInfo
 from layerzero.optim.decay import original_ndim
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
@@ -18,6 +18,7 @@ from layerzero.state_dict.names import (
     Names,
     extent_of,
     group_text,
+    info_of,
     name_among_all,
     name_in_group,
     named_buffers,
@@ -85,8 +86,7 @@ class Places:
         self._entries: dict[int, Entry] = {}
         for number, handle in enumerate(names.handles):
             for index, parameter in enumerate(handle.sharded_params):
-                info = get_info(parameter)
-                assert info is not None, "sharded parameters have ParameterInfo"
+                info = info_of(parameter)
                 self._entries[id(parameter)] = Entry(
                     *(MODEL, info.fqn, (), extent_of(info), *info.range, parameter),
                     order=(number, index),
