@@ -59,7 +59,7 @@ def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
 
 LONGEST = (
     *("test_several_machines.py", "test_cuda_build.py", "test_wheel.py"),
-    *("test_memory_plan.py", "test_sanitizers.py", "test_restarts.py", "test_memory_budget.py"),
+    *("test_memory_plan.py", "test_restarts.py", "test_memory_budget.py"),
 )
 """Begun first, while other workers have something to do: each has a test that takes up to a minute
 or two, and some mostly wait."""

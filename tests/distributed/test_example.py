@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.checks import of_floats
+from tests.harness.processes import run_script
 from tests.harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -264,7 +265,11 @@ def test_other_engines_train_too(
 
 
 def test_a_pipe_gets_clean_lines(flags: list[str]) -> None:
-    lines = _run("lm_launcher.py", *flags, CUDA_VISIBLE_DEVICES="")
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    launcher = EXAMPLES / "lm_launcher.py"
+    done = run_script(launcher, *flags, cwd=EXAMPLES.parent, environment=environment)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    lines = done.stdout.split("\n")
     assert not [line for line in lines if not line.isprintable()]
     starts = ["Training a small", "Starting: torchrun", "Model: 1 layers of width"]
     starts += ["Engine: layerzero, 2 units", "Ranks: 2 on cpu (gloo)", "Output: "]

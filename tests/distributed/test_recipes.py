@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.pages import DOCS, python_blocks, run_blocks, sections
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 
 PAGE = DOCS / "howto" / "recipes.md"
 BLOCKS = {name: python_blocks(text) for name, text in sections(PAGE.read_text()).items()}
@@ -19,5 +19,5 @@ def _run(heading: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("heading", [name for name, blocks in BLOCKS.items() if blocks])
-def test_recipe_runs(heading: str, tmp_path: Path) -> None:
-    run_ranks(2, _run, heading, str(tmp_path))
+def test_recipe_runs(heading: str, tmp_path: Path, ranks: KeptRanks) -> None:
+    ranks(2, _run, heading, str(tmp_path))

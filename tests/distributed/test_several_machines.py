@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,7 +18,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import main as torchrun
 
+from tests.harness.processes import call_alone
 from tests.harness.ranks import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,13 +93,17 @@ def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
         out = ["--out", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
         return [*SMALL, "--data", str(text), *out]
 
-    def agent(*flags: str) -> subprocess.Popen[str]:
-        script = [str(EXAMPLES / "train_lm.py"), *flags_of("two")]
-        return _start("-m", "torch.distributed.run", *flags, "--", *script)
-
     meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
-    agents = [agent(*meeting, "--node-rank", str(node), "--nproc-per-node", "1") for node in (0, 1)]
-    _finish(agents, timeout=180)
+
+    def run_agent(node: int) -> subprocess.CompletedProcess[str]:
+        flags = [*meeting, "--node-rank", str(node), "--nproc-per-node", "1", "--"]
+        arguments = [*flags, str(EXAMPLES / "train_lm.py"), *flags_of("two")]
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return call_alone(torchrun, arguments, cwd=REPOSITORY, environment=environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run_agent, (0, 1)):
+            assert done.returncode == 0, done.stderr[-5000:]
     run_ranks(2, _train_lm, flags_of("one"))
 
     two, one = _losses(tmp_path / "two.jsonl"), _losses(tmp_path / "one.jsonl")

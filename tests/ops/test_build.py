@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 import layerzero
 from layerzero.ops import native_status
 from layerzero.ops.native import load
+from tests.harness.processes import run_script
 from tests.ops.truth import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,17 +34,11 @@ def checkout(tmp_path: Path) -> Path:
 
 def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What pip runs for an editable install, without pip's seconds."""
-    return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
+    return run_script(
+        checkout / "setup.py",
+        *("build_ext", "--inplace"),
         cwd=checkout,
-        env={
-            **os.environ,
-            "LAYERZERO_BUILD_EXT": "",
-            "CUDA_HOME": str(checkout),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
+        environment={"LAYERZERO_BUILD_EXT": "", "CUDA_HOME": str(checkout), **environment},
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "csrc"
+BUILD = SOURCES.parent / "build" / "emulation"
 PROGRAM = Path(__file__).with_name("emulate.cpp")
 STEP_PROGRAM = Path(__file__).with_name("emulate_step.cpp")
 
@@ -22,34 +25,53 @@ COMPILE = (
 )
 
 
+def has_sanitizers(folder: Path) -> bool:
+    """Whether g++ is there and has them; leaves files in `folder`."""
+    if shutil.which("g++") is None:
+        return False
+    probe = folder / "probe.cpp"
+    probe.write_text("int main() { return 0; }\n")
+    command = ["g++", "-fsanitize=address,undefined", str(probe), "-o", str(folder / "probe")]
+    return not subprocess.run(command, capture_output=True).returncode
+
+
 @pytest.fixture
 def sanitizers(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ on this machine")
-    probe = tmp_path / "probe.cpp"
-    probe.write_text("int main() { return 0; }\n")
-    command = ["g++", "-fsanitize=address,undefined", str(probe), "-o", str(tmp_path / "probe")]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("g++ has no sanitizers on this machine")
+    if not has_sanitizers(tmp_path):
+        pytest.skip("no g++ with sanitizers on this machine")
 
 
-def emulate(
-    sources: Path, folder: Path, source: Path = PROGRAM
-) -> subprocess.CompletedProcess[str]:
-    program = folder / "emulate"
-    compiled = subprocess.run(
-        [*COMPILE, f"-I{sources / 'cuda'}", str(source), "-o", str(program)],
-        capture_output=True,
-        text=True,
-    )
-    assert compiled.returncode == 0, compiled.stderr
+def build(sources: Path, source: Path) -> Path:
+    """The program; kept for the next run of the tests with these sources, flags and compiler."""
+    digest = hashlib.sha256(repr(COMPILE).encode())
+    digest.update(subprocess.check_output(["g++", "--version"]))
+    for path in (source, *sorted(path for path in sources.rglob("*") if path.is_file())):
+        digest.update(path.read_bytes())
+    program = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}"
+    if not program.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        for outdated in BUILD.glob(f"{source.stem}-*"):
+            outdated.unlink(missing_ok=True)
+        unfinished = program.with_name(f"{program.name}.{os.getpid()}")
+        compiled = subprocess.run(
+            [*COMPILE, f"-I{sources / 'cuda'}", str(source), "-o", str(unfinished)],
+            capture_output=True,
+            text=True,
+        )
+        assert compiled.returncode == 0, compiled.stderr
+        unfinished.replace(program)
+    return program
+
+
+def emulate(sources: Path, source: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+    program = build(sources, source)
     return subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sanitizers")
-def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
-    done = emulate(SOURCES, tmp_path)
+def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right() -> None:
+    done = emulate(SOURCES)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = re.search(r"emulated (\d+) launches, checked (\d+) elements", done.stdout)
     assert counts, done.stdout
@@ -59,8 +81,8 @@ def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sanitizers")
-def test_every_lane_of_a_step_stays_in_bounds_and_is_right(tmp_path: Path) -> None:
-    done = emulate(SOURCES, tmp_path, STEP_PROGRAM)
+def test_every_lane_of_a_step_stays_in_bounds_and_is_right() -> None:
+    done = emulate(SOURCES, STEP_PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = re.search(r"(\d+) launches, checked (\d+) elements, (\d+) segments", done.stdout)
     assert counts, done.stdout
@@ -81,7 +103,7 @@ def test_the_emulation_of_a_step_notices_a_segment_that_nobody_takes(tmp_path: P
     body.write_text(
         source.replace("+ kSegmentNumel - 1) / kSegmentNumel", "+ kSegmentNumel) / kSegmentNumel")
     )
-    done = emulate(broken, tmp_path, STEP_PROGRAM)
+    done = emulate(broken, STEP_PROGRAM)
     assert done.returncode != 0
 
 
@@ -96,6 +118,6 @@ def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> Non
     right = "at + kNumel <= span.readable)"
     assert text.count(right) == 1
     body.write_text(text.replace(right, "at + kNumel <= span.readable + 1)"), encoding="utf-8")
-    done = emulate(broken, tmp_path)
+    done = emulate(broken)
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr

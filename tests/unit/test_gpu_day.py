@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,14 @@ def run_one(command: list[str], read=only_exit, limit_s: float = 60.0, **more) -
     return outcome
 
 
+@pytest.fixture(scope="module")
+def asked_once() -> Iterator[None]:
+    """What the machine is: the process that finds out loads torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(day, "in_process", functools.cache(day.in_process))
+        yield
+
+
 def test_a_step_that_is_fine_names_no_suspect() -> None:
     outcome = run_one(python("print(1)"))
     assert (outcome.status, outcome.suspects, outcome.output) == ("ok", [], "")
@@ -49,16 +59,16 @@ def test_a_step_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     """Those of its session, and those that began one of their own."""
     steps = []
     for session in (False, True):
-        child = f"import time; time.sleep(4); open({str(tmp_path / str(session))!r}, 'w')"
+        child = f"import time; time.sleep(2.5); open({str(tmp_path / str(session))!r}, 'w')"
         code = (
             "import subprocess, sys\n"
             f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session={session})"
         )
-        steps.append(Step(str(session), "", SUSPECT, python(code), 1.5, only_exit))
+        steps.append(Step(str(session), "", SUSPECT, python(code), 1.0, only_exit))
     begin = time.monotonic()
     outcomes = list(run_side_by_side(steps, begin + 100))
     assert [(each.status, each.suspects) for each in outcomes] == [("killed", [SUSPECT])] * 2
-    time.sleep(max(begin + 6 - time.monotonic(), 0))
+    time.sleep(max(begin + 4 - time.monotonic(), 0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,6 +189,7 @@ def test_what_the_sanitizer_runs_exists() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.usefixtures("asked_once")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, capsys) -> None:
     assert day.main(["--out", str(tmp_path)]) == 2
     lines = capsys.readouterr().out.splitlines()
@@ -195,6 +206,7 @@ def test_every_step_names_a_page_and_files_that_exist(on_cpu: bool, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("asked_once")
 def test_the_result_is_written_twice_into_each_folder(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert day.main(["--cpu", "--only", "ceilings", "--out", str(tmp_path / "build")]) == 0

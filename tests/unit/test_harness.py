@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.harness.checks import (
 )
 from tests.harness.compare import Shared, assert_clips, assert_trains_alike
 from tests.harness.models import CASES, Mlp, loss_of
+from tests.harness.processes import call_alone
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -389,11 +389,13 @@ def test_of_what_torch_has(): pass
 
 
 def _pytest_on(folder: Path, *args: str, plugin: str = "skips") -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-p", f"tests.harness.{plugin}", "-c", os.devnull]
-    done = subprocess.run(
-        [*command, "--rootdir", str(folder), *args, str(folder)], capture_output=True, text=True
-    )
+    options = ["-p", f"tests.harness.{plugin}", "-c", os.devnull, "--rootdir", str(folder)]
+    done = call_alone(_run_pytest, [*options, *args, str(folder)], cwd=folder)
     return done.returncode, done.stdout + done.stderr
+
+
+def _run_pytest(arguments: list[str]) -> None:
+    sys.exit(pytest.main(arguments))
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from tests.harness.host_memory import FakeRuntime
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.parametrize("numel", [1, 1000, (1 << 20) + 3])
+@pytest.mark.parametrize(
+    ("numel", "dtype"), [(1, torch.float32), (1000, torch.bfloat16), ((1 << 20) + 3, torch.uint8)]
+)
 def test_memory_is_registered_exactly_and_until_its_last_view_is_gone(
     numel: int, dtype: torch.dtype
 ) -> None:
