@@ -230,7 +230,7 @@ class GradientReducer:
             self.agreed.commit()
 
     def _keep_sums(self) -> None:
-        """See Note [A pass adds only when it is complete] in gradients.py."""
+        """See Note [A pass adds only when it is complete] in gradient_sums.py."""
         buffers = [handle.gradients for unit in self._units for handle in unit.handles]
         pending = [buffer.pending_additions() for buffer in buffers]
         targets = [target for each, _ in pending for target in each]

@@ -58,7 +58,7 @@ class Reduction:
     """A gradient reduction under way; `chunk` is valid after a wait for `pending`.
 
     A *partial* reduction is that of a micro-batch other than the last: its result stays in the
-    `GradientBuffer`, and the next micro-batch adds to it.
+    `GradientSums`, and the next micro-batch adds to it.
     """
 
     unit: Unit
@@ -109,9 +109,8 @@ class Reduction:
                 # Added in the dtype of sums (float32 at least), then cast into the buffer to send.
                 with context.streams.offload as offload:
                     offload.wait(collected)
-                    gradients.add_host_sum_to(gradients.sum)
+                    gradients.take_host_sum(gradients.sum)
                     stream.wait(offload.record_event())
-                gradients.drop_host_sum()
                 gradients.fill_buffer()
             self.pending = self._send(stream, result)
 
@@ -248,7 +247,7 @@ class Reduction:
     # Between device and host ----------------------------------------------------------------
 
     def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
-        """`GradientBuffer.add_sharded` for a sum on the host; `stream` produces the chunk.
+        """`GradientSums.add_sharded` for a sum on the host; `stream` produces the chunk.
 
         Returns:
             The chunk in the dtype of sums; the complete sum if the reduction is not partial.
@@ -262,8 +261,7 @@ class Reduction:
                 gradients.send_to_host(chunk)
             else:
                 # The last micro-batch: the sum is needed on the device, not on the host.
-                gradients.add_host_sum_to(chunk)
-                gradients.drop_host_sum()
+                gradients.take_host_sum(chunk)
             # The next hop reads the sum; or the chunk is freed, whose memory is the stream's.
             self._wait_for_offload(stream, offload)
         return chunk
