@@ -93,6 +93,8 @@ class FlatParam:
     """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
+    full_nbytes: int
+    """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
     has_compute_shard: bool
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
@@ -207,6 +209,7 @@ class FlatParam:
         else:
             # Freed once its views are made: `empty` does not touch the memory.
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
+        self.full_nbytes = 0 if self.is_whole else self.full.nbytes
         self._storage = self.full.untyped_storage()
         self._is_large = is_worth_huge_pages(self.full)
         self.unsharded_params = []
@@ -244,11 +247,6 @@ class FlatParam:
     @property
     def compute_numel(self) -> int:
         return self.layout.padded_numel // self.placement.shard_group.size
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
-        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
 
     def allocate_full(self) -> None:
         self._storage.resize_(self.full_nbytes)

@@ -71,7 +71,7 @@ class GradientBuffer:
         self._layout = layout
         self._shapes = shapes
         self._placement = placement
-        self._dtype = dtype
+        self.dtype = dtype
         self.device = device
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
@@ -95,11 +95,11 @@ class GradientBuffer:
             for index, split in self._splits.items()
             if index in self._source
         ]
-        wide = sum_dtype(self._dtype)
+        wide = sum_dtype(self.dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
-            self._outgoing = Area(self, self._dtype)
-            self._sum = self._outgoing if wide == self._dtype else Area(self, wide)
+            self._outgoing = Area(self, self.dtype)
+            self._sum = self._outgoing if wide == self.dtype else Area(self, wide)
         self._segments = Segments.build(
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
@@ -123,8 +123,8 @@ class GradientBuffer:
             return
         from layerzero.flat import pair_input
 
-        if numel * self._dtype.itemsize >= pair_input.LEAST_NBYTES:
-            args = self.layout, self._placement.shard_group.rank, self._dtype, self.device
+        if numel * self.dtype.itemsize >= pair_input.LEAST_NBYTES:
+            args = self.layout, self._placement.shard_group.rank, self.dtype, self.device
             with torch.inference_mode(False):
                 self.pair = pair_input.PairInput(*args, self._source)
 
@@ -274,7 +274,7 @@ class GradientBuffer:
             self.layout.trainable, self._take(unsharded_params), strict=True
         ):
             if gradient is not MISSING:
-                gradient = gradient.to(self._dtype)
+                gradient = gradient.to(self.dtype)
                 waiting = self._local.get(index)
                 self._local[index] = gradient if waiting is None else waiting + gradient
         self.holds_sum = True

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import flags_tensor, gather_flags
+from layerzero.comm.collectives import all_gather, flags_tensor
 from layerzero.comm.pending import Pending
 from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
@@ -301,7 +301,8 @@ class GradientReducer:
 
     def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
         operation = self._context.operations.next("gradient presence", "the model", group)
-        return gather_flags(flags, group, operation)
+        table = flags.new_empty(group.size, flags.numel())
+        return table, all_gather(table.view(-1), flags, group, operation)
 
 
 class Delivery:

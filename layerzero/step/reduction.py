@@ -127,7 +127,7 @@ class Reduction:
         handle, gradients = self.handle, self.handle.gradients
         if self.is_partial or handle.params_on is not None or not self._context.streams.are_apart:
             return None
-        dtype = gradients.buffer.dtype
+        dtype = gradients.dtype
         adds_up = in_shards and gradients.is_waiting_after_first_hop
         if adds_up and len(handle.placement.reduce_groups) == 1:
             dtype = gradients.sum.dtype
@@ -159,7 +159,7 @@ class Reduction:
         # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
-        scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        scales[0 if gradients.dtype == torch.float16 else -1] = options.gradient_scale
         given = None
         if context.extensions.reduce:
             given = self._reduced_by_extension(groups[0], scales)
@@ -214,7 +214,7 @@ class Reduction:
                 return  # The other hops run once, for the sum over all micro-batches.
             if len(groups) > 1:
                 # Sums are float32 at least; the second hop sends the reduce dtype.
-                travels = chunk.to(gradients.buffer.dtype)
+                travels = chunk.to(gradients.dtype)
                 chunk, second = transport.reduce_scatter(
                     travels, groups[1], operations[1], scales[1], options.deterministic
                 )

@@ -303,7 +303,7 @@ class RootState:
         self.reducer.kept.show()
         for unit in self.units:
             unit.reset()
-            unit.forget_starts_after(self._start)
+            unit.keep_starts(0, self._start)
         self.context.limiter.reset()
         self.context.take_replaced()
         for after_abort in self.extensions.after_abort:

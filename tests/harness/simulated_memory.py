@@ -43,7 +43,7 @@ _NAMES = {
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
     "Exchange.__init__": "packed pieces",
-    "gather_flags": "gradient presence",
+    "GradientReducer._gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }
 """Function of the engine that allocates -> what it allocates."""
