@@ -24,7 +24,6 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
 from layerzero.step import hooks, module_guards
-from layerzero.step.first_forward import await_values
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
@@ -114,7 +113,8 @@ class Builder:
         units = [finished[id(plan)] for plan in plans]
         if self.materializer.is_later:
             new = [finished[id(plan)] for plan in plans if plan.existing is None]
-            await_values(new, self.materializer.awaited)
+            for unit in new:
+                unit.await_values(self.materializer.awaited if unit is new[0] else ())
         return units
 
     def _prepare(self, visit: Visit) -> None:

@@ -169,18 +169,6 @@ def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
     return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
 
 
-def gather_flags(
-    flags: torch.Tensor, group: ShardGroup, operation: Operation
-) -> tuple[torch.Tensor, Pending]:
-    """Gather [N] uint8 from every rank. Collective over the group; does not block the host.
-
-    Returns:
-        ([group_size, N] uint8, valid after `wait()` of the handle; the handle).
-    """
-    table = flags.new_empty(group.size, flags.numel())
-    return table, all_gather(table.view(-1), flags, group, operation)
-
-
 def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
     """Gather every rank's `tensor` as [group_size, *shape], in rank order.
 

@@ -45,7 +45,7 @@ from layerzero.flat.flatten import (
     lay_out,
     make_sharded,
 )
-from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout
@@ -93,6 +93,8 @@ class FlatParam:
     """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
+    full_nbytes: int
+    """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
     has_compute_shard: bool
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
@@ -104,7 +106,7 @@ class FlatParam:
     post_forward_shard: torch.Tensor | None
     """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
     rank's part of the full buffer, kept in forward so that backward gathers over that group."""
-    gradients: GradientBuffer
+    gradients: GradientSums
     counted: list[torch.Tensor]
     """The main shard and the sharded parameters, each with a version counter of its own."""
     noted_versions: list[int]
@@ -175,7 +177,7 @@ class FlatParam:
         if self.has_compute_shard:
             self.free_compute_shard()
         self.free_full()
-        self.gradients = GradientBuffer(
+        self.gradients = GradientSums(
             self.layout,
             self.shapes,
             placement,
@@ -207,6 +209,7 @@ class FlatParam:
         else:
             # Freed once its views are made: `empty` does not touch the memory.
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
+        self.full_nbytes = 0 if self.is_whole else self.full.nbytes
         self._storage = self.full.untyped_storage()
         self._is_large = is_worth_huge_pages(self.full)
         self.unsharded_params = []
@@ -238,19 +241,12 @@ class FlatParam:
         else:
             self.compute_shard = self.main_shard
         own = self.layout.shard_numel
-        place = 0
-        if not placement.owns_compute_shard and placement.outer_group is not None:
-            place = placement.outer_group.rank * own
+        place = placement.main_shard_index * own % max(numel, 1)
         self.compute_slice = self.compute_shard[place : place + own]
 
     @property
     def compute_numel(self) -> int:
         return self.layout.padded_numel // self.placement.shard_group.size
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
-        return 0 if self.is_whole else self.layout.padded_numel * self.full.element_size()
 
     def allocate_full(self) -> None:
         self._storage.resize_(self.full_nbytes)
@@ -266,12 +262,15 @@ class FlatParam:
     def _leave_storage(self) -> None:
         """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what
         reads it, the graph among them, and take another."""
-        _put(self.full, torch.empty_like(self.full))
+        self._move_full(torch.empty_like(self.full))
+        if self.is_whole or self.casts_in_place:
+            self._make_compute_shard()
+
+    def _move_full(self, memory: torch.Tensor) -> None:
+        _put(self.full, memory)
         self._storage = self.full.untyped_storage()
         for index, unsharded in enumerate(self.unsharded_params):
             _put(unsharded, self.view_of(self.full.data, index))
-        if self.is_whole or self.casts_in_place:
-            self._make_compute_shard()
 
     def allocate_compute_shard(self) -> None:
         """Allocate it for a step, if it is not; for `has_compute_shard`."""
@@ -383,31 +382,27 @@ class FlatParam:
         dtype = self.main_shard.dtype
         for parameter in self._empty:
             if parameter.dtype is not dtype or parameter.numel():
-                self._check_assigned(parameter, unit)
+                assigned.append(parameter)  # `_adopt` refuses it.
         if assigned:
-            for parameter in assigned:
-                self._check_assigned(parameter, unit)
-            self._adopt(assigned)
+            self._adopt({id(parameter): parameter.detach() for parameter in assigned}, unit)
         return bool(assigned)
 
-    def _check_assigned(self, parameter: nn.Parameter, unit: str) -> None:
-        index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
-        expected, new = self._part_of(self.main_shard, index), parameter.detach()
-        if _kind_of(new) != _kind_of(expected):
-            raise ValueError(
-                f"{unit} (rank {self.placement.rank}): the data of parameter "
-                f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
-                f"{_kind_of(expected)}, got {_kind_of(new)}; cast or move the module before "
-                "wrapping it, and change full values inside summon_full_params()"
-            )
-
-    def _adopt(self, assigned: Sequence[nn.Parameter]) -> None:
-        """Copy what was assigned to the `.data` of some parameters into a new main shard.
+    def _adopt(self, values: Mapping[int, torch.Tensor], unit: str) -> None:
+        """Copy what was assigned to the `.data` of some parameters, by id, into a new main shard.
 
         The former memory keeps its values: a program that swaps weights (an average for an
         evaluation) took `.data` before, and will assign that again.
         """
-        values = {id(parameter): parameter.detach() for parameter in assigned}
+        for index, parameter in enumerate(self.sharded_params):
+            own = self._part_of(self.main_shard, index)
+            new = values.get(id(parameter), own)
+            if _kind_of(new) != _kind_of(own):
+                raise ValueError(
+                    f"{unit} (rank {self.placement.rank}): the data of parameter "
+                    f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's "
+                    f"shard, {_kind_of(own)}, got {_kind_of(new)}; cast or move the module before "
+                    "wrapping it, and change full values inside summon_full_params()"
+                )
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_whole or self.has_compute_shard or not any(self.splits):
@@ -434,10 +429,7 @@ class FlatParam:
         if self.has_compute_shard or self.casts_in_place:
             return
         if self.is_whole:
-            _put(self.full, moved)
-            self._storage = self.full.untyped_storage()
-            for index, unsharded in enumerate(self.unsharded_params):
-                _put(unsharded, self.view_of(moved, index))
+            self._move_full(moved)
         self._make_compute_shard()
 
     def _expect(self) -> None:

@@ -73,10 +73,6 @@ class PairInput:
         self._own_only = own - peers
         self.free()
 
-    @property
-    def resident_nbytes(self) -> int:
-        return self._storage.nbytes() + (0 if self._own is None else self._own.nbytes)
-
     def fill(self, gradients: list[torch.Tensor]) -> None:
         """Allocate the memory and pack the gradients; drop those that only the own chunk holds."""
         own_table, peers_table = self.tables

@@ -62,22 +62,24 @@ def get_info(parameter: torch.Tensor) -> ParameterInfo | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
+def info_of(sharded_param: nn.Parameter) -> ParameterInfo:
+    info = get_info(sharded_param)
+    assert info is not None, "sharded parameters have ParameterInfo"
+    return info
+
+
 def set_info(parameter: nn.Parameter, info: ParameterInfo) -> None:
     setattr(parameter, _ATTRIBUTE, info)
 
 
 def rename(parameter: nn.Parameter, fqn: str) -> None:
     """Set the FQN of a sharded parameter, because its model became part of another."""
-    info = get_info(parameter)
-    assert info is not None
-    set_info(parameter, replace(info, fqn=fqn))
+    set_info(parameter, replace(info_of(parameter), fqn=fqn))
 
 
 def gather_by(parameter: nn.Parameter, gather: Callable[[], torch.Tensor]) -> None:
     """Have `parameter.layerzero.full_tensor()` return what `gather` does."""
-    info = get_info(parameter)
-    assert info is not None
-    set_info(parameter, replace(info, gather=gather))
+    set_info(parameter, replace(info_of(parameter), gather=gather))
 
 
 def describe_place(parameter: nn.Parameter) -> None:
@@ -86,8 +88,7 @@ def describe_place(parameter: nn.Parameter) -> None:
     These are attributes of the tensor, by which `torch.distributed.checkpoint` writes it as a part
     of the whole parameter. Scalars are of shape [1] there: a 1-D part has a 1-D whole.
     """
-    info = get_info(parameter)
-    assert info is not None
+    info = info_of(parameter)
     split, shape = info.tensor_parallel, (*info.shape,) or (1,)
     begin = (0,) * len(shape) if split is None else (split.offset or (0,))
     local_shape = shape if split is None else (*split.local_shape,) or (1,)
@@ -132,13 +133,9 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
     Copies the class as well, if that is derived from `nn.Parameter`.
     """
-    attributes = dict(source.__dict__)
-    attributes.pop(_ATTRIBUTE, None)
-    attributes.pop(_SHARDED_PARAM, None)
-    for name in _PLACE:
-        attributes.pop(name, None)
-    attributes.pop("_is_param", None)  # torch's mark on parameters that are tensor subclasses.
-    target.__dict__.update(attributes)
+    # "_is_param" is torch's mark on parameters that are tensor subclasses.
+    left_out = (_ATTRIBUTE, _SHARDED_PARAM, "_is_param", *_PLACE)
+    target.__dict__.update({k: v for k, v in source.__dict__.items() if k not in left_out})
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:
         target.__class__ = type(source)  # type: ignore[assignment]
 

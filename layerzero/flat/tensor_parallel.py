@@ -72,13 +72,10 @@ class TensorParallelSplit:
         if not isinstance(tensor, DTensor):
             everywhere = [Replicate()] * self.mesh.ndim
             tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
-        if tensor.placements != self.placements:
-            tensor = self._redistribute(tensor, name)
-        return _to_local(tensor)
-
-    def _redistribute(self, tensor: DTensor, name: str) -> DTensor:
+        if tensor.placements == self.placements:
+            return _to_local(tensor)
         try:
-            return tensor.redistribute(self.mesh, self.placements)
+            return _to_local(tensor.redistribute(self.mesh, self.placements))
         except RuntimeError as error:
             raise RuntimeError(
                 f"parameter {name!r}: redistributing its value or gradient from placements "

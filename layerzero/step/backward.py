@@ -386,7 +386,7 @@ class Backward:
         self._scheduler.hold_for_graph(ended.makes_graph)
         oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
         for unit in self._units:
-            unit.forget_starts_before(oldest)
+            unit.keep_starts(oldest)
         for end_backward in self._extensions.end_backward:
             end_backward(ended.forwards)
         self._scheduler.end_backward(first)

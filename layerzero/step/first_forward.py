@@ -12,14 +12,7 @@ import torch
 
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.flat import unset_values
-from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.step.unit import Unit
-
-
-def await_values(units: Sequence[Unit], buffers: Sequence[AwaitedBuffer]) -> None:
-    """Have the first forward check that all values of one `ZeRO3` call have been loaded."""
-    for unit in units:
-        unit.await_values(buffers if unit is units[0] else ())
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:

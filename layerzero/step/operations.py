@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -39,25 +39,18 @@ def has_failures() -> bool:
     return bool(_failed)
 
 
-class HasOperations(Protocol):
-    """An object with the operations of its model, such as the root state."""
-
-    @property
-    def operations(self) -> Operations: ...
-
-
 def remembers_failure(method: _Method) -> _Method:
     """Decorator that records a failed collective; see Note [A failed collective is final].
 
-    The function's first argument is a `HasOperations`.
+    The function's first argument has the `operations` of its model, as the root state does.
     """
 
     @functools.wraps(method)
-    def wrapped(model: HasOperations, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(model, *args, **kwargs)
         except CollectiveError as error:
-            first = model.operations.remember(error)
+            first: CollectiveError = model.operations.remember(error)
             if str(first) not in str(error):
                 raise first from error  # A watchdog reported first, and in more detail.
             raise

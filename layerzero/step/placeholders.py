@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from layerzero.comm.streams import Streams
-from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.gradient_sums import GradientSums
 from layerzero.step.unit import Unit
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ class WaitingGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, gradients: GradientBuffer, index: int, shard: torch.Tensor, streams: Streams
+        cls, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
     ) -> WaitingGradient:
         own: WaitingGradient = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=shard.dtype, device=shard.device
@@ -47,7 +47,7 @@ class WaitingGradient(torch.Tensor):
         return own
 
     def __init__(
-        self, gradients: GradientBuffer, index: int, shard: torch.Tensor, streams: Streams
+        self, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
     ) -> None:
         """`index`: of the parameter, whose shard is `shard`."""
         self._before: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import flags_tensor, gather_flags
+from layerzero.comm.collectives import all_gather, flags_tensor
 from layerzero.comm.pending import Pending
 from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
@@ -230,7 +230,7 @@ class GradientReducer:
             self.agreed.commit()
 
     def _keep_sums(self) -> None:
-        """See Note [A pass adds only when it is complete] in gradients.py."""
+        """See Note [A pass adds only when it is complete] in gradient_sums.py."""
         buffers = [handle.gradients for unit in self._units for handle in unit.handles]
         pending = [buffer.pending_additions() for buffer in buffers]
         targets = [target for each, _ in pending for target in each]
@@ -301,7 +301,8 @@ class GradientReducer:
 
     def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
         operation = self._context.operations.next("gradient presence", "the model", group)
-        return gather_flags(flags, group, operation)
+        table = flags.new_empty(group.size, flags.numel())
+        return table, all_gather(table.view(-1), flags, group, operation)
 
 
 class Delivery:

@@ -58,7 +58,7 @@ class Reduction:
     """A gradient reduction under way; `chunk` is valid after a wait for `pending`.
 
     A *partial* reduction is that of a micro-batch other than the last: its result stays in the
-    `GradientBuffer`, and the next micro-batch adds to it.
+    `GradientSums`, and the next micro-batch adds to it.
     """
 
     unit: Unit
@@ -109,9 +109,8 @@ class Reduction:
                 # Added in the dtype of sums (float32 at least), then cast into the buffer to send.
                 with context.streams.offload as offload:
                     offload.wait(collected)
-                    gradients.add_host_sum_to(gradients.sum)
+                    gradients.take_host_sum(gradients.sum)
                     stream.wait(offload.record_event())
-                gradients.drop_host_sum()
                 gradients.fill_buffer()
             self.pending = self._send(stream, result)
 
@@ -128,7 +127,7 @@ class Reduction:
         handle, gradients = self.handle, self.handle.gradients
         if self.is_partial or handle.params_on is not None or not self._context.streams.are_apart:
             return None
-        dtype = gradients.buffer.dtype
+        dtype = gradients.dtype
         adds_up = in_shards and gradients.is_waiting_after_first_hop
         if adds_up and len(handle.placement.reduce_groups) == 1:
             dtype = gradients.sum.dtype
@@ -160,7 +159,7 @@ class Reduction:
         # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
-        scales[0 if gradients.buffer.dtype == torch.float16 else -1] = options.gradient_scale
+        scales[0 if gradients.dtype == torch.float16 else -1] = options.gradient_scale
         given = None
         if context.extensions.reduce:
             given = self._reduced_by_extension(groups[0], scales)
@@ -215,7 +214,7 @@ class Reduction:
                 return  # The other hops run once, for the sum over all micro-batches.
             if len(groups) > 1:
                 # Sums are float32 at least; the second hop sends the reduce dtype.
-                travels = chunk.to(gradients.buffer.dtype)
+                travels = chunk.to(gradients.dtype)
                 chunk, second = transport.reduce_scatter(
                     travels, groups[1], operations[1], scales[1], options.deterministic
                 )
@@ -248,7 +247,7 @@ class Reduction:
     # Between device and host ----------------------------------------------------------------
 
     def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
-        """`GradientBuffer.add_sharded` for a sum on the host; `stream` produces the chunk.
+        """`GradientSums.add_sharded` for a sum on the host; `stream` produces the chunk.
 
         Returns:
             The chunk in the dtype of sums; the complete sum if the reduction is not partial.
@@ -262,8 +261,7 @@ class Reduction:
                 gradients.send_to_host(chunk)
             else:
                 # The last micro-batch: the sum is needed on the device, not on the host.
-                gradients.add_host_sum_to(chunk)
-                gradients.drop_host_sum()
+                gradients.take_host_sum(chunk)
             # The next hop reads the sum; or the chunk is freed, whose memory is the stream's.
             self._wait_for_offload(stream, offload)
         return chunk

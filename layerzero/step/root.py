@@ -23,7 +23,6 @@ from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
 from layerzero.step.extension import Extensions
-from layerzero.step.first_forward import check_first_forward
 from layerzero.step.module_guards import refuse_export
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
@@ -200,6 +199,8 @@ class RootState:
         if self.operations.failure is not None:
             self.operations.refuse()
         if self.has_forward_checks and not self.context.in_backward:
+            from layerzero.step.first_forward import check_first_forward
+
             check_first_forward(self.units, self.device)
             self.has_forward_checks = False
         self._forward_pass = ForwardPass(self.clock)
@@ -302,7 +303,7 @@ class RootState:
         self.reducer.kept.show()
         for unit in self.units:
             unit.reset()
-            unit.forget_starts_after(self._start)
+            unit.keep_starts(0, self._start)
         self.context.limiter.reset()
         self.context.take_replaced()
         for after_abort in self.extensions.after_abort:

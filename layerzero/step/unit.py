@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -148,6 +149,8 @@ class Unit:
     state: ShardState
     """Whether its full buffers are allocated and valid. An attribute, because schedulers read it
     for many units in each call."""
+    training_state: TrainingState
+    """Where in the step it is; changed by `set_training_state`."""
     index: int
     """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
@@ -210,7 +213,7 @@ class Unit:
         self.awaits_values = False
         self.awaited_buffers = ()
         self.state = ShardState.SHARDED
-        self._training_state = TrainingState.IDLE
+        self.training_state = TrainingState.IDLE
         self.move_to(module)
         slots = (slot for group in originals for original in group for slot in original.slots)
         self._owner_refs = [
@@ -287,14 +290,10 @@ class Unit:
 
     # State ----------------------------------------------------------------------------------
 
-    @property
-    def training_state(self) -> TrainingState:
-        return self._training_state
-
     def set_training_state(self, new: TrainingState) -> None:
-        if new not in self._training_state.successors:
-            check_transition(self.label, self._training_state, new)
-        self._training_state = new
+        if new not in self.training_state.successors:
+            check_transition(self.label, self.training_state, new)
+        self.training_state = new
 
     def _set_shard_state(self, new: ShardState) -> None:
         if new not in self.state.successors:
@@ -321,11 +320,6 @@ class Unit:
         for handle in self.handles:
             handle.rename(prefix)
         self.views.rename(prefix)
-
-    def remove_state_dict_hooks(self) -> None:
-        for hook in self.state_dict_hooks:
-            hook.remove()
-        self.state_dict_hooks = []
 
     def set_forward_prefetch(self, units: list[Unit]) -> None:
         self.forward_prefetch = units
@@ -355,26 +349,22 @@ class Unit:
 
     def enter_forward(self) -> None:
         """A forward call begins; inside a backward pass it is a recomputation."""
-        if self._training_state is TrainingState.IDLE:
+        if self.training_state is TrainingState.IDLE:
             self.set_training_state(TrainingState.FORWARD)
         self.depth += 1
 
     def leave_forward(self) -> None:
         """A forward call has returned or raised."""
         self.depth = max(self.depth - 1, 0)
-        if self.depth == 0 and self._training_state is TrainingState.FORWARD:
+        if self.depth == 0 and self.training_state is TrainingState.FORWARD:
             self.set_training_state(TrainingState.IDLE)
             self.show_sharded()
 
-    def forget_starts_before(self, oldest: int) -> None:
-        """Drop older forward calls: backward has passed them, and most likely never runs them."""
+    def keep_starts(self, first: int, last: float = inf) -> None:
+        """Drop forward calls that began before or after: backward has passed them, or their forward
+        failed, and their backward never runs."""
         if self.open_starts:
-            self.open_starts = {start for start in self.open_starts if start >= oldest}
-
-    def forget_starts_after(self, start: int) -> None:
-        """Drop the calls of a forward that failed: their backward never runs."""
-        if self.open_starts:
-            self.open_starts = {each for each in self.open_starts if each <= start}
+            self.open_starts = {start for start in self.open_starts if first <= start <= last}
 
     # Parameters -----------------------------------------------------------------------------
 
@@ -545,12 +535,6 @@ class Unit:
                 if unsharded.requires_grad:
                     unsharded.register_post_accumulate_grad_hook(on_gradient)
 
-    def drop_gradients(self) -> None:
-        """Drop gradients that were not delivered."""
-        for handle in self.handles:
-            handle.gradients.forget()
-        self.drop_unsharded_gradients()
-
     def drop_unsharded_gradients(self) -> None:
         for handle in self.handles:
             for unsharded in handle.unsharded_params:
@@ -566,7 +550,7 @@ class Unit:
         self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()
-        if self._training_state is not TrainingState.IDLE:
+        if self.training_state is not TrainingState.IDLE:
             self.set_training_state(TrainingState.IDLE)
 
 

@@ -108,12 +108,15 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     for unit in units:
         if root_if_alive(unit) is not None:
             unit.reshard()
-            unit.drop_gradients()
+            unit.drop_unsharded_gradients()
+            for handle in unit.handles:
+                handle.gradients.forget()
         unit.show_sharded()
         for number, handle in enumerate(unit.handles):
             handle.reset_sharded_params(unit.label)
             full.update(_give_back(unit, handle, number))
-        unit.remove_state_dict_hooks()
+        for hook in unit.state_dict_hooks:
+            hook.remove()
     for module in modules.values():
         hooks.uninstall(module)
         module_guards.remove(module)

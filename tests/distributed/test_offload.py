@@ -19,6 +19,7 @@ from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import waiting_nbytes
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -127,7 +128,7 @@ def _what_is_where() -> None:
         for handle in handles:
             gradients = handle.gradients
             assert gradients.host_sum is not None and device.is_on_host(gradients.host_sum)
-            assert gradients.resident_nbytes == 0, "no gradients wait on the device"
+            assert waiting_nbytes(gradients) == 0, "no gradients wait on the device"
         forward_backward(model, batch)
         optimizer.step()
         for handle in handles:

@@ -150,7 +150,9 @@ def test_a_reduction_holds_one_and_a_quarter_of_its_input() -> None:
         pending.wait()
         pair.free()
         del taken
-        assert summed.untyped_storage().nbytes() == pair.resident_nbytes + 4 * numel
+        assert (
+            summed.untyped_storage().nbytes() == pair.memory.untyped_storage().nbytes() + 4 * numel
+        )
     tables = sum(each.table.nbytes for each in pair.tables)
     assert count.peak - tables == 1.25 * gradient.nbytes
     assert count.live - tables == summed.nbytes

@@ -24,7 +24,7 @@ from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
-from tests.harness.recording import recorded_operations
+from tests.harness.recording import recorded_operations, waiting_nbytes
 from tests.harness.reference import batches_of, forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import (
@@ -284,7 +284,7 @@ def counted_in_flight(model: ZeRO3) -> Iterator[list[tuple[int, int]]]:
         reduce(reducer, unit)
         units = {reduction.unit for reduction in reducer._in_flight}
         nbytes = sum(
-            handle.gradients.resident_nbytes
+            waiting_nbytes(handle.gradients)
             for unit in root_state(model).units
             for handle in unit.handles
         )

@@ -18,6 +18,7 @@ from layerzero import ops
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
 from layerzero.flat import flat_param
+from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.step.context import RuntimeContext
@@ -406,7 +407,7 @@ def staging_shards_on_compute() -> AbstractContextManager[object]:
 
 
 def staging_sums_on_compute() -> AbstractContextManager[object]:
-    return _staging_on_compute(GradientBuffer, "add_host_sum_to")
+    return _staging_on_compute(GradientSums, "add_host_sum_to")
 
 
 # The host blocked ---------------------------------------------------------------------------------

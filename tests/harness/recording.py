@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from layerzero import ZeRO3
 from layerzero.comm.pending import Operation
+from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.placement import ShardGroup
 from tests.harness.internals import inner_units, root_state
 
@@ -65,11 +66,22 @@ def full_nbytes(model: ZeRO3) -> dict[str, int]:
     }
 
 
+def waiting_nbytes(gradients: GradientSums) -> int:
+    """Bytes on the device of gradients that wait, or are reduced."""
+    earlier, pair = gradients._earlier, gradients.pair
+    held = [*gradients.buffers, gradients.shard_sum, earlier.shard_sum]
+    held += [each for pending in gradients._pending for each in pending]
+    held += [] if earlier.area is None else [earlier.area.tensor]
+    held += [] if pair is None else [pair._own]
+    storages = [each.untyped_storage() for each in held if each is not None]
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
+
+
 def gradient_nbytes(model: ZeRO3) -> dict[str, int]:
     """Bytes of unreduced gradients of each unit now, buffers and leaves."""
     return {
         unit.fqn: sum(
-            handle.gradients.resident_nbytes
+            waiting_nbytes(handle.gradients)
             + sum(
                 unsharded.grad.nbytes
                 for unsharded in handle.unsharded_params

@@ -30,10 +30,10 @@ _NAMES = {
     "FlatParam.allocate_full": "full buffer",
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",
-    "_Area.allocate": "gradient buffer",
+    "Area.allocate": "gradient buffer",
     "PairInput.fill": "gradient buffer",
-    "GradientBuffer.add_host_sum_to": "staged sum",
-    "GradientBuffer.add_sharded": "sharded sum",
+    "GradientSums.add_host_sum_to": "staged sum",
+    "GradientSums.add_sharded": "sharded sum",
     "Reduction._allocate_chunk": "reduced chunk",
     "Reduction._add_up_on_host": "reduced chunk",
     "Reduction._download": "reduced chunk",
@@ -43,7 +43,7 @@ _NAMES = {
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
     "Exchange.__init__": "packed pieces",
-    "gather_flags": "gradient presence",
+    "GradientReducer._gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }
 """Function of the engine that allocates -> what it allocates."""

@@ -1,0 +1,251 @@
+"""GradientSums: what earlier micro-batches left of a flat parameter's gradients (`no_sync`).
+
+Micro-batches without synchronization add up in one of two places, in float32 at least: unsharded,
+before anything is sent, or sharded, after the first hop of the reduction. Either sum may be on the
+host.
+
+Note [A pass adds only when it is complete]
+    What earlier micro-batches left is not written before the pass that adds to it has ended, so
+    that one that fails leaves it as it was. Unsharded, a micro-batch's gradients are held until
+    then, in the dtype in which backward computed them; where the sum is sent, it is copied first.
+    Sharded and on the host, each micro-batch writes a new sum. `keep` ends a pass, `undo` takes it
+    back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from layerzero.flat.gradients import MISSING, Area, GradientBuffer
+from layerzero.flat.layout import GradientLayout, ShardRange
+from layerzero.flat.parameter_info import info_of
+
+
+class _Earlier(NamedTuple):
+    """Sums of completed micro-batches; see Note [A pass adds only when it is complete]."""
+
+    area: Area | None
+    """The area that holds the unsharded sum, if any."""
+    holds_sum: bool
+    local: dict[int, torch.Tensor]
+    shard_sum: torch.Tensor | None
+    host_sum: torch.Tensor | None
+    present: set[int]
+
+
+_NOTHING = _Earlier(None, False, {}, None, None, set())
+
+
+class GradientSums(GradientBuffer):
+    """A `GradientBuffer` that adds to what earlier micro-batches left."""
+
+    def __init__(self, *args: Any) -> None:
+        """Takes the arguments of `GradientBuffer`."""
+        self._earlier = _NOTHING
+        self._pending: list[list[torch.Tensor]] = []
+        """Gradients to add to the sum once the pass is complete."""
+        self._spare: Area | None = None
+        """Like `_sum`, made when a sum is first copied."""
+        super().__init__(*args)
+
+    def set_trainable(self, indices: Sequence[int]) -> None:
+        """Lay the buffer out for these parameters. Sums of earlier micro-batches, which must be of
+        some of them, move. Raises RuntimeError if such sums are on the host."""
+        if self.host_sum is not None:
+            raise RuntimeError(
+                "parameters were unfrozen while gradients of no_sync wait on the host: change "
+                "requires_grad between optimizer steps, not inside an accumulation"
+            )
+        former, self._spare = self.__dict__.get("layout"), None
+        super().set_trainable(indices)
+        if former is not None:
+            self._move_sums(former, self._earlier)
+
+    def _move_sums(self, former: GradientLayout, waiting: _Earlier) -> None:
+        """Move the sums of earlier micro-batches from the former layout to this one."""
+        area, shard_sum = waiting.area, waiting.shard_sum
+        if area is not None:
+            self._sum.allocate()
+            self._move(area.tensor, former, self._sum.tensor.zero_())
+            area.free()
+            area = self._sum
+        if shard_sum is not None:
+            num_pieces = former.numel // shard_sum.numel()
+            self.shard_sum = shard_sum.new_zeros(self.layout.numel // num_pieces)
+            self._move(shard_sum, former, self.shard_sum)
+            shard_sum = self.shard_sum
+        self._earlier = waiting._replace(area=area, shard_sum=shard_sum)
+
+    def _move(self, source: torch.Tensor, former: GradientLayout, target: torch.Tensor) -> None:
+        """Copy what both have of each gradient; they lie in the whole buffers of two layouts."""
+        places: dict[int, list[ShardRange]] = {}
+        for new in self._runs_in(target, self.layout):
+            places.setdefault(new.param, []).append(new)
+        for old in self._runs_in(source, former):
+            for new in places.get(old.param, ()):
+                first, last = max(old.start, new.start), min(old.stop, new.stop)
+                if first < last:
+                    values = source[old.offset - old.start + first :][: last - first]
+                    target[new.offset - new.start + first :][: last - first].copy_(values)
+
+    def _runs_in(self, flat: torch.Tensor, layout: GradientLayout) -> Iterator[ShardRange]:
+        """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
+        which has the chunks of one or more main shards in their order."""
+        num_pieces = layout.numel // flat.numel()
+        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        return layout.runs_in(piece * flat.numel() if num_pieces > 1 else 0, flat.numel())
+
+    # A pass ---------------------------------------------------------------------------------
+
+    def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
+        if self._sum is self._earlier.area:
+            if keep_accumulating:
+                self._pending.append(gradients)
+                return
+            self._copy_sum()
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_add_(targets, sources)
+        if not keep_accumulating and not self.sum_is_buffer:
+            self.allocate_buffer()
+            self.fill_buffer()
+            self._sum.free()
+
+    def _pairs(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        targets, sources = [], []
+        for index, cut, target in self._sum.places:
+            gradient = gradients[self._source[index]]
+            if gradient is not MISSING:
+                targets.append(target)
+                sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
+        return targets, sources
+
+    def _copy_sum(self) -> None:
+        """Copy the sum; the pass adds to the copy."""
+        total = self._spare
+        if total is None:
+            with torch.inference_mode(False):
+                total = Area(self, self._sum.tensor.dtype)
+        self._spare = None
+        total.allocate()
+        total.tensor.copy_(self._sum.tensor)
+        if self.sum_is_buffer:
+            self._outgoing = total
+        self._sum = total
+
+    def pending_additions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parts of the sum, and the gradients to add to them before `keep`."""
+        pairs = [self._pairs(gradients) for gradients in self._pending]
+        return [t for targets, _ in pairs for t in targets], [s for _, own in pairs for s in own]
+
+    def keep(self) -> None:
+        """Keep the sums of a complete pass, and drop earlier ones."""
+        self._pending = []
+        area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
+        former = self._earlier.area
+        if former is not None and former is not self._sum:
+            former.free()
+            self._spare = former
+        if self.is_waiting:
+            sums = self.shard_sum, self.host_sum
+            local, present = dict(self._local), set(self.present)
+            self._earlier = _Earlier(area, self.holds_sum, local, *sums, present)
+        else:
+            self._earlier = _NOTHING
+
+    def undo(self) -> None:
+        """Return to the state after the last complete pass. No reduction may be under way."""
+        before = self._earlier
+        self._pending = []
+        if self.pair is not None:
+            self.pair.drop()
+        if self._sum is not before.area:
+            self._outgoing.free()
+            self._sum.free()
+            if before.area is not None:
+                self._spare = self._sum
+                if self.sum_is_buffer:
+                    self._outgoing = before.area
+                self._sum = before.area
+        elif not self.sum_is_buffer:
+            self._outgoing.free()
+        self.holds_sum, self._local = before.holds_sum, dict(before.local)
+        self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
+        self.present = set(before.present)
+
+    # What waits of one parameter, between passes ---------------------------------------------
+
+    def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(start in the flattened gradient, flat view) of each part of what waits of it."""
+        if index in self._local:
+            yield 0, self._local[index].view(-1)
+        flats = [self._sum.tensor] if self.holds_sum and self._placement.num_ranks > 1 else []
+        flats += [each for each in (self.shard_sum, self.host_sum) if each is not None]
+        for flat in flats:
+            for run in self._runs_in(flat, self.layout):
+                if run.param == index:
+                    yield run.start, flat[run.offset : run.offset + run.numel]
+
+    def add_waiting_to(self, own: torch.Tensor, index: int) -> None:
+        """Add this rank's part of what waits of a parameter to `own`, its shard's gradient."""
+        begin, end = info_of(self._sharded_params[index]).range
+        for start, part in self.waiting(index):
+            first, last = max(start, begin), min(start + part.numel(), end)
+            if first < last:
+                target = own.view(-1)[first - begin : last - begin]
+                target.add_(part[first - start : last - start].to(own.device))
+
+    def drop_waiting(self, index: int) -> None:
+        """Drop what waits of a parameter."""
+        for _, part in self.waiting(index):
+            part.zero_()
+        self._local.pop(index, None)
+        self.present.discard(index)
+        self.keep()
+
+    def forget(self) -> None:
+        """Drop all gradients, those of earlier micro-batches included."""
+        area, self._earlier = self._earlier.area, _NOTHING
+        self.undo()
+        if area is not None:
+            area.free()
+
+    # After the first hop, and on the host ---------------------------------------------------
+
+    def add_sharded(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""
+        if self.shard_sum is None:
+            self.shard_sum = chunk.to(self._sum.tensor.dtype)
+        elif self.shard_sum is self._earlier.shard_sum:
+            self.shard_sum = self.shard_sum + chunk
+        else:
+            self.shard_sum.add_(chunk)
+        return self.shard_sum
+
+    def add_host_sum_to(self, target: torch.Tensor) -> None:
+        """Add `host_sum`, if any, to `target`, on the current stream."""
+        if self.host_sum is not None:
+            staged = torch.empty_like(target)
+            staged.copy_(self.host_sum, non_blocking=True)
+            target.add_(staged)
+
+    def send_to_host(self, total: torch.Tensor) -> None:
+        """Add `host_sum` to `total`, and start copying the result to the host.
+
+        Runs on the current stream; does not block the host if the memory is pinned.
+        """
+        assert self.sums_on is not None
+        self.add_host_sum_to(total)
+        if self.host_sum is None or self.host_sum is self._earlier.host_sum:
+            self.host_sum = self.sums_on.empty(total.numel(), total.dtype)
+        self.host_sum.copy_(total, non_blocking=True)
+
+    def take_host_sum(self, target: torch.Tensor) -> None:
+        """Move `host_sum` into `target`, which adds to it, on the current stream."""
+        self.add_host_sum_to(target)
+        self.host_sum = None
