@@ -240,7 +240,6 @@ setup(
     },
     extras_require={
         "examples": ["matplotlib"],
-        "checkpoint": ["tqdm"],
         "plans": PLANS,
         "plots": ["matplotlib"],
         "lightning": LIGHTNING,

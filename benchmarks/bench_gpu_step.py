@@ -57,7 +57,7 @@ from benchmarks.common import (
 from benchmarks.engines import Transformer
 from layerzero import MixedPrecision, ZeRO3, checkpoint, optim
 from layerzero.comm import collectives
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from tests.gpu.link import Link
 from tests.gpu.mirror import Wires, fake_world, one_rank_group
 

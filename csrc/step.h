@@ -9,7 +9,6 @@
 namespace layerzero {
 
 struct StepJob : StepFlat {
-  int kind;
   StepForm form;
   layerzero_dtype dtype;  // of main and grad
   int num_states;

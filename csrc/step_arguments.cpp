@@ -42,17 +42,17 @@ StepForm form_of(const Handle& state, layerzero_dtype main) {
 
 }  // namespace
 
-// (kind, main, grad, states, scales, table, rows, factor, grad_scale, seed, mode), of which
+// (main, grad, states, scales, table, rows, factor, grad_scale, seed, mode), of which
 // all tensors but factor are lists with an entry, of states and scales `num_states` entries,
 // for each flat parameter.
 StepArguments::StepArguments(StableIValue* stack)
-    : main(stack[1]),
-      grad(stack[2]),
-      states(stack[3]),
-      scales(stack[4]),
-      table(stack[5]),
-      rows(stack[6]),
-      factor_tensor(unbox<AtenTensorHandle>(stack[7])) {
+    : main(stack[0]),
+      grad(stack[1]),
+      states(stack[2]),
+      scales(stack[3]),
+      table(stack[4]),
+      rows(stack[5]),
+      factor_tensor(unbox<AtenTensorHandle>(stack[6])) {
   const size_t count = main.tensors.size();
   for (const TensorList* const list : {&grad, &table, &rows})
     if (list->tensors.size() != count)
@@ -63,17 +63,13 @@ StepArguments::StepArguments(StableIValue* stack)
       (!scales.tensors.empty() && scales.tensors.size() != states.tensors.size()))
     refuse(kOp, ": got ", states.tensors.size(), " states and ", scales.tensors.size(),
            " scales for ", count, " flat parameters");
-  const auto kind = static_cast<int>(unbox<int64_t>(stack[0]));
-  if (kind < kAdamW || kind > kLion) refuse(kOp, ": unknown kind ", kind);
-  if (num_states > 3 || (kind == kAdamW && num_states < 2) || (kind == kLion && num_states != 1))
-    refuse(kOp, ": got ", num_states, " states");
+  if (num_states < 2 || num_states > kMaxStates) refuse(kOp, ": got ", num_states, " states");
   StepJob shared{};
-  shared.kind = kind;
   shared.num_states = static_cast<int>(num_states);
   shared.factor = 1.0f;
-  shared.grad_scale = static_cast<float>(unbox<double>(stack[8]));
-  shared.seed = unbox<int64_t>(stack[9]);
-  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[10]));
+  shared.grad_scale = static_cast<float>(unbox<double>(stack[7]));
+  shared.seed = unbox<int64_t>(stack[8]);
+  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[9]));
   for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
@@ -137,9 +133,7 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
   flat.num_rows = row_numel / kRowColumns;
   for (int64_t r = 0; r < flat.num_rows; ++r) {
     const double* const row = job.rows + r * kRowColumns;
-    const int wanted = job.kind == kAdamW ? (row[kRowFlag] != 0.0 ? 3 : 2)
-                       : job.kind == kSgd ? static_cast<int>(row[1] != 0.0)
-                                          : 1;
+    const int wanted = row[kRowFlag] != 0.0 ? 3 : 2;
     if (job.num_states < wanted)
       refuse(kOp, ": row ", r, " needs ", wanted, " states, got ", job.num_states);
   }

@@ -18,8 +18,6 @@
 
 namespace layerzero {
 
-enum StepKind { kAdamW = 0, kSgd = 1, kLion = 2 };
-
 // Without ends: no element counts as one of the last of a tensor.
 enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1 };
 
@@ -144,30 +142,6 @@ LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, 
   p = add(mul(p, row.k[0]), div(mul(row.k[4], m), divisor));
 }
 
-// k: weight_decay, momentum, 1 - dampening, -lr, nesterov, whether this is the first step.
-template <class T>
-LZ_MATH void sgd_element(const StepRow<T>& row, T gradient, T& p, T& b, bool last) {
-  T g = mul(gradient, row.sign);
-  g = row.k[0] != 0 ? fused(p, row.k[0], g) : g;
-  if (row.k[1] != 0) {
-    const T next =
-        last ? fused(b, row.k[1], mul(g, row.k[2])) : fused(row.k[2], g, mul(b, row.k[1]));
-    b = row.k[5] != 0 ? g : next;
-    g = row.k[4] != 0 ? fused(b, row.k[1], g) : b;
-  }
-  p = fused(g, row.k[3], p);
-}
-
-// k: 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr.
-template <class T>
-LZ_MATH void lion_element(const StepRow<T>& row, T gradient, T& p, T& m) {
-  const T g = mul(gradient, row.sign);
-  const T mixed = add(mul(m, row.k[1]), mul(g, row.k[2]));
-  const T direction = mixed > 0 ? T(1) : (mixed < 0 ? T(-1) : mixed);
-  p = add(mul(p, row.k[0]), mul(row.k[5], direction));
-  m = add(mul(m, row.k[3]), mul(g, row.k[4]));
-}
-
 // -- random bits, of an element's place and step alone ------------------------------------------
 
 struct StepKeys {
@@ -256,6 +230,7 @@ LZ_MATH uint8_t quant_code(float value, float inverse, uint32_t random) {
 // The bits of |value|, whose order is that of the magnitudes, with NaN above infinity.
 LZ_MATH uint32_t magnitude_bits(float value) { return step_bits<uint32_t>(value) & 0x7FFFFFFFu; }
 
-LZ_MATH constexpr bool state_is_signed(int kind, int state) { return kind != kAdamW || state == 0; }
+// The average of gradients is; those of squares are not.
+LZ_MATH constexpr bool state_is_signed(int state) { return state == 0; }
 
 }  // namespace layerzero

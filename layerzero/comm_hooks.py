@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle

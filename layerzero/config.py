@@ -292,5 +292,5 @@ def prefetch_depth(value: bool | int, name: str) -> int:
 
 
 def is_of_fsdp(value: object) -> bool:
-    """Whether it is an object of `torch.distributed.fsdp`, which build/migrate.py converts."""
+    """Whether it is an object of `torch.distributed.fsdp`, which migrate.py converts."""
     return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__)

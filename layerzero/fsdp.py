@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from layerzero.build.device import current_accelerator
-from layerzero.flat.flat_param import ParameterViews, Slot
+from layerzero.flat.flat_param import ParameterViews
+from layerzero.flat.flatten import Slot
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from layerzero.build.plan import WrapPlan
 from layerzero.config import MixedPrecision
+from layerzero.flat.names import clean_name
 from layerzero.optional.arguments import names_of_optional
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -18,13 +20,15 @@ _SHOWN = 12
 """Number of names that are listed; the rest is only counted."""
 
 
-def log_units(module: nn.Module, root: RootState) -> None:
+def log_units(module: nn.Module, plan: WrapPlan, root: RootState) -> None:
     """Log units, placements, dtypes and prefetching of a model that was just wrapped.
 
     Reads all of its modules: called only on the first rank, and if level INFO is on.
     """
     lines = [_summary(module, root), *_placements(root.units), *_padding(root.units)]
-    lines += _precisions(module, root.units)
+    lines += [*_precisions(module, root.units), *_hook_modules(module, plan)]
+    ignored = root.structure.ignored
+    lines += [f"ignored: {names_text(sorted(ignored.names))}"] if ignored.names else []
     optional = names_of_optional(root.units[0])
     lines += [f"a rank may skip: {names_text(optional)}"] if optional else []
     _logger.info("\n  ".join([*lines, _gathering(root)]))
@@ -112,6 +116,13 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
             + (f"; for {names_text(labels)}" if len(by_precision) > 1 else "")
         )
     return lines
+
+
+def _hook_modules(module: nn.Module, plan: WrapPlan) -> list[str]:
+    hooks = [(plan.arguments[id(unit)].hook_module, unit.fqn) for unit in plan.units]
+    names = {id(inside): clean_name(name) for name, inside in module.named_modules()}
+    found = [f"{names[id(hook)]} for {fqn}" for hook, fqn in hooks if hook is not None]
+    return [f"hook modules, which gather: {names_text(found)}"] if found else []
 
 
 def _gathering(root: RootState) -> str:

@@ -34,6 +34,7 @@ from layerzero.config import (
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
+    is_of_fsdp,
 )
 from layerzero.flat.groups import is_timeout
 from layerzero.flat.parameter_info import get_info
@@ -546,7 +547,9 @@ def shard_in_place(
         # Inside `with torch.device("meta")`: what the engine itself makes has values.
         with torch.device("cpu"):
             return shard_in_place(module, given, unknown)
-    plan, arguments = plan_on_every_rank(module, given, unknown, find_features)
+    plan, arguments = plan_on_every_rank(
+        module, given, lambda: in_our_terms(given, unknown), find_features
+    )
     _refuse_what_is_the_outermost_ones(each.module for each in plan.units)
     topology = agree_on_topology(plan, arguments)
     parts = Parts(name_in_state_dicts=module_state.install)
@@ -574,11 +577,26 @@ def shard_in_place(
         if _logger.isEnabledFor(logging.INFO):
             from layerzero.log import log_units
 
-            log_units(module, root)
+            log_units(module, plan, root)
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()
     return Sharded(root, topology.placement, arguments, kept_whole)
+
+
+def in_our_terms(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of `ZeRO3` by name; see `to_arguments` in migrate.py.
+
+    Args:
+        unknown: keyword arguments that `ZeRO3` does not have.
+    """
+    policy = given["auto_wrap_policy"]
+    is_plain = policy is None or isinstance(policy, (type, set, frozenset, list, tuple))
+    if is_plain and not unknown and not any(map(is_of_fsdp, given.values())):
+        return given
+    from layerzero.migrate import to_arguments
+
+    return to_arguments(given, unknown)
 
 
 def find_features(

@@ -33,7 +33,6 @@ struct StepCall {
   const float* factor;  // null: 1
   int64_t seed;
   float grad_scale;
-  int kind;
   int form;
   int dtype;
   int num_states;
@@ -119,28 +118,26 @@ inline int launch_steps(const StepCall& call, const StepInput* inputs, int64_t c
 }
 
 // What a kernel is compiled for. kAny: it looks at the call, and takes elements one by one.
-template <class Compute, int kKind, int kForm, int kDtype>
+template <class Compute, int kForm, int kDtype>
 struct StepOf {
   using T = Compute;
-  static constexpr bool kIsAny = kKind == kAny;
+  static constexpr bool kIsAny = kForm == kAny;
   static constexpr int kMainDtype = kDtype;
-  static constexpr int kStates = kIsAny ? kMaxStates : kKind == kAdamW ? 2 : 1;
-  static LZ_BODY int kind(const StepCall& call) { return kIsAny ? call.kind : kKind; }
+  static constexpr int kStates = kIsAny ? kMaxStates : 2;
   static LZ_BODY int form(const StepCall& call) { return kIsAny ? call.form : kForm; }
   static LZ_BODY int dtype(const StepCall& call) { return kIsAny ? call.dtype : kDtype; }
   static LZ_BODY int phase(const StepCall& call) { return kIsAny ? call.phase : kStepWithEnds; }
 };
 
-template <int kKind, int kDtype, class Launch>
+template <int kDtype, class Launch>
 int dispatch_form(const Launch& launch, const StepCall& call, const StepInput* inputs,
                   int64_t count) {
   switch (call.form) {
     case kFullForm:
-      return launch.template run<StepOf<float, kKind, kFullForm, kDtype>>(call, inputs, count);
+      return launch.template run<StepOf<float, kFullForm, kDtype>>(call, inputs, count);
     case kBfloatForm:
-      return launch.template run<StepOf<float, kKind, kBfloatForm, kDtype>>(call, inputs, count);
-    default:
-      return launch.template run<StepOf<float, kKind, kQuantForm, kDtype>>(call, inputs, count);
+      return launch.template run<StepOf<float, kBfloatForm, kDtype>>(call, inputs, count);
+    default: return launch.template run<StepOf<float, kQuantForm, kDtype>>(call, inputs, count);
   }
 }
 
@@ -150,19 +147,12 @@ template <class Launch>
 int dispatch_step(const Launch& launch, const StepCall& call, const StepInput* inputs,
                   int64_t count) {
   if (call.dtype == LZ_FLOAT64)
-    return launch.template run<StepOf<double, kAny, kAny, kAny>>(call, inputs, count);
-  const bool may_be_own = call.phase == kStepWithEnds;
-  if (may_be_own && call.kind == kAdamW && call.num_states == 2) {
-    if (call.dtype == LZ_FLOAT32)
-      return dispatch_form<kAdamW, LZ_FLOAT32>(launch, call, inputs, count);
-    if (call.dtype == LZ_BFLOAT16)
-      return dispatch_form<kAdamW, LZ_BFLOAT16>(launch, call, inputs, count);
+    return launch.template run<StepOf<double, kAny, kAny>>(call, inputs, count);
+  if (call.phase == kStepWithEnds && call.num_states == 2) {
+    if (call.dtype == LZ_FLOAT32) return dispatch_form<LZ_FLOAT32>(launch, call, inputs, count);
+    if (call.dtype == LZ_BFLOAT16) return dispatch_form<LZ_BFLOAT16>(launch, call, inputs, count);
   }
-  if (may_be_own && call.dtype == LZ_FLOAT32) {
-    if (call.kind == kSgd) return dispatch_form<kSgd, LZ_FLOAT32>(launch, call, inputs, count);
-    if (call.kind == kLion) return dispatch_form<kLion, LZ_FLOAT32>(launch, call, inputs, count);
-  }
-  return launch.template run<StepOf<float, kAny, kAny, kAny>>(call, inputs, count);
+  return launch.template run<StepOf<float, kAny, kAny>>(call, inputs, count);
 }
 
 // Calls `visit(Format)` for a dtype that is known to the compiler, or looked up; float64 alone
@@ -266,18 +256,11 @@ struct LaneStates {
   uint32_t largest[Of::kStates];  // bits of magnitudes
 };
 
-// A row without amsgrad or momentum, where another row has it, leaves that state alone.
-template <class T>
-LZ_BODY int states_of(int kind, int num_states, const StepRow<T>& row) {
-  if (kind == kAdamW) return row.flag ? 3 : 2;
-  return kind == kSgd && row.k[1] == 0 ? 0 : num_states;
-}
-
+// A row without amsgrad, where another row has it, leaves that state alone; a kernel without it has
+// no row with it.
 template <class Of>
-LZ_BODY int states_of(const StepCall& call, const StepRow<typename Of::T>& row) {
-  // A kernel without amsgrad has no row with it.
-  if (!Of::kIsAny && Of::kind(call) == kAdamW) return 2;
-  return states_of(Of::kind(call), call.num_states, row);
+LZ_BODY int states_of(const StepRow<typename Of::T>& row) {
+  return Of::kIsAny && row.flag ? 3 : 2;
 }
 
 LZ_BODY int state_size(int form, int full) {
@@ -290,7 +273,7 @@ template <class Of>
 LZ_BODY bool is_wide(const StepCall& call, const StepFlat& flat,
                      const StepOptions<typename Of::T>& options, const Segment& segment) {
   if (Of::kIsAny || segment.count < kSegmentNumel) return false;
-  const int num_states = states_of<Of>(call, options.row);
+  const int num_states = states_of<Of>(options.row);
   const int size = dtype_size(Of::dtype(call));
   const int held = state_size(Of::form(call), sizeof(typename Of::T));
   const auto is_fine = [](const void* memory, int64_t place, int nbytes) {
@@ -322,7 +305,7 @@ LZ_BODY void load_state(const StepCall& call, const StepFlat& flat, const Segmen
                                  [&](int k, uint16_t bits) { values[k] = bfloat_value(bits); });
     } else {
       const float scale = flat.scales[state][segment.block()];
-      const bool is_signed = state_is_signed(Of::kind(call), state);
+      const bool is_signed = state_is_signed(state);
       load_lane<uint8_t, kWide>(memory, lane, segment.count, [&](int k, uint8_t code) {
         values[k] = is_signed ? quant_value<true>(code, scale) : quant_value<false>(code, scale);
       });
@@ -334,13 +317,8 @@ template <class Of>
 LZ_BODY void update(const StepCall& call, const StepRow<typename Of::T>& row, bool last,
                     typename Of::T g, typename Of::T& p, typename Of::T** s) {
   using T = typename Of::T;
-  const int kind = Of::kind(call);
   const bool has_ends = Of::form(call) == kFullForm && Of::phase(call) == kStepWithEnds;
-  if (kind == kSgd) {
-    sgd_element<T>(row, g, p, *s[0], last && has_ends);
-  } else if (kind == kLion) {
-    lion_element<T>(row, g, p, *s[0]);
-  } else if (Of::kIsAny && row.flag) {
+  if (Of::kIsAny && row.flag) {
     if (has_ends)
       adamw_element<T, true, false>(row, g, p, *s[0], *s[1], *s[2], last);
     else
@@ -360,7 +338,7 @@ LZ_BODY void step_elements(const StepCall& call, const StepFlat& flat,
   using T = typename Of::T;
   StepRow<T> row = options.row;
   if (call.factor != nullptr) row.sign = mul(row.sign, static_cast<T>(*call.factor));
-  const int num_states = states_of<Of>(call, row);
+  const int num_states = states_of<Of>(row);
   const int form = Of::form(call);
   const int size = dtype_size(Of::dtype(call));
   const int count = segment.count;
@@ -446,14 +424,14 @@ template <class Of>
 LZ_BODY void finish_lane(const StepCall& call, const StepFlat& flat,
                          const StepOptions<typename Of::T>& options, const Segment& segment,
                          bool wide, int lane, const LaneStates<Of>& kept) {
-  const int num_states = states_of<Of>(call, options.row);
+  const int num_states = states_of<Of>(options.row);
   const StepKeys keys = keys_of(call, options.step, segment);
   LZ_UNROLL
   for (int state = 0; state < Of::kStates; ++state) {
     if (state >= num_states) continue;
     const float scale = step_bits<float>(kept.largest[state]);
     if (lane == 0) flat.scales[state][segment.block()] = scale;
-    const bool is_signed = state_is_signed(Of::kind(call), state);
+    const bool is_signed = state_is_signed(state);
     const float inverse = quant_inverse(scale);
     const auto store = [&](auto is_wide) {
       constexpr bool kWide = decltype(is_wide)::value;

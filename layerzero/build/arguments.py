@@ -32,12 +32,11 @@ from layerzero.config import (
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
-    is_of_fsdp,
     one_of,
     parse_nbytes,
     prefetch_depth,
 )
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import require_timeout, resolve_process_groups
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
@@ -235,8 +234,6 @@ _REDUCTION = {
 }
 """Each field of the policy, and the `ZeRO3` argument with the same meaning."""
 
-_OF_FSDP = ("mixed_precision", "backward_prefetch", "offload")
-"""Arguments that may be objects of `torch.distributed.fsdp`."""
 _Policy = TypeVar("_Policy", PrefetchPolicy, ReductionPolicy)
 
 
@@ -311,7 +308,7 @@ class UnitArguments:
         try:
             mine = self
             if plan.arguments:
-                mine = self._overridden(_in_our_terms(plan.arguments, plan.module), device)
+                mine = self._overridden(plan.arguments, device)
             reshard = mine.reshard_after_forward
             if callable(reshard):
                 chosen = reshard(plan.chosen, plan.fqn)
@@ -338,17 +335,6 @@ class UnitArguments:
         return replace(self, **changes)
 
 
-def _in_our_terms(own: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """The arguments of one unit, of which some may be FSDP's."""
-    if {"sharding_strategy", "cpu_offload"}.isdisjoint(own) and not any(
-        map(is_of_fsdp, own.values())
-    ):
-        return own
-    from layerzero.build.migrate import to_unit_arguments
-
-    return to_unit_arguments(own, module)
-
-
 def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> OffloadPolicy:
     """The policy, or an empty one with a warning if `device` has no memory of its own."""
     if offload is None:
@@ -367,32 +353,21 @@ def _first_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.P
 
 def check_arguments(
     given: Mapping[str, Any],
-    unknown: Mapping[str, Any],
     find_group: Callable[[Any], dist.ProcessGroup] = _first_group,
 ) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
-        given: all arguments by name, `module` included.
-        unknown: keyword arguments that `ZeRO3` does not have.
+        given: all arguments by name, `module` included; and perhaps `root_precision`.
         find_group: what to call instead of `_first_group`.
 
     Raises:
-        ValueError, TypeError: a bad or unknown argument, or a policy and one of its fields both
-            given.
+        ValueError, TypeError: a bad argument, or a policy and one of its fields both given.
         RuntimeError: the module is wrapped already.
     """
     module = given["module"]
     check_module(module)
-    if unknown:
-        from layerzero.build.migrate import refuse_unknown
-
-        refuse_unknown(unknown, given)
-    ours: dict[str, Any] = {**given, "root_precision": given["mixed_precision"]}
-    if any(is_of_fsdp(given[name]) for name in _OF_FSDP):
-        from layerzero.build.migrate import to_arguments
-
-        ours.update(to_arguments(given))
+    ours: dict[str, Any] = {"root_precision": given["mixed_precision"], **given}
     ours.update(check(**ours))
     if ours["ignored_modules"]:
         _check_ignored(module, ours["ignored_modules"])

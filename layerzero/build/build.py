@@ -17,7 +17,7 @@ from layerzero.build.wrap import UnitPlan, Visit
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.comm.pending import Operation
 from layerzero.config import GatherBudget, MixedPrecision
-from layerzero.flat.flat_param import OriginalParameter, kinds_of_rows
+from layerzero.flat.flatten import OriginalParameter, kinds_of_rows
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement

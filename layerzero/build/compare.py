@@ -33,8 +33,8 @@ from layerzero.comm.collectives import broadcast_from_first, gather_small
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
 from layerzero.config import MixedPrecision, OffloadPolicy
-from layerzero.flat.groups import ShardGroup, own_rank
-from layerzero.flat.placement import Placement
+from layerzero.flat.groups import own_rank
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.version import __version__
 

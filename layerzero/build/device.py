@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from layerzero.build.wrap import UnitPlan
 from layerzero.flat.device_streams import has_generic_streams, missing_stream_names
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import own_rank
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_hooks import kind_of_hooks

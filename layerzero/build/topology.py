@@ -20,14 +20,13 @@ from layerzero.build.compare import REFUSED, Exchange, Outline
 from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
-    ShardGroup,
     is_timeout,
     make_shard_group,
     make_shard_groups,
     mesh_groups,
     resolve_process_groups,
 )
-from layerzero.flat.placement import Outer, Placement
+from layerzero.flat.placement import Outer, Placement, ShardGroup
 from layerzero.notices import outside, warn_once
 
 _logger = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ _WHAT = "arguments and parameters of ranks"
 def plan_on_every_rank(
     module: nn.Module,
     given: Mapping[str, Any],
-    unknown: Mapping[str, Any],
+    in_our_terms: Callable[[], Mapping[str, Any]],
     find_features: FindFeatures,
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
@@ -83,14 +82,14 @@ def plan_on_every_rank(
 
     Args:
         given: the arguments of `ZeRO3` by name.
-        unknown: keyword arguments that `ZeRO3` does not have.
+        in_our_terms: returns them with what was written for FSDP converted, or raises.
 
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: as `check_arguments` and
             `plan_wrapping`. A rank whose `process_group` is refused raises alone.
     """
     try:
-        arguments = check_arguments(given, unknown)
+        arguments = check_arguments(in_our_terms())
         plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from layerzero.flat.flat_param import OriginalParameter, Slot
+from layerzero.flat.flatten import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, sharded_param_of
 from layerzero.step.unit import Unit, get_unit
@@ -26,15 +27,23 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-class TorchPolicy(Protocol):
-    """`ModuleWrapPolicy`, `CustomPolicy` and other subclasses of torch's policy base class."""
+class ModelPolicy(ABC):
+    """A policy that looks at a whole model at once: one of FSDP (migrate.py)."""
 
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]: ...
+    classes: tuple[type[nn.Module], ...] = ()
+    """The module classes that it lists; empty if it is a function."""
+
+    @abstractmethod
+    def choose(
+        self,
+        root: nn.Module,
+        ignored_modules: Iterable[nn.Module],
+        ignored_parameters: Iterable[nn.Parameter],
+    ) -> Mapping[int, Choice]:
+        """The choice for each module that it selects, keyed by id(module)."""
 
 
-WrapPolicy = Iterable[type[nn.Module]] | Callable[..., Choice] | TorchPolicy | None
+WrapPolicy = Iterable[type[nn.Module]] | Callable[..., Choice] | ModelPolicy | None
 
 
 def make_chooser(
@@ -45,8 +54,6 @@ def make_chooser(
 ) -> Callable[[nn.Module, str], Choice]:
     """Turn the `auto_wrap_policy` argument into a function of (module, fqn).
 
-    Policies of `torch.distributed.fsdp.wrap` choose the same modules as for FSDP1.
-
     Args:
         root: the module to be wrapped.
 
@@ -55,21 +62,12 @@ def make_chooser(
     """
     if policy is None:
         return lambda module, fqn: False
-    is_function = callable(policy) and not isinstance(policy, (type, nn.Module))
-    signature = _signature(policy) if is_function else None
-    names = signature.parameters if signature is not None else ()
-    if not isinstance(policy, type) and (
-        hasattr(policy, "_run_policy") or "recurse" in names or "nonwrapped_numel" in names
-    ):
-        from layerzero.build.migrate import run_torch_policy
-
-        inside = {module for top in ignored_modules for module in top.modules()}
-        parameters = {parameter for module in inside for parameter in module.parameters()}
-        chosen = run_torch_policy(policy, root, inside, parameters | set(ignored_parameters))
+    if isinstance(policy, ModelPolicy):
+        chosen = policy.choose(root, ignored_modules, ignored_parameters)
         return lambda module, fqn: chosen.get(id(module), False)
-    if is_function:
-        _check_signature(policy, signature)
-        return policy  # type: ignore[return-value]
+    if callable(policy) and not isinstance(policy, (type, nn.Module)):
+        _check_signature(policy)
+        return policy
     is_one = isinstance(policy, (type, str, Mapping, nn.Module)) or not isinstance(policy, Iterable)
     classes: tuple[Any, ...] = (policy,) if is_one else tuple(policy)  # type: ignore[arg-type]
     for cls in classes:
@@ -83,27 +81,21 @@ def make_chooser(
 
 
 def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
-    """The module classes that a policy, ours or torch's, lists; empty if it is a function."""
+    """The module classes that a policy lists; empty if it is a function."""
     if isinstance(policy, type):
         return (policy,)
-    listed = getattr(policy, "_module_classes", None)
-    if listed is None:
-        keywords = getattr(policy, "keywords", {})
-        listed = policy if isinstance(policy, Iterable) else keywords.get("transformer_layer_cls")
-    return tuple(listed or ())
+    if isinstance(policy, ModelPolicy):
+        return policy.classes
+    return tuple(policy) if isinstance(policy, Iterable) else ()
 
 
-def _signature(policy: Any) -> inspect.Signature | None:
+def _check_signature(policy: Any) -> None:
     try:
-        return inspect.signature(policy)
+        signature = inspect.signature(policy)
     except (TypeError, ValueError):
-        return None
-
-
-def _check_signature(policy: Any, signature: inspect.Signature | None) -> None:
+        return
     try:
-        if signature is not None:
-            signature.bind(None, "")
+        signature.bind(None, "")
     except TypeError as error:
         raise TypeError(
             "auto_wrap_policy: expected callable(module, fqn) -> bool or a mapping of arguments, "

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from layerzero.checkpoint.arguments import Stateful
 from layerzero.checkpoint.file_io.transfer import Transfer
 from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
     Entry,
     Places,
-    as_whole,
     extra_states,
     model_entries,
     scalar_key,
     split_state_name,
 )
 from layerzero.checkpoint.format.manifest import Manifest
-from layerzero.checkpoint.schedulers import Stateful, names_of
 from layerzero.checkpoint.source import Source
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode, decode_dict
@@ -37,59 +37,41 @@ from layerzero.state_dict.optimizers import (
 )
 
 
-@dataclass(frozen=True)
-class ModelPart:
-    """A sharded parameter or buffer to load."""
-
-    target: torch.Tensor
-    transfer: int
-    """Index in `LoadPlan.transfers` of the transfer that reads its new values."""
-
-
-@dataclass(frozen=True)
-class StatePart:
+class StatePart(NamedTuple):
     """A tensor of optimizer state to load."""
 
     parameter: nn.Parameter
     key: str
     shape: torch.Size
     transfer: int
+    """Index in `LoadPlan.transfers` of the transfer that reads it."""
     follows_parameter: bool
     """Whether it was saved in the parameter's dtype; then it is cast to that of the new one."""
 
 
-@dataclass
 class LoadPlan:
-    """Everything that this rank loads."""
+    """Everything that this rank loads: what is in a source for one model and what goes with it."""
 
-    model_parts: list[ModelPart] = field(default_factory=list)
-    state_parts: dict[str, list[StatePart]] = field(default_factory=dict)
+    model_parts: list[tuple[torch.Tensor, int]]
+    """Sharded parameters and buffers, each with the index of the transfer that reads its values."""
+    state_parts: dict[str, list[StatePart]]
     """By the optimizer's name; "" for a single one."""
-    transfers: list[Transfer] = field(default_factory=list)
-    """Their tensors are on meta until memory is allocated."""
-    options: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    transfers: list[Transfer]
+    """Their tensors are 1-D, on the CPU; on meta until memory is allocated."""
+    options: dict[str, list[dict[str, Any]]]
     """Options of each group of each optimizer that is loaded."""
-    state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]] = field(default_factory=dict)
+    state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]]
     """Optimizer state that is not a tensor."""
-    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    scheduler: dict[str, Any] | None = None
-    wanted: set[str] = field(default_factory=set)
+    wanted: set[str]
     """All names of the model's parameters and buffers, including those found through aliases."""
-    missing: list[str] = field(default_factory=list)
-
-    def memory(self, transfer: int) -> torch.Tensor:
-        """The transfer's tensor: 1-D, on the CPU; on meta until memory is allocated."""
-        return self.transfers[transfer].entry.tensor
-
-    @property
-    def nbytes(self) -> int:
-        return sum(transfer.entry.tensor.nbytes for transfer in self.transfers)
-
-
-class LoadPlanner:
-    """Finds in a source what one model, its optimizers and schedulers load."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
+        self.model_parts, self.transfers = [], []
+        self.state_parts, self.options, self.state_values = {}, {}, {}
+        self.extra_states: list[tuple[nn.Module, Any]] = []
+        self.schedulers: list[tuple[Stateful, dict[str, Any]]] = []
+        self.wanted = set()
+        self.missing: list[str] = []
         self._source = source
         self._model = model
         self._strict = strict
@@ -97,8 +79,14 @@ class LoadPlanner:
         self._places = Places(self._names)
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
-        self._times_read: dict[tuple[str, str], int] = {}
-        self.plan = LoadPlan()
+        self._times_read: Counter[tuple[str, str]] = Counter()
+
+    def memory(self, transfer: int) -> torch.Tensor:
+        return self.transfers[transfer].entry.tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(transfer.entry.tensor.nbytes for transfer in self.transfers)
 
     def match_model(self) -> None:
         """Find parameters, buffers and extra states.
@@ -106,42 +94,38 @@ class LoadPlanner:
         Raises:
             CheckpointError: shapes differ.
         """
-        plan, misfits = self.plan, []
+        misfits = []
         targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
         targets += [buffer for buffer, _ in named_buffers(self._model)]
         entries = model_entries(self._model, self._names, self._places)
         for target, entry in zip(targets, entries, strict=True):
             names = (entry.name, *entry.aliases)
-            plan.wanted.update(names)
+            self.wanted.update(names)
             found = self._source.find(MODEL, names)
             if found is None:
-                plan.missing.append(entry.name)
+                self.missing.append(entry.name)
                 continue
             name, place = found
-            plan.wanted.add(name)
+            self.wanted.add(name)
             if place.entry.shape != entry.extent.shape:
                 misfits.append(
                     f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
                 )
             else:
                 transfer = self._plan_read(MODEL, name, entry, MODEL)
-                plan.model_parts.append(ModelPart(target, transfer))
+                self.model_parts.append((target, transfer))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         manifest = self._source.manifest
         saved = {} if manifest is None else manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                plan.extra_states.append(
-                    (
-                        module,
-                        decode(saved[name], f"{self._source.folder}: the extra state of {name}"),
-                    )
-                )
+                where = f"{self._source.folder}: the extra state of {name}"
+                self.extra_states.append((module, decode(saved[name], where)))
             else:
-                plan.missing.append(f"the extra state of {name}")
+                self.missing.append(f"the extra state of {name}")
 
-    def match_scheduler(self, scheduler: Stateful) -> None:
+    def match_schedulers(self, schedulers: Mapping[str, Stateful]) -> None:
         """
         Raises:
             CheckpointError: one is to be loaded and several were saved by name, or they have other
@@ -151,15 +135,15 @@ class LoadPlanner:
         if manifest is None or manifest.scheduler is None:
             self._note_missing("scheduler")
             return
-        wanted, saved = names_of(scheduler), manifest.scheduler_names
+        wanted, saved = _names_in(schedulers), manifest.scheduler_names
         if wanted != saved:
             raise CheckpointError(
                 f"{self._source.folder}: contains the state of {_text('scheduler', saved)}, but "
                 f"scheduler= has {_text('scheduler', wanted)}; pass what was saved"
             )
-        self.plan.scheduler = decode_dict(
-            manifest.scheduler, f"{self._source.folder}: the scheduler's state"
-        )
+        states = decode_dict(manifest.scheduler, f"{self._source.folder}: the scheduler's state")
+        for name, scheduler in schedulers.items():
+            self.schedulers.append((scheduler, states[name] if name else states))
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
         """Find the state of each optimizer.
@@ -184,7 +168,7 @@ class LoadPlanner:
                     f"{self._source.folder}: {text}; pass the optimizers that were saved, or "
                     "strict=False to load those with the same names"
                 )
-            self.plan.missing.append(f"optimizers: the checkpoint {text}")
+            self.missing.append(f"optimizers: the checkpoint {text}")
         for name, optimizer in optimizers.items():
             if name in saved:
                 self._match_optimizer(name, optimizer, saved[name], manifest)
@@ -202,7 +186,6 @@ class LoadPlanner:
             CheckpointError: a parameter does not belong to the model, a state has another shape, or
                 the parameters of a group were saved in groups with different options.
         """
-        plan = self.plan
         saved: dict[str, list[str]] = {}
         for name in self._source.tensors.get(OPTIMIZER, ()):
             saved.setdefault(split_state_name(name)[0], []).append(name)
@@ -217,7 +200,7 @@ class LoadPlanner:
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)
         options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
-        plan.options[optimizer_name] = [
+        self.options[optimizer_name] = [
             decode_dict(each, f"{where}: the options of a group") for each in options
         ]
         wanted = set(parameters_with_state(optimizer))
@@ -240,9 +223,9 @@ class LoadPlanner:
             inside = {slot for value in own.values() for slot in slots_of(value)}
             listed = [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
             keys[parameter] = dict.fromkeys([*(k for k in listed if k not in inside), *own])
-        refuse_other_class(optimizer, plan.options[optimizer_name], keys, name_of.__getitem__)
-        plan.state_values[optimizer_name] = list(values.items())
-        parts = plan.state_parts[optimizer_name] = []
+        refuse_other_class(optimizer, self.options[optimizer_name], keys, name_of.__getitem__)
+        self.state_values[optimizer_name] = list(values.items())
+        parts = self.state_parts[optimizer_name] = []
         for index, (parameter, name) in enumerate(name_of.items()):
             for tensor in saved.get(name, ()):
                 listed_key = scalar_key(optimizer_name, split_state_name(tensor)[1])
@@ -260,11 +243,10 @@ class LoadPlanner:
         parameter_name, key = split_state_name(name)
         saved = self._source.tensors[OPTIMIZER][name].entry
         # `like` only selects the place: that of a scalar, or that of the parameter.
-        like = torch.empty(()) if is_scalar else parameter
-        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index)
+        like = torch.empty(()) if is_scalar else parameter.detach()
         if is_whole:
             like = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-            entry = as_whole(entry, like)
+        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index, is_whole)
         if saved.shape != entry.extent.shape:
             raise CheckpointError(
                 f"{self._source.folder}: the optimizer state {name} has shape {saved.shape}, but "
@@ -282,12 +264,11 @@ class LoadPlanner:
         part = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.
-        times = self._times_read.get((kind, name), 0)
-        self._times_read[kind, name] = times + 1
-        number = self._numbers[kind, name] + times * len(self._numbers)
+        number = self._numbers[kind, name] + self._times_read[kind, name] * len(self._numbers)
+        self._times_read[kind, name] += 1
         entry = replace(entry, name=name, tensor=part)
-        self.plan.transfers.append(Transfer(place.file, place.entry, number, entry, life))
-        return len(self.plan.transfers) - 1
+        self.transfers.append(Transfer(place.file, place.entry, number, entry, life))
+        return len(self.transfers) - 1
 
     def _note_missing(self, what: str) -> None:
         if self._strict:
@@ -295,7 +276,7 @@ class LoadPlanner:
                 f"{self._source.folder}: contains no {what} state; leave out {what}= or pass "
                 "strict=False"
             )
-        self.plan.missing.append(f"the {what}'s state")
+        self.missing.append(f"the {what}'s state")
 
 
 def _names_in(optimizers: Mapping[str, Any]) -> list[str] | None:

@@ -12,7 +12,6 @@ Only the last step changes anything, and it reads no file.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Tally, pack_tallies, read_ranges, sum_tallies
+from layerzero.checkpoint.arguments import (
+    ProgressCallback,
+    ProgressReport,
+    Stateful,
+    check_progress,
+    check_schedulers,
+)
+from layerzero.checkpoint.file_io.transfer import Tally, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
-from layerzero.checkpoint.load_plan import LoadPlan, LoadPlanner
-from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
-from layerzero.checkpoint.schedulers import Stateful, check_schedulers
-from layerzero.checkpoint.source import Source, open_source
+from layerzero.checkpoint.load_plan import LoadPlan
+from layerzero.checkpoint.source import Source, check_crc, open_source
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError, some
 from layerzero.state_dict.json_codec import decode
@@ -55,7 +59,7 @@ def load(
     scheduler: Stateful | Mapping[str, Stateful] | None = None,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
-    progress: ProgressOption = False,
+    progress: ProgressCallback | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint, written at any number of ranks, into a wrapped model.
@@ -97,45 +101,42 @@ def load(
         raise ValueError("rename: cannot be combined with an optimizer; it renames weights only")
     roots = root_states_of(model, "load", is_collective=True)
     together = checkpoint_group_of(roots[0], process_group)
-    source = Source.from_bytes(
+    source = Source.from_json(
         together.from_first(
             f"contents of {path}",
-            lambda: open_source(Path(path), with_optimizer=bool(optimizers)).to_bytes(),
+            lambda: open_source(Path(path), with_optimizer=bool(optimizers)).to_json(),
         )
     )
     if rename is not None:
         source = source.renamed(rename)
-    planner = LoadPlanner(source, model, strict)
-    plan = planner.plan
+    plan = LoadPlan(source, model, strict)
 
-    def find() -> bytes:
-        planner.match_model()
+    def find() -> dict[str, Any]:
+        plan.match_model()
         if optimizers:
-            planner.match_optimizers(optimizers)
+            plan.match_optimizers(optimizers)
         if schedulers is not None:
-            planner.match_scheduler(schedulers)
-        summary = {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
-        return json.dumps(summary).encode()
+            plan.match_schedulers(schedulers)
+        return {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
 
-    summaries = [json.loads(each) for each in together.exchange("names to load", find)]
+    summaries = together.exchange("names to load", find)
     _check_names(source, summaries, strict, together)
     tallies: list[Tally] = []
 
-    def read() -> bytes:
+    def read() -> list[Tally]:
         plan.transfers, found = read_ranges(source.folder, plan.transfers, report)
         tallies.extend(found)
         read = zip(tallies, plan.transfers, strict=True)
-        return pack_tallies([tally for tally, t in read if not t.entry.is_whole])
+        return [tally for tally, t in read if not t.entry.is_whole]
 
-    shown = progress if together.is_first or callable(progress) else False
-    with ProgressReport(shown, source.folder.name, plan.nbytes) as report:
-        most = max(each["nbytes"] for each in summaries)
-        packed = together.exchange(f"checksums read from {source.folder.name}", read, most)
-    together.exchange("verification", lambda: _verify(source, plan, tallies, packed))
+    report = ProgressReport(progress, plan.nbytes)
+    most = max(each["nbytes"] for each in summaries)
+    of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
+    together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
     extra = _extra_of(source, together)
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
-    together.exchange("application", lambda: _apply(plan, optimizers, schedulers))
+    together.exchange("application", lambda: _apply(plan, optimizers))
     return extra
 
 
@@ -159,11 +160,11 @@ def _check_names(
 
 
 def _verify(
-    source: Source, plan: LoadPlan, tallies: Sequence[Tally], packed: Sequence[bytes]
-) -> bytes:
+    source: Source, plan: LoadPlan, tallies: Sequence[Tally], of_all: Sequence[Sequence[Tally]]
+) -> None:
     """Compare the bytes that were read with the checksums. Not collective.
 
-    CRCs of shards are combined over the ranks that share a tensor (`packed`); a tensor that every
+    CRCs of shards are combined over the ranks that share a tensor (`of_all`); a tensor that every
     rank reads whole is checked by each rank on its own.
 
     Raises:
@@ -172,7 +173,7 @@ def _verify(
     by_number = [
         (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
     ]
-    sums = sum_tallies(packed)
+    sums = sum_tallies(of_all)
     for tally, transfer in zip(tallies, plan.transfers, strict=True):
         if transfer.entry.is_whole:
             sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
@@ -184,25 +185,19 @@ def _verify(
                 f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; the shards of the "
                 "model's ranks leave a gap, or overlap"
             )
-        if place.crc is not None and crc != place.crc:
-            raise CheckpointError(
-                f"{where}: damaged: the CRC-32 of its bytes is {crc:08x}, but {place.crc:08x} when "
-                "it was written. Load an earlier checkpoint of the folder"
-            )
-    return b""
+        check_crc(where, crc, place.crc)
 
 
-def _apply(plan: LoadPlan, optimizers: Optimizers, scheduler: Stateful | None) -> bytes:
+def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
     with torch.no_grad():
-        for part in plan.model_parts:
-            part.target.copy_(plan.memory(part.transfer).view(part.target.shape))
+        for target, transfer in plan.model_parts:
+            target.copy_(plan.memory(transfer).view(target.shape))
     for module, value in plan.extra_states:
         module.set_extra_state(value)
     for name, options in plan.options.items():
         _apply_to_optimizer(plan, name, optimizers[name], options)
-    if scheduler is not None and plan.scheduler is not None:
-        scheduler.load_state_dict(plan.scheduler)
-    return b""
+    for scheduler, state in plan.schedulers:
+        scheduler.load_state_dict(state)
 
 
 def _apply_to_optimizer(
@@ -212,24 +207,18 @@ def _apply_to_optimizer(
     options: Sequence[dict[str, Any]],
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
-    keeps_dtype: set[tuple[nn.Parameter, str]] = set()
     for part in plan.state_parts[name]:
         memory = plan.memory(part.transfer).view(part.shape)
         if memory.nbytes < _OWN_NBYTES:
             memory = memory.clone()
+        if part.follows_parameter:
+            memory = memory.to(part.parameter.dtype)
         states.setdefault(part.parameter, {})[part.key] = memory
-        if not part.follows_parameter:
-            # It was saved in another dtype than the parameter, so it keeps that dtype.
-            keeps_dtype.add((part.parameter, part.key))
     for parameter, values in plan.state_values[name]:
         own = states.setdefault(parameter, {})
         for key, value in values.items():
-            inside = {slot: own.pop(slot) for slot in slots_of(value)}
-            own[key] = fill_slots(value, inside)
-            keeps_dtype -= {(parameter, slot) for slot in inside}
-            if inside:
-                keeps_dtype.add((parameter, key))
-    put_state(optimizer, options, states, keeps_dtype)
+            own[key] = fill_slots(value, {slot: own.pop(slot) for slot in slots_of(value)})
+    put_state(optimizer, options, states, exact=True)
 
 
 def _extra_of(source: Source, together: CheckpointGroup) -> Any:

@@ -13,12 +13,12 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.checkpoint.arguments import (
+    ProgressCallback,
+    ProgressReport,
+    Stateful,
+    check_progress,
+    check_schedulers,
+)
 from layerzero.checkpoint.file_io.transfer import (
     Transfer,
     is_on_host,
-    pack_tallies,
     wait_for,
     write_ranges,
 )
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
-from layerzero.checkpoint.progress import ProgressOption, ProgressReport, check_progress
-from layerzero.checkpoint.save_plan import Content, SavePlan
-from layerzero.checkpoint.schedulers import Stateful, check_schedulers
+from layerzero.checkpoint.save_plan import SavePlan
 from layerzero.config import parse_nbytes
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
@@ -109,7 +113,7 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     blocking: bool = True,
-    progress: ProgressOption = False,
+    progress: ProgressCallback | None = None,
     max_file_size: str = "5GB",
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
@@ -135,8 +139,8 @@ def save(
         blocking: False: return when the shards are copied to host memory, and write in the
             background. The copy needs memory until the end. The next save or load on these ranks
             waits for the end, and raises the error if it failed.
-        progress: True: a tqdm bar on the first rank; or callable(done_nbytes, total_nbytes), called
-            on every rank with its own bytes (by another thread for a background save).
+        progress: callable(done_nbytes, total_nbytes), called on every rank with its own bytes (by
+            another thread for a background save).
         max_file_size: largest size of a file of weights or of optimizer state.
         process_group: the ranks that save together, if they are more than the model's own, as with
             pipeline stages. Each rank then passes its own modules, and names must not collide.
@@ -164,37 +168,35 @@ def save(
     state = root_state_of(model, "save", is_collective=True)
     together = checkpoint_group_of(state, process_group)
 
-    content = Content()
-    answers = together.exchange(
-        f"names to save to {path}",
-        lambda: content.collect(model, optimizers, schedulers, extra, [str(path), step, keep]),
-    )
-    plan = SavePlan(answers, content, together, max_file_nbytes)
+    arguments = [str(path), step, keep]
+    plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
     lock = RootLock(path)
-    transfers = plan.transfers(content.entries)
+    transfers = plan.transfers()
 
-    def prepare() -> bytes:
+    def prepare() -> tuple[int, str] | None:
         if blocking:
             # What is on a device is copied while it is written, a window at a time.
             wait_for(_devices_of(transfers))
         else:
             transfers[:] = _stage(transfers)
         if not together.is_first:
-            return b""
+            return None
         lock.acquire()
         return _prepare(path, step, plan.files)
 
     try:
-        number, partial_name = json.loads(together.exchange("preparation", prepare)[0])
+        number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
         lock.release()
         raise
     final = path / folders.step_name(number)
-    shown = progress if together.is_first or callable(progress) else False
     own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in transfers)
-    report = ProgressReport(shown, final.name, own_nbytes)
+    report = ProgressReport(progress, own_nbytes)
     handle = SaveHandle(final, number, report)
-    work = _Work(path / partial_name, plan, transfers, together, report, number, keep, lock)
+    partial = path / partial_name
+    work = functools.partial(
+        _write_and_commit, partial, plan, transfers, together, report, number, keep, lock
+    )
     if blocking:
         work()
     else:
@@ -203,11 +205,11 @@ def save(
     return handle
 
 
-def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
+def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> tuple[int, str]:
     """Create the folder, the files at full length with their headers, and the index files.
 
     Returns:
-        The step and the folder's name, encoded.
+        The step and the folder's name.
     """
     step, partial = folders.prepare(root, step)
     try:
@@ -219,7 +221,7 @@ def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> bytes:
     except OSError:
         folders.discard(partial)
         raise
-    return json.dumps([step, partial.name]).encode()
+    return step, partial.name
 
 
 def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
@@ -246,39 +248,35 @@ def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:
     return {t.entry.tensor.device for t in transfers if not is_on_host(t.entry.tensor)}
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The second half of a save: write and commit. Runs in the caller or in a thread."""
+def _write_and_commit(
+    partial: Path,
+    plan: SavePlan,
+    transfers: Sequence[Transfer],
+    together: CheckpointGroup,
+    report: ProgressReport,
+    step: int,
+    keep: int | None,
+    lock: RootLock,
+) -> None:
+    """The second half of a save. Runs in the caller or in a thread."""
 
-    partial: Path
-    plan: SavePlan
-    transfers: Sequence[Transfer]
-    together: CheckpointGroup
-    report: ProgressReport
-    step: int
-    keep: int | None
-    lock: RootLock
+    def commit() -> None:
+        manifest = plan.manifest(step, tallies)
+        folders.write_durably(partial / folders.MANIFEST, manifest.to_bytes())
+        final = folders.commit(partial)
+        if keep is not None:
+            folders.prune(final.parent, keep, final)
 
-    def __call__(self) -> None:
-        try:
-            with self.report:
-                packed = self.together.exchange(
-                    f"checksums written to {self.partial.name}",
-                    lambda: pack_tallies(write_ranges(self.partial, self.transfers, self.report)),
-                    self.plan.nbytes_moved,
-                )
-            self.together.from_first("commit", lambda: self._commit(packed))
-        except BaseException:
-            if self.together.is_first:
-                folders.discard(self.partial)
-            raise
-        finally:
-            self.lock.release()
-
-    def _commit(self, packed: Sequence[bytes]) -> bytes:
-        manifest = self.plan.manifest(self.step, packed)
-        folders.write_durably(self.partial / folders.MANIFEST, manifest.to_bytes())
-        final = folders.commit(self.partial)
-        if self.keep is not None:
-            folders.prune(final.parent, self.keep, final)
-        return b""
+    try:
+        tallies = together.exchange(
+            f"checksums written to {partial.name}",
+            lambda: write_ranges(partial, transfers, report),
+            plan.nbytes_moved,
+        )
+        together.from_first("commit", commit)
+    except BaseException:
+        if together.is_first:
+            folders.discard(partial)
+        raise
+    finally:
+        lock.release()

@@ -7,10 +7,10 @@ files are ever opened, and nothing in them is executed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import index_name
@@ -81,7 +81,7 @@ class Source:
         aliases = {alias: name for alias, name in renames.values() if alias and name}
         return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
 
-    def to_bytes(self) -> bytes:
+    def to_json(self) -> list[Any]:
         tensors = {
             kind: [
                 [name, p.file, dtype_name(p.entry.dtype, name), p.entry.shape, p.entry.begin, p.crc]
@@ -90,11 +90,11 @@ class Source:
             for kind, places in self.tensors.items()
         }
         manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
-        return json.dumps([str(self.folder), tensors, self.aliases, manifest]).encode()
+        return [str(self.folder), tensors, self.aliases, manifest]
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> Source:
-        folder, tensors, aliases, manifest = json.loads(text)
+    def from_json(cls, values: list[Any]) -> Source:
+        folder, tensors, aliases, manifest = values
         found = {
             kind: {
                 name: Location(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)
@@ -130,10 +130,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
             raise CheckpointError(
                 f"{path}: the tensors in the files of the {kind} differ from those in {MANIFEST}"
             )
-        by_kind[kind] = {
-            name: Location(p.file, p.entry, manifest.tensors[kind][name])
-            for name, p in tensors.items()
-        }
+        by_kind[kind] = tensors
     return Source(path, by_kind, manifest.aliases, manifest)
 
 
@@ -197,18 +194,15 @@ def _tensors_of(
     tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        path = folder / name
-        if manifest is not None:
-            check_size(path, manifest.files[name])
-        head, found = read_head(path, is_ours=manifest is not None)
-        if manifest is not None:
-            check_head(path, head, found, manifest)
+        head, found = read_head(folder / name, manifest)
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
-                    f"{path}: contains {tensor!r}, which {tensors[tensor].file} contains too"
+                    f"{folder / name}: contains {tensor!r}, which {tensors[tensor].file} contains "
+                    "too"
                 )
-            tensors[tensor] = Location(name, entry, None)
+            crc = None if manifest is None else manifest.crc_of(tensor)
+            tensors[tensor] = Location(name, entry, crc)
         metadata |= metadata_of(head)
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.
@@ -216,37 +210,37 @@ def _tensors_of(
     return tensors, aliases
 
 
-def check_head(path: Path, head: bytes, found: dict[str, TensorEntry], manifest: Manifest) -> None:
-    """Raise CheckpointError if the head differs from what was written.
-
-    The head has no checksum of its own: the CRCs of head and tensors must combine to the file's.
-    """
-    crcs = {name: crc for kind in manifest.tensors.values() for name, crc in kind.items()}
-    strangers = [name for name in found if name not in crcs]
-    parts = [crc32(head), *(crcs.get(name, 0) for name in found)]
-    sizes = [len(head), *(entry.nbytes for entry in found.values())]
-    if strangers or combine(parts, sizes) != manifest.files[path.name].crc32:
-        raise CheckpointError(f"{path}: damaged: its header differs from what was written")
-
-
-def read_head(path: Path, is_ours: bool) -> tuple[bytes, dict[str, TensorEntry]]:
+def read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, TensorEntry]]:
     """The bytes before the first tensor of a safetensors file, and its tensors.
 
     Args:
-        is_ours: whether we wrote the file; then an unknown dtype counts as damage.
+        manifest: of the checkpoint that it is part of, to compare it with; None: another source.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a later format.
+        CheckpointError: it is missing, damaged, of a later format, or not as it was written.
     """
     try:
-        check_regular(path, follow=not is_ours)
+        if manifest is not None:
+            check_size(path, manifest.files[path.name])
+        check_regular(path, follow=manifest is None)
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             head = start + file.read(head_nbytes(start, nbytes) - len(start))
-        return head, parse_head(head, nbytes)
+        found = parse_head(head, nbytes)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
-        is_damaged = is_ours or not isinstance(error, UnknownDtype)
+        is_damaged = manifest is not None or not isinstance(error, UnknownDtype)
         raise CheckpointError(f"{path}: {'damaged: ' if is_damaged else ''}{error}") from error
+    if manifest is not None:
+        # The head has no checksum of its own: the CRCs of head and tensors must combine to the
+        # file's.
+        crcs = [crc for name in found if (crc := manifest.crc_of(name)) is not None]
+        sizes = [len(head), *(entry.nbytes for entry in found.values())]
+        is_same = len(crcs) == len(found) and (
+            combine([crc32(head), *crcs], sizes) == manifest.files[path.name].crc32
+        )
+        if not is_same:
+            raise CheckpointError(f"{path}: damaged: its header differs from what was written")
+    return head, found

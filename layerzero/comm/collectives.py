@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from layerzero.comm.gloo import messages
 from layerzero.comm.pending import Operation, Pending, messages_carry_names
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.ops import ordered_sum_
 
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.

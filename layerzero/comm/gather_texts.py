@@ -8,7 +8,7 @@ import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 
 MAX_NBYTES = 1000
 """Limit on the UTF-8 bytes of one text; longer texts are truncated."""
@@ -29,9 +29,7 @@ def gather_texts(
         what: the subject, which the error names if a rank does not take part.
     """
     flags = _gather(torch.tensor([rank, text is not None], device=device), groups, what)
-    speakers = sorted(
-        number for number, issues_warnings in flags.view(-1, 2).tolist() if issues_warnings
-    )
+    speakers = sorted(number for number, has_text in flags.view(-1, 2).tolist() if has_text)
     if not speakers:
         return {}
     data = (text or "").encode()[:MAX_NBYTES]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import remember_run
 
 

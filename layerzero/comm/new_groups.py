@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import DEFAULT_TIMEOUT, ShardGroup
+from layerzero.flat.groups import DEFAULT_TIMEOUT
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 
 

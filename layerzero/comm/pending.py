@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.streams import Event
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 from layerzero.watch.slow_waits import WatchesWaits, other_waits

@@ -32,77 +32,32 @@ Note [One rank is whole]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from layerzero.flat.flatten import (
+    OriginalParameter,
+    Slot,
+    fill_shard,
+    lay_out,
+    make_sharded,
+)
 from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
-from layerzero.flat.layout import (
-    FlatLayout,
-    alignment_of,
-    part_shape,
-    row_numels,
-    split_by_rows,
-)
-from layerzero.flat.parameter_info import (
-    ParameterInfo,
-    copy_attributes,
-    describe_place,
-    get_info,
-    rename,
-    set_info,
-    set_sharded_param,
-    sharded_param_of,
-)
+from layerzero.flat.layout import FlatLayout
+from layerzero.flat.parameter_info import copy_attributes, rename, set_sharded_param
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
-from layerzero.ops import Segments, pack_
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-class Slot(NamedTuple):
-    """A module's attribute that holds a parameter, `module.name`; tied parameters have several."""
-
-    module: nn.Module
-    name: str
-
-
-@dataclass
-class OriginalParameter:
-    """A parameter as the user wrote it, and every slot of the module tree that holds it."""
-
-    fqn: str
-    parameter: nn.Parameter
-    slots: list[Slot]
-    value: torch.Tensor = field(init=False)
-    """This rank's value before flattening, detached; of a DTensor, the local tensor."""
-
-
-def kinds_of_rows(
-    originals: Sequence[OriginalParameter],
-    placement: Placement,
-    device: torch.device,
-    compute_dtype: torch.dtype,
-    row_multiple: int | None,
-) -> list[Sequence[OriginalParameter]]:
-    """Parameters of one dtype, by the flat parameter that they belong in: `split_by_rows`."""
-    # Of whole DTensors, so that it is the same on all tensor-parallel ranks.
-    shapes = [original.parameter.shape for original in originals]
-    itemsize = min(originals[0].parameter.dtype.itemsize, compute_dtype.itemsize)
-    parts = split_by_rows(
-        [shape.numel() for shape in shapes],
-        placement.num_main_shards,
-        alignment_of(device.type, itemsize),
-        placement.owned_slices,
-        row_numels(shapes, row_multiple),
-    )
-    return [[originals[index] for index in part] for part in parts]
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
 def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -180,13 +135,8 @@ class FlatParam:
         self.shapes = tuple(value.shape for value in values)
         self.placement = placement
         self.row_multiple = row_multiple
-        self.layout = FlatLayout.build(
-            [value.numel() for value in values],
-            placement.num_main_shards,
-            alignment=alignment_of(device.type, min(dtype.itemsize, compute_dtype.itemsize)),
-            slices=placement.owned_slices,
-            rows=row_numels(self.shapes, row_multiple),
-        )
+        itemsize = min(dtype.itemsize, compute_dtype.itemsize)
+        self.layout = lay_out(self.shapes, placement, device, itemsize, row_multiple)
         self._is_gathered = False
         """Whether what was gathered last is still to be used, unless `versions` have changed."""
         self.was_assigned = False
@@ -200,9 +150,16 @@ class FlatParam:
         else:
             self.main_shard = params_on.lasting(self.layout.shard_numel, dtype)
         self._shard_ranges = self.layout.shard_ranges(placement.main_shard_index)
-        self._flatten(values)
+        fill_shard(self.main_shard, values, self._shard_ranges)
         self.sharded_params = [
-            self._make_sharded(original, index) for index, original in enumerate(originals)
+            make_sharded(
+                original,
+                self._part_of(self.main_shard, index),
+                self._shard_ranges[index],
+                self.splits[index],
+                describes_place=row_multiple is not None,
+            )
+            for index, original in enumerate(originals)
         ]
         self.counted = [self.main_shard, *self.sharded_params]
         self.noted_versions = self._gathered_versions = self.versions
@@ -229,44 +186,6 @@ class FlatParam:
             grads_on,
         )
 
-    def _flatten(self, values: Sequence[torch.Tensor]) -> None:
-        """Fill the main shard from `values`; gaps and padding become zero."""
-        device = self.main_shard.device
-        sources = [
-            value.reshape(-1)[owned.start : owned.stop].to(device)
-            for value, owned in zip(values, self._shard_ranges, strict=True)
-        ]
-        # `pack_` needs rising destinations; empty ranges have offset 0 and would break the order.
-        rows = (
-            (owned.param, 0, owned.offset, owned.numel)
-            for owned in self._shard_ranges
-            if owned.numel
-        )
-        pack_(self.main_shard, sources, Segments.build(rows, self.layout.shard_numel))
-
-    def _make_sharded(self, original: OriginalParameter, index: int) -> nn.Parameter:
-        _, start, stop, _ = self._shard_ranges[index]
-        part = self._part_of(self.main_shard, index)
-        shape, split = original.parameter.shape, self.splits[index]
-        # After `rewrap`, reuse the former Parameter object if its range did not change.
-        kept = sharded_param_of(original.parameter)
-        info = None if kept is None else get_info(kept)
-        is_same = info is not None and (info.shape, info.range) == (shape, (start, stop))
-        lies_alike = kept is not None and (kept.dtype, kept.device) == (part.dtype, part.device)
-        is_same = is_same and kept is not None and kept.shape == part.shape
-        if kept is not None and is_same and lies_alike:
-            sharded = kept  # An optimizer may hold it, with state of this range.
-            sharded.data = part
-        else:
-            # Through `.data`, so that it counts its own versions: see `note_gathered`.
-            sharded = nn.Parameter(part.data, requires_grad=original.parameter.requires_grad)
-        copy_attributes(original.parameter, sharded)
-        set_info(sharded, ParameterInfo(original.fqn, shape, (start, stop), split))
-        if self.row_multiple is not None:
-            describe_place(sharded)
-        set_sharded_param(original.parameter, sharded)
-        return sharded
-
     def _part_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """View of this rank's part of parameter `index` in a tensor laid out like its main shard,
         with the shape of the sharded parameter."""
@@ -274,7 +193,8 @@ class FlatParam:
         part, shape = shard[offset : offset + stop - start], self.shapes[index]
         if self.row_multiple is None or len(shape) < 2:
             return part
-        return part.view(part_shape(shape, stop - start))
+        row = shape[1:].numel()
+        return part.view(part.numel() // row if row else 0, *shape[1:])
 
     def _make_full(
         self,
@@ -472,14 +392,12 @@ class FlatParam:
 
     def _check_assigned(self, parameter: nn.Parameter, unit: str) -> None:
         index = next(i for i, own in enumerate(self.sharded_params) if own is parameter)
-        shape, (dtype, device) = (*self._part_of(self.main_shard, index).shape,), self._kind
-        new = parameter.detach()
-        if (*new.shape,) != shape or new.dtype != dtype or new.device != device:
+        expected, new = self._part_of(self.main_shard, index), parameter.detach()
+        if _kind_of(new) != _kind_of(expected):
             raise ValueError(
                 f"{unit} (rank {self.placement.rank}): the data of parameter "
                 f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's shard, "
-                f"shape {shape}, {dtype} on {device}, got shape "
-                f"{tuple(new.shape)}, {new.dtype} on {new.device}; cast or move the module before "
+                f"{_kind_of(expected)}, got {_kind_of(new)}; cast or move the module before "
                 "wrapping it, and change full values inside summon_full_params()"
             )
 
@@ -529,10 +447,6 @@ class FlatParam:
             for parameter in self.sharded_params
             if parameter.numel()
         ]
-
-    @property
-    def _kind(self) -> tuple[torch.dtype, torch.device]:
-        return self.main_shard.dtype, self.main_shard.device
 
     def trainable(self) -> list[int]:
         """Indices of the parameters that require grad now."""

@@ -21,20 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from layerzero.flat import pair_input
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
-from layerzero.flat.pair_input import PairInput
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
+
+if TYPE_CHECKING:
+    from layerzero.flat.pair_input import PairInput
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
 """A sharded parameter, and what this pass adds to its `.grad`."""
@@ -95,7 +96,7 @@ class GradientBuffer:
         self._shapes = shapes
         self._placement = placement
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self._splits = splits
@@ -198,10 +199,12 @@ class GradientBuffer:
         # In low precision the sum needs memory of its own, in a wider dtype.
         if not (self._may_pair and self.sum_is_buffer and numel % 2 == 0):
             return
+        from layerzero.flat import pair_input
+
         if numel * self._dtype.itemsize >= pair_input.LEAST_NBYTES:
-            rank = self._placement.shard_group.rank
+            args = self.layout, self._placement.shard_group.rank, self._dtype, self.device
             with torch.inference_mode(False):
-                self.pair = PairInput(self.layout, rank, self._dtype, self._device, self._source)
+                self.pair = pair_input.PairInput(*args, self._source)
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -229,10 +232,6 @@ class GradientBuffer:
         sizes.append(self.layout.chunk_numel - end)
         indices.append(-1)
         return sizes, indices
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -329,7 +328,9 @@ class GradientBuffer:
                 self._pending.append(gradients)
                 return
             self._copy_sum()
-        self._add(gradients)
+        targets, sources = self._pairs(gradients)
+        if targets:
+            torch._foreach_add_(targets, sources)
         if not keep_accumulating and not self.sum_is_buffer:
             self.allocate_buffer()
             self.fill_buffer()
@@ -462,11 +463,6 @@ class GradientBuffer:
         info = get_info(self._sharded_params[index])
         assert info is not None, "sharded parameters have ParameterInfo"
         return info.fqn
-
-    def _add(self, gradients: Sequence[torch.Tensor]) -> None:
-        targets, sources = self._pairs(gradients)
-        if targets:
-            torch._foreach_add_(targets, sources)
 
     def _pairs(
         self, gradients: Sequence[torch.Tensor]

@@ -1,18 +1,17 @@
-"""The process groups over which parameters are sharded, and their timeouts."""
+"""Makes a `ShardGroup` of each process group, and sets timeouts of backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import constants
 from torch.distributed.device_mesh import DeviceMesh
+
+from layerzero.flat.placement import ShardGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 """Timeout of a collective by default; torch's own (10, 30 minutes) are too long."""
@@ -34,40 +33,6 @@ def require_timeout(timeout: timedelta) -> None:
         raise ValueError(
             f"timeout: expected a positive timedelta of at most 100 years, got {timeout!r}"
         )
-
-
-@dataclass(frozen=True)
-class ShardGroup:
-    """A process group as one rank sees it: its members, this rank's number, backend, timeout."""
-
-    process_group: dist.ProcessGroup
-    rank: int
-    """This rank's number in the group."""
-    ranks: tuple[int, ...]
-    """Global rank of each member."""
-    backend: str
-    """Name of the backend that serves the parameters' device."""
-    timeout: timedelta
-    """Bound on any collective, outside phases (`limit`)."""
-
-    def __post_init__(self) -> None:
-        self.set_limit(None)
-
-    def set_limit(self, limit: timedelta | None) -> None:
-        """Set `limit` for the waits that follow; None: back to `timeout`."""
-        # Not a field: groups that differ in it alone are equal, and keep their hash.
-        self.__dict__["limit"] = self.timeout if limit is None else limit
-
-    limit: ClassVar[timedelta]
-    """Bound on the waits that begin now; one that takes longer raises CollectiveError."""
-
-    @cached_property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
 
 def own_rank() -> int:
@@ -127,16 +92,9 @@ def resolve_process_groups(
 def mesh_groups(
     mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
 ) -> tuple[ShardGroup, ...]:
-    """This rank's group along each axis of a mesh; () if `mesh` is None.
-
-    Raises:
-        ValueError: a group has no backend for the device, or the timeout is not positive.
-    """
-    if mesh is None:
-        return ()
-    return tuple(
-        make_shard_group(mesh.get_group(axis), device, timeout) for axis in range(mesh.ndim)
-    )
+    """This rank's group along each axis of a mesh; () if it is None. Raises as `describe_group`."""
+    groups = () if mesh is None else mesh.get_all_groups()
+    return tuple(make_shard_group(group, device, timeout) for group in groups)
 
 
 def make_shard_groups(
@@ -144,11 +102,8 @@ def make_shard_groups(
     device: torch.device,
     timeout: timedelta | None,
 ) -> list[ShardGroup]:
-    """The group that an argument names; of a 2-D mesh, [inner, outer].
-
-    Raises:
-        RuntimeError, ValueError, TypeError: as `resolve_process_groups` and `make_shard_group`.
-    """
+    """The group that an argument names; of a 2-D mesh, [inner, outer]. Raises as
+    `resolve_process_groups` and `make_shard_group`."""
     groups = resolve_process_groups(process_group)
     return [make_shard_group(group, device, timeout) for group in groups]
 
@@ -156,11 +111,7 @@ def make_shard_groups(
 def make_shard_group(
     process_group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None
 ) -> ShardGroup:
-    """Make a `ShardGroup` for a model's collectives, and raise the backend's timeout if needed.
-
-    Raises:
-        ValueError: as `describe_group`.
-    """
+    """`describe_group` for a model's collectives; raises the backend's timeout if needed."""
     group = describe_group(process_group, device, timeout)
     raise_backend_timeout(group, device, group.timeout)
     return group
@@ -211,27 +162,18 @@ def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> ti
     as given. The default group is consulted because groups made by a mesh or `new_group` do not
     inherit its timeout.
     """
-    world = dist.group.WORLD
-    for group in (process_group, world if world is not None else process_group):
-        timeout = _timeout_of(group, device)
-        if timeout is not None and timeout not in _torch_defaults():
+    # With a backend for each device type ("cpu:gloo,cuda:nccl") NCCL gets the general default too.
+    of_torch = (None, constants.default_pg_timeout, constants.default_pg_nccl_timeout)
+    for group in (process_group, dist.group.WORLD or process_group):
+        given = _given.get(group, {}).get(device.type)
+        timeout = _backend_timeout(group, device) if given is None else given
+        if timeout not in of_torch:
             return timeout
     return None
 
 
-def _torch_defaults() -> tuple[timedelta | None, ...]:
-    # With a backend for each device type ("cpu:gloo,cuda:nccl") NCCL gets the general default too.
-    return constants.default_pg_timeout, constants.default_pg_nccl_timeout
-
-
-def _timeout_of(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Timeout that the group's backend was made with; None if it has none, or does not serve the
-    device."""
-    given = _given.get(process_group, {}).get(device.type)
-    return given if given is not None else _backend_timeout(process_group, device)
-
-
 def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """None if the backend has none, or no backend serves the device."""
     try:
         options = getattr(process_group._get_backend(device), "options", None)
     except RuntimeError:

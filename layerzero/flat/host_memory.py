@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ class HostMemory:
     def __init__(self, pin_memory: bool, device: torch.device) -> None:
         """`device`: the one that copies from and to the memory."""
         self._pin_memory = pin_memory
-        self._runtime: Runtime | None = runtime_of(device) if pin_memory else None
+        self._runtime: DeviceRuntime | None = runtime_of(device) if pin_memory else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] for buffers that come and go.
@@ -59,18 +59,8 @@ def has_separate_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Runtime(Protocol):
-    """Page-locks memory for a device."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory. Raises RuntimeError if the runtime refuses."""
-
-    def unregister(self, address: int) -> None:
-        """Wait for copies that are under way, then undo `register`."""
-
-
 class DeviceRuntime:
-    """The runtime of a device, through torch's own binding of it."""
+    """Page-locks memory for a device, through torch's own binding of its runtime."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,6 +68,7 @@ class DeviceRuntime:
         self._calls: Any = self._module.cudart()
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock memory. Raises RuntimeError if the runtime refuses."""
         # In the context of the model's device: the current one may be another.
         with self._module.device(self._device):
             code = int(self._calls.cudaHostRegister(address, nbytes, _PORTABLE))
@@ -89,12 +80,13 @@ class DeviceRuntime:
             )
 
     def unregister(self, address: int) -> None:
+        """Wait for copies that are under way, then undo `register`."""
         with self._module.device(self._device):
             self._module.synchronize(self._device)
             self._calls.cudaHostUnregister(address)
 
 
-def runtime_of(device: torch.device) -> Runtime | None:
+def runtime_of(device: torch.device) -> DeviceRuntime | None:
     """None where torch binds no calls that register memory: it does for CUDA and HIP alone."""
     has_binding = hasattr(torch.get_device_module(device), "cudart")
     return DeviceRuntime(device) if has_binding else None
@@ -103,9 +95,9 @@ def runtime_of(device: torch.device) -> Runtime | None:
 class _Mapping(mmap.mmap):
     """Anonymous memory that unregisters itself before it is unmapped."""
 
-    _runtime: Runtime | None = None
+    _runtime: DeviceRuntime | None = None
 
-    def register(self, runtime: Runtime, address: int, nbytes: int) -> None:
+    def register(self, runtime: DeviceRuntime, address: int, nbytes: int) -> None:
         runtime.register(address, nbytes)
         self._runtime, self._address, self._pid = runtime, address, os.getpid()
 
@@ -115,7 +107,7 @@ class _Mapping(mmap.mmap):
             self._runtime.unregister(self._address)
 
 
-def registered(numel: int, dtype: torch.dtype, runtime: Runtime) -> torch.Tensor:
+def registered(numel: int, dtype: torch.dtype, runtime: DeviceRuntime) -> torch.Tensor:
     """[numel] zeros on the CPU, page-locked until the last tensor that shares the memory is gone.
 
     Raises:

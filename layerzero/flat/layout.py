@@ -8,28 +8,13 @@
         - gap before an aligned start    . padding that completes the last shard
 
 Offsets and ranges count elements. A parameter's range on a rank is (start, stop) in the
-flattened original; (0, 0) if the rank owns nothing of it.
-
-Note [Borders on rows]
-    With `layout="rows"` each border inside a parameter lies on one of its rows (slices of dimension
-    0). Parameters keep their order; a gap before one moves the first border inside it to a row, and
-    if there are more, the shard is a multiple of its row. A start stays a multiple of the
-    alignment, so a gap is shorter than lcm(row, alignment).
-
-        numels (5, 32, 3), rows (1, 4, 1), i.e. b is [8, 4]; alignment 2, two ranks: shard_numel 22
-
-            rank 0 | a a a a a - b0 b0 b0 b0 ... b3 b3 b3 b3 |    a starts at 0, b at 6, c at 38
-            rank 1 | b4 b4 b4 b4 ... b7 b7 b7 b7 c c c . . . |    the border is row 4 of b
-
-    The shard is the shortest found of a few dozen candidates, not of all. Rows of very different
-    lengths are apart in flat buffers of their own where that pads less (`split_by_rows`).
+flattened original; (0, 0) if the rank owns nothing of it. With `layout="rows"`: rows.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import lcm, prod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 CPU_ALIGNMENT_NBYTES = 64
@@ -37,11 +22,6 @@ CPU_ALIGNMENT_NBYTES = 64
 DEVICE_ALIGNMENT_NBYTES = 256
 """The largest alignment that vendors' matrix libraries distinguish (cublasLt: up to 256 bytes);
 torch's allocators for devices give more."""
-_TRIES = 32
-"""Shard lengths tried for each divisor of them; see `_search`."""
-_LEAST_SPARED = 1 << 20
-"""Elements of padding, over all ranks, that one more flat buffer must spare to be worth its
-collectives."""
 
 
 def alignment_of(device_type: str, itemsize: int) -> int:
@@ -57,22 +37,6 @@ def alignment_of(device_type: str, itemsize: int) -> int:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def row_numels(shapes: Iterable[Sequence[int]], multiple: int | None) -> list[int] | None:
-    """`rows` for `FlatLayout.build`: elements of `multiple` rows of each shape; None if that is.
-
-    Parameters of fewer than two dimensions are cut anywhere.
-    """
-    if multiple is None:
-        return None
-    return [max(prod(shape[1:]) * multiple, 1) if len(shape) > 1 else 1 for shape in shapes]
-
-
-def part_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """The shape of `numel` elements, in whole rows, of a parameter of this shape."""
-    row = prod(shape[1:])
-    return (numel // row if row else 0, *shape[1:])
 
 
 class ShardRange(NamedTuple):
@@ -107,15 +71,12 @@ class FlatLayout:
         group_size: int,
         alignment: int = 1,
         slices: int = 1,
-        rows: Sequence[int] | None = None,
     ) -> FlatLayout:
         """Lay out parameters of `numels` elements for `group_size` owners.
 
         Args:
             alignment: in elements; every start and every slice of a shard is a multiple of it.
             slices: number of equal slices into which each shard can be cut.
-            rows: elements of which each part of a parameter has a multiple, apart from the last
-                part; see Note [Borders on rows]. None: 1 for all.
         """
         if group_size < 1 or alignment < 1 or any(numel < 0 for numel in numels):
             raise ValueError(
@@ -129,8 +90,7 @@ class FlatLayout:
             starts.append(start)
             end = start + numel
         shard_numel = round_up(-(-end // group_size), alignment * slices)
-        layout = cls(tuple(numels), tuple(starts), alignment, group_size, shard_numel, slices)
-        return layout if rows is None or group_size == 1 else _search(layout, end, rows)
+        return cls(tuple(numels), tuple(starts), alignment, group_size, shard_numel, slices)
 
     @property
     def padded_numel(self) -> int:
@@ -150,95 +110,6 @@ class FlatLayout:
             offset = numel_start + start - rank * self.shard_numel if stop > start else 0
             ranges.append(ShardRange(index, start, stop, offset))
         return tuple(ranges)
-
-
-def _search(layout: FlatLayout, end: int, rows: Sequence[int]) -> FlatLayout:
-    """`layout`, which ends at `end`, with borders on rows, and the shortest shard that was found.
-
-    A parameter with more than one border inside needs a shard that is a multiple of its row. Which
-    parameters these are depends on the shard; so those that are longest are assumed to be, ever
-    more of them.
-    """
-    unit = layout.alignment * layout.slices
-    best = replace(layout, shard_numel=round_up(end, unit))  # One rank has all: always right.
-    steps = [unit]
-    for numel, row in sorted(zip(layout.numels, rows, strict=True), reverse=True):
-        step = lcm(steps[-1], row)
-        if numel > layout.shard_numel and step != steps[-1]:
-            steps.append(step)
-    for step in steps:
-        shard_numel = round_up(layout.shard_numel, step)
-        for _ in range(_TRIES):
-            if shard_numel >= best.shard_numel:
-                break
-            starts = _place(layout, rows, shard_numel)
-            end = shard_numel if starts is None else starts[-1] + layout.numels[-1]
-            if starts is not None and end <= layout.group_size * shard_numel:
-                best = replace(layout, starts=tuple(starts), shard_numel=shard_numel)
-                break
-            shard_numel = round_up(max(shard_numel + 1, -(-end // layout.group_size)), step)
-    return best
-
-
-def _place(layout: FlatLayout, rows: Sequence[int], shard_numel: int) -> list[int] | None:
-    """The earliest start of each parameter, in order; None if a border inside one of them cannot
-    lie on a row, however long the buffer is."""
-    starts, end = [], 0
-    for numel, row in zip(layout.numels, rows, strict=True):
-        start = round_up(end, layout.alignment)
-        border = round_up(start + 1, shard_numel)  # The first that may lie inside.
-        if start + numel > border and (border - start) % row:
-            step = lcm(row, layout.alignment)
-            start = border - (border - start) // step * step
-            if start == border:
-                border += shard_numel
-        cuts = max(start + numel - border - 1, -1) // shard_numel + 1
-        if (cuts and (border - start) % row) or (cuts > 1 and shard_numel % row):
-            return None
-        starts.append(start)
-        end = start + numel
-    return starts
-
-
-def split_by_rows(
-    numels: Sequence[int],
-    group_size: int,
-    alignment: int = 1,
-    slices: int = 1,
-    rows: Sequence[int] | None = None,
-) -> list[list[int]]:
-    """Distribute parameters over flat buffers so that little is padded, for `FlatLayout.build`.
-
-    Rows of millions of elements (fused experts) make a shared shard a multiple of them, or of the
-    least common multiple of several lengths. So the longest rows may get a buffer per length.
-
-    Returns:
-        Indices of the parameters of each buffer, rising; one list of all where that pads under 1 %.
-    """
-    every = [*range(len(numels))]
-    if rows is None or group_size == 1:
-        return [every]
-
-    def padded(parts: list[list[int]]) -> int:
-        return sum(
-            FlatLayout.build(
-                [numels[i] for i in part], group_size, alignment, slices, [rows[i] for i in part]
-            ).padded_numel
-            for part in parts
-        )
-
-    best, least = [every], padded([every])
-    lengths = sorted({row for row in rows if row > 1}, reverse=True)
-    for count in range(1, len(lengths) + 1):
-        if least - sum(numels) < max(_LEAST_SPARED, sum(numels) // 100):
-            break
-        apart = [[i for i in every if rows[i] == length] for length in lengths[:count]]
-        rest = [i for i in every if rows[i] not in lengths[:count]]
-        parts = [part for part in (*apart, rest) if part]
-        numel = padded(parts)
-        if least - numel >= _LEAST_SPARED * (len(parts) - len(best)):
-            best, least = parts, numel
-    return sorted(best)
 
 
 @dataclass(frozen=True)

@@ -62,26 +62,14 @@ def accumulator_of(parameter: nn.Parameter) -> Any:
     return accumulator
 
 
-class _Running:
-    """Counts the backward passes of this file that are running.
-
-    On the class, not thread-local: autograd may run hooks in threads of its own.
-    """
-
-    count = 0
-
-    @classmethod
-    def begin(cls) -> None:
-        cls.count += 1
-
-    @classmethod
-    def end(cls) -> None:
-        cls.count -= 1
+_running: list[object] = []
+"""The backward passes of this file that are running. Not thread-local: autograd may run hooks in
+threads of its own."""
 
 
 def is_accumulating() -> bool:
     """Whether a backward pass of `accumulate_with_hooks` is running."""
-    return _Running.count > 0
+    return bool(_running)
 
 
 def accumulate_with_hooks(gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
@@ -92,9 +80,9 @@ def accumulate_with_hooks(gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
     hooks may be collective. A parameter may come several times: its hooks see the sum.
     """
     parameters, values = zip(*gradients, strict=True)
-    _Running.begin()
+    _running.append(parameters)
     try:
         with torch.no_grad():
             torch.autograd.backward(parameters, values)
     finally:
-        _Running.end()
+        _running.pop()

@@ -24,14 +24,48 @@ Note [Ownership is strided]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-
-from layerzero.flat.groups import ShardGroup
+import torch.distributed as dist
 
 Outer = Literal["zero1", "replicate", "shard"]
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """A process group as one rank sees it: its members, this rank's number, backend, timeout."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    """This rank's number in the group."""
+    ranks: tuple[int, ...]
+    """Global rank of each member."""
+    backend: str
+    """Name of the backend that serves the parameters' device."""
+    timeout: timedelta
+    """Bound on any collective, outside phases (`limit`)."""
+
+    def __post_init__(self) -> None:
+        self.set_limit(None)
+
+    def set_limit(self, limit: timedelta | None) -> None:
+        """Set `limit` for the waits that follow; None: back to `timeout`."""
+        # Not a field: groups that differ in it alone are equal, and keep their hash.
+        self.__dict__["limit"] = self.timeout if limit is None else limit
+
+    limit: ClassVar[timedelta]
+    """Bound on the waits that begin now; one that takes longer raises CollectiveError."""
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
+from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import original_ndim
-from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
@@ -153,7 +153,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether its `step` is that of one of torch's element-wise optimizers, or of ours."""
     owner = next(each for each in cls.__mro__ if "step" in vars(each))
-    return owner in _ELEMENT_WISE or issubclass(owner, (FlatOptimizer, WholeTensorOptimizer))
+    return owner in _ELEMENT_WISE or issubclass(owner, (AdamW, WholeTensorOptimizer))
 
 
 def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedParams) -> None:

@@ -6,8 +6,9 @@ and the names below; everything else is internal, which `tests/unit/test_imports
     parameters  `get_info`: the original of a sharded parameter, and this rank's range of it;
                 `copy_attributes`; `clean_name`: names without what wrappers add; `refuse_pieces`:
                 shards that would be saved as if whole
-    units       `get_unit`, `root_of`, `ordered_units`, `RootState`; `WrapPolicy`, `make_chooser`,
-                `has_forward`: which modules become units; `summoned`: full parameters of a module
+    units       `get_unit`, `root_of`, `ordered_units`, `RootState`; `WrapPolicy`, `to_policy`,
+                `make_chooser`, `has_forward`: which modules become units; `summoned`: full
+                parameters of a module
     ranks       `new_group`, `check_device_type`; `broadcast_buffers`, `equalize`: the first rank's
                 values; `Totals`: sums over all ranks of a model
     optimizers  `attach`: functions called for each optimizer of sharded parameters
@@ -24,6 +25,7 @@ from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
 from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
+from layerzero.migrate import to_policy
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
@@ -70,5 +72,6 @@ __all__ = [
     "refuse_pieces",
     "root_of",
     "summoned",
+    "to_policy",
     "warn_once",
 ]

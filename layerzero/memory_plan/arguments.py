@@ -15,13 +15,13 @@ from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.plan import WrapPlan, plan_wrapping
 from layerzero.build.topology import Topology, check_sizes, place
 from layerzero.build.wrap import make_chooser
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import copy_attributes
+from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.memory_plan.experts import placements_of, with_ranks
 from layerzero.memory_plan.transport import planned_axes, planned_group
 from layerzero.step.unit import get_unit
-from layerzero.zero3 import find_features
+from layerzero.zero3 import find_features, in_our_terms
 
 _CPU = torch.device("cpu")
 _MODULES = ("ignored_modules", "ignored_parameters", "optional_modules")
@@ -70,8 +70,9 @@ def check_request(
     # They are read several times.
     given = {**given, **{k: tuple(given[k]) for k in _MODULES if isinstance(given[k], Iterator)}}
     given = {**given, "process_group": None, "device": _CPU}
+    given = dict(in_our_terms(given, unknown))
     request = PlanRequest(given["module"], given, world_size, device)
-    _checked(given, unknown, world_size)
+    _checked(given, world_size)
     _refuse_unplanned(request)
     policy = given["auto_wrap_policy"]
     if policy is not None:
@@ -116,7 +117,7 @@ def prepare(request: PlanRequest) -> Prepared:
         # Values are not read: nothing has to be initialised or made equal.
         **{"module": copied, "param_init_fn": None, "sync_module_states": False},
     }
-    arguments = _checked(given, {}, request.world_size)
+    arguments = _checked(given, request.world_size)
     everyone = tuple(range(request.world_size))
     plan = plan_wrapping(copied, arguments, find_features, lambda: everyone)
     return Prepared(copied, plan, arguments)
@@ -147,9 +148,9 @@ def topology_of(request: PlanRequest, prepared: Prepared, rank: int) -> Topology
     )
 
 
-def _checked(given: dict[str, Any], unknown: Mapping[str, Any], world_size: int) -> Arguments:
+def _checked(given: dict[str, Any], world_size: int) -> Arguments:
     everyone = planned_group(0, range(world_size), "gloo")
-    arguments = check_arguments(given, unknown, lambda *_: everyone.process_group)
+    arguments = check_arguments(given, lambda *_: everyone.process_group)
     check_sizes([everyone], arguments, is_first=True)
     return arguments
 

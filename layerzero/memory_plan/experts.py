@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.plan import AnyGroup, Ranks, WrapPlan, ranks_of
 from layerzero.build.topology import place
-from layerzero.flat.groups import ShardGroup
-from layerzero.flat.placement import Outer, Placement
+from layerzero.flat.placement import Outer, Placement, ShardGroup
 
 Policy = Callable[[nn.Module, str], Any]
 

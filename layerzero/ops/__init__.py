@@ -169,28 +169,27 @@ def checked_sum_(
 
 
 def flat_step_(
-    kind: int,
     steps: Sequence[step_reference.StepTensors],
     grad_scale: float = 1.0,
     seed: int = 0,
     phase: int = 0,
 ) -> None:
-    """One optimizer step of ranges of flat parameters, in one pass over their memory; on a GPU, in
+    """One step of AdamW for ranges of flat parameters, in one pass over their memory; on a GPU, in
     one launch for up to 32 of them whose dtypes are the same.
 
     Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
     the parameter. Step_reference.py defines the bits. No autograd; does not block the host.
 
     Args:
-        kind: `ADAMW`, `SGD` or `LION` of step_reference.py, as the names of columns and phases.
         steps: tensors of each flat parameter, all on one device, with one `factor`.
         seed: of the random bits that round smaller states.
+        phase: `WITH_ENDS` or `WITHOUT_ENDS` of step_reference.py.
 
     Raises:
         ValueError: the arguments do not fit together; nothing was written.
     """
     joined = step_reference.join_steps(steps)
-    torch.ops.layerzero.flat_step_.default(kind, *joined, grad_scale, seed, phase)
+    torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed, phase)
     for tensors in steps:
         _note_written(tensors.main)
 

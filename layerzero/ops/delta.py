@@ -37,6 +37,12 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
+def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether elements of two tensors of one dtype differ in any bit: [numel] bool."""
+    found = bits_of(one) != bits_of(other)
+    return found.any(1) if found.ndim > 1 else found
+
+
 @functools.cache
 def nan_bits(dtype: torch.dtype) -> int:
     """Bits, as a signed integer, of the NaN that casts to `dtype` make: those of torch's cast."""
@@ -113,8 +119,7 @@ def _find_changed(
     while stop < main.numel() and count < indices.numel():
         end = min(stop + _BLOCK, main.numel())
         new = cast(main[stop:end], snapshot.dtype)
-        differs = bits_of(new) != bits_of(snapshot[stop:end])
-        found = (differs.any(1) if differs.ndim > 1 else differs).nonzero().view(-1)
+        found = differs(new, snapshot[stop:end]).nonzero().view(-1)
         room = indices.numel() - count
         if found.numel() >= room:
             found = found[:room]

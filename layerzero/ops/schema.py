@@ -26,9 +26,9 @@ def _checks(check: Callable[..., None], *places: int) -> Callable[..., None]:
     return fake
 
 
-def _fake_flat_step(kind: int, *given: Any) -> None:
+def _fake_flat_step(*given: Any) -> None:
     for tensors in step_reference.split_steps(given)[0]:
-        step_reference.check_flat_step(kind, tensors)
+        step_reference.check_flat_step(tensors)
 
 
 _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
@@ -40,7 +40,7 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
         reference.ordered_sum_,
         _checks(reference.check_ordered_sum, 0, 1),
     ),
-    "flat_step_(int kind, Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
+    "flat_step_(Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
     "Tensor(c!)[] scales, Tensor[] table, Tensor[] rows, Tensor factor, float grad_scale, "
     "int seed, int phase) -> ()": (
         step_reference.flat_step_,

@@ -1,6 +1,6 @@
 """`flat_step_` and `sum_squares_` in plain torch: their definition, to the bit.
 
-One call is one optimizer step of flat parameters: unscale and clip the gradient, update the
+One call is one step of AdamW for flat parameters: unscale and clip the gradient, update the
 states and the parameter. `table` has a row for each range of elements
 that share a row of `rows` (a parameter group at a step number). For what the columns mean see
 csrc/step_math.h; the names here are the same.
@@ -8,13 +8,13 @@ csrc/step_math.h; the names here are the same.
 Float32 is computed as torch's fused CPU optimizers compute it on a processor with fused
 multiply-add. That has two orders of operations, one for the last `numel % 8` elements of a tensor,
 which float32 states follow range by range. Smaller states ignore where tensors end: all their
-elements go one way (AdamW's with a division less), and their random bits depend on the element's
+elements go one way (with a division less), and their random bits depend on the element's
 place in its whole parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ import torch
 
 from layerzero.ops.reference import DTYPES, compute_dtype
 
-ADAMW, SGD, LION = range(3)
 COLUMNS = 8
 MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK = range(COLUMNS)
 WITH_ENDS, WITHOUT_ENDS = range(2)
@@ -81,22 +80,22 @@ def split_steps(given: Sequence[Any]) -> tuple[list[StepTensors], Sequence[Any]]
     return steps, given[len(StepTensors._fields) :]
 
 
-def flat_step_(kind: int, *arguments: Any) -> None:
+def flat_step_(*arguments: Any) -> None:
     """See `layerzero.ops.flat_step_`; arguments as the schema has them."""
     steps, (grad_scale, seed, phase) = split_steps(arguments)
     for tensors in steps:
-        check_flat_step(kind, tensors)
+        check_flat_step(tensors)
     for tensors in steps:
-        _step(kind, tensors, grad_scale, seed, phase)
+        _step(tensors, grad_scale, seed, phase)
 
 
-def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> None:
+def _step(tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> None:
     main, grad, factor = tensors.main, tensors.grad, tensors.factor
     states, scales = tensors.states, tensors.scales
     dtype = compute_dtype(main.dtype)
     values = tensors.rows.tolist()
     for number, options in enumerate(values):
-        if (wanted := num_states(kind, options, 1)) > len(states):
+        if (wanted := _num_states(options)) > len(states):
             raise ValueError(f"flat_step_: row {number} needs {wanted} states, got {len(states)}")
     for number, row in enumerate(tensors.table.tolist()):
         _check_range(number, row, tensors, len(values))
@@ -110,30 +109,25 @@ def _step(kind: int, tensors: StepTensors, grad_scale: float, seed: int, phase: 
         if factor.numel():
             given = given * factor.to(given.device, dtype)
         options = values[row[ROW]]
-        count = num_states(kind, options, len(states))
         blocks = _Blocks.of(row, main.device)
         now = [
-            _widen(kind, i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
-            for i in range(count)
+            _widen(i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
+            for i in range(_num_states(options))
         ]
         last = None
-        if phase == WITH_ENDS and not (states and states[0].dtype.itemsize < 4):
+        if phase == WITH_ENDS and states[0].dtype.itemsize >= 4:
             last = torch.arange(numel, device=main.device) >= numel // 8 * 8
-        p, now = _UPDATES[kind](options, given, main[part].to(dtype), now, last)
+        p, now = _adamw(options, given, main[part].to(dtype), now, last)
         main[part] = p.to(main.dtype)
-        store_states(kind, now, states, scales, row, int(options[STEP]), seed)
+        store_states(now, states, scales, row, int(options[STEP]), seed)
 
 
-def num_states(kind: int, options: list[float], given: int) -> int:
-    """States that a row uses: in an optimizer where another row has amsgrad or momentum, one
-    without leaves that state alone."""
-    if kind == ADAMW:
-        return 3 if options[FLAG] else 2
-    return given if kind == LION or options[1] else 0
+def _num_states(options: list[float]) -> int:
+    """States that a row uses: one without amsgrad, where another has it, leaves the third alone."""
+    return 3 if options[FLAG] else 2
 
 
 def store_states(
-    kind: int,
     values: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -150,7 +144,7 @@ def store_states(
             blocks = _Blocks.of(row, value.device)
             scale = blocks.largest(value)
             scales[i][blocks.first : blocks.first + blocks.count] = scale
-            target.copy_(quantize(value, scale[blocks.index], is_signed(kind, i), random))
+            target.copy_(quantize(value, scale[blocks.index], is_signed(i), random))
         elif target.dtype == torch.bfloat16 and value.dtype == torch.float32:
             target.copy_(_bfloat_at_random(value, random))
         else:
@@ -180,7 +174,7 @@ def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
     out.fill_(total)
 
 
-def check_flat_step(kind: int, tensors: StepTensors) -> None:
+def check_flat_step(tensors: StepTensors) -> None:
     """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
     main, grad = tensors.main, tensors.grad
     states, scales, table, rows = tensors.states, tensors.scales, tensors.table, tensors.rows
@@ -191,9 +185,8 @@ def check_flat_step(kind: int, tensors: StepTensors) -> None:
         )
     if not (main.is_contiguous() and grad.is_contiguous()):
         raise ValueError("flat_step_: main and grad must be contiguous")
-    least, most = {ADAMW: (2, 3), SGD: (0, 1), LION: (1, 1)}.get(kind, (1, 0))
-    if not least <= len(states) <= most:
-        raise ValueError(f"flat_step_: kind {kind} does not take {len(states)} states")
+    if len(states) not in (2, 3):
+        raise ValueError(f"flat_step_: got {len(states)} states")
     forms = {compute_dtype(main.dtype)}
     if main.dtype != torch.float64:
         forms |= {torch.bfloat16, torch.uint8}
@@ -204,7 +197,7 @@ def check_flat_step(kind: int, tensors: StepTensors) -> None:
             raise ValueError(
                 f"flat_step_: a state has {state.numel()} elements, another {states[0].numel()}"
             )
-    if states and states[0].dtype == torch.uint8 and len(scales) != len(states):
+    if states[0].dtype == torch.uint8 and len(scales) != len(states):
         raise ValueError(f"flat_step_: got {len(scales)} scales for {len(states)} states")
     if table.dtype != torch.int64 or table.numel() % COLUMNS:
         raise ValueError(f"flat_step_: table must be int64 [R, {COLUMNS}]")
@@ -268,14 +261,13 @@ def _rounded(values: list[float], like: torch.Tensor) -> list[float]:
     return torch.tensor(values, dtype=torch.float64).to(like.dtype).tolist()
 
 
-_Update = tuple[torch.Tensor, _Tensors]
 _Last = torch.Tensor | None
 """Which elements are the last `numel % 8` of a tensor; None: states are smaller than float32."""
 
 
 def _adamw(
     options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
-) -> _Update:
+) -> tuple[torch.Tensor, _Tensors]:
     decay, weight, beta2, rest2, step_size, correction, eps, inverse = _rounded(options[:8], p)
     g = grad * options[SIGN]
     m, v = s[0], s[1]
@@ -283,7 +275,8 @@ def _adamw(
     m = fused(g - m, weight_of, m) if abs(weight) < 0.5 else fused(g - m, weight_of - 1, g)
     part = g * rest2
     beta2_of = torch.full_like(v, beta2)
-    v = _where(last, lambda: fused(v, beta2_of, part * g), fused(part, g, v * beta2))
+    body = fused(part, g, v * beta2)
+    v = body if last is None else torch.where(last, fused(v, beta2_of, part * g), body)
     states = [m, v]
     if options[FLAG]:
         states.append(torch.where((s[2] > v) | s[2].isnan(), s[2], v))
@@ -295,47 +288,9 @@ def _adamw(
     return p * decay + (m * step_size) / divisor, states
 
 
-def _where(last: _Last, of_last: Callable[[], torch.Tensor], rest: torch.Tensor) -> torch.Tensor:
-    return rest if last is None else torch.where(last, of_last(), rest)
-
-
 def _root(x: torch.Tensor) -> torch.Tensor:
     """The square root, rounded to nearest; torch's on the CPU may be off by the last bit."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
-
-
-def _sgd(
-    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
-) -> _Update:
-    decay, momentum, damped, minus_lr, nesterov, is_first, _, _ = _rounded(options[:8], p)
-    g = grad * options[SIGN]
-    if decay:
-        g = fused(p, torch.full_like(p, decay), g)
-    states = list(s)
-    if momentum:
-        b, momentum_of = s[0], torch.full_like(p, momentum)
-        damping = g * damped
-        body = fused(g, torch.full_like(g, damped), b * momentum)
-        b = g.clone() if is_first else _where(last, lambda: fused(b, momentum_of, damping), body)
-        states = [b]
-        g = fused(b, momentum_of, g) if nesterov else b
-    return fused(g, torch.full_like(g, minus_lr), p), states
-
-
-def _lion(
-    options: list[float], grad: torch.Tensor, p: torch.Tensor, s: _Tensors, last: _Last
-) -> _Update:
-    decay, beta1, rest1, beta2, rest2, minus_lr, _, _ = _rounded(options[:8], p)
-    g, m = grad * options[SIGN], s[0]
-    mixed = m * beta1 + g * rest1
-    direction = torch.where(mixed.isnan(), mixed, mixed.sign())
-    return p * decay + direction * minus_lr, [m * beta2 + g * rest2]
-
-
-_UPDATES: dict[
-    int,
-    Callable[[list[float], torch.Tensor, torch.Tensor, _Tensors, _Last], _Update],
-] = {ADAMW: _adamw, SGD: _sgd, LION: _lion}
 
 
 # -- random bits ----------------------------------------------------------------------------------
@@ -377,18 +332,19 @@ def _bfloat_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     return chosen.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def is_signed(kind: int, state: int) -> bool:
-    return kind != ADAMW or state == 0
+def is_signed(state: int) -> bool:
+    """The average of gradients is; those of squares are not."""
+    return state == 0
 
 
 def _widen(
-    kind: int, number: int, state: torch.Tensor, scale: torch.Tensor | None, blocks: _Blocks
+    number: int, state: torch.Tensor, scale: torch.Tensor | None, blocks: _Blocks
 ) -> torch.Tensor:
     if state.dtype != torch.uint8:
         return state.to(torch.float64 if state.dtype == torch.float64 else torch.float32, copy=True)
     assert scale is not None
     own = scale[blocks.first : blocks.first + blocks.count][blocks.index]
-    return dequantize(state, own, is_signed(kind, number))
+    return dequantize(state, own, is_signed(number))
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:

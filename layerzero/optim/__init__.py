@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from layerzero.optim.nonempty import nonempty_parameters
     from layerzero.optim.norm import global_norm
     from layerzero.optim.scaler import GradScaler
-    from layerzero.optim.sgd_and_lion import SGD, Lion
     from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
 _LAZY = {
-    "SGD": "sgd_and_lion",
     "AdamW": "adamw",
     "GradScaler": "scaler",
-    "Lion": "sgd_and_lion",
     "WholeTensorOptimizer": "whole_tensor",
     "decay_groups": "decay",
     "global_norm": "norm",
@@ -31,10 +28,8 @@ _LAZY = {
 """File of each name, imported on first use."""
 
 __all__ = [
-    "SGD",
     "AdamW",
     "GradScaler",
-    "Lion",
     "WholeTensorOptimizer",
     "decay_groups",
     "global_norm",

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import OptState
 
-from layerzero.ops import step_reference
-from layerzero.optim.flat_optimizer import FlatOptimizer, StateDtype
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import Placement, sum_dtype
+from layerzero.optim.checks import check_options, check_parameters, name_of
+from layerzero.optim.clip import clip_factor, refuse_used
+from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
+from layerzero.optim.in_backward import is_narrowed, whole_groups
+from layerzero.optim.norm import (
+    Part,
+    all_finite,
+    checked_norm_type,
+    global_power,
+    norms_of,
+    root_of_power,
+    sharded_parts,
+)
+from layerzero.optim.quant_state import QuantState
+from layerzero.optim.sharded_params import Owner, owner_of_each
+from layerzero.step.root import RootState
+
+StateDtype = Literal["float32", "bfloat16", "8bit"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_drop_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
+_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
+_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Names of the states, with that of amsgrad last."""
+_FIXED = {"capturable": False, "differentiable": False, "decoupled_weight_decay": True}
+"""Options of groups that have one value only."""
+_OWN = ("_state_dtype", "_seed")
+"""Attributes that copies and pickles keep."""
 
 
-class AdamW(FlatOptimizer, torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for the parameters of one ZeRO3 module, in one pass over memory.
 
     It has torch's arguments, groups and state dict; in float32 on the CPU its bits are those of
@@ -32,14 +64,16 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
             every world size, but for 8-bit states of blocks that a border between shards cuts.
 
     Raises:
-        ValueError: a parameter belongs to no ZeRO3 module, to another one than the others, or to
-            another optimizer; or an argument is out of range.
+        ValueError: a parameter belongs to no ZeRO3 module, or to another one than the others; or an
+            argument is out of range.
         NotImplementedError: `capturable` or `differentiable` is set.
     """
 
-    _kind = step_reference.ADAMW
-    _fixed: ClassVar = {"differentiable": False, "decoupled_weight_decay": True}
-    _all_keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _state_dtype: str
+    _seed: int
+    _states: dict[Any, Any]
+    _is_shown: bool
+    """Whether `state` shows all states; those of 8 bits only if somebody asked."""
 
     def __init__(
         self,
@@ -58,16 +92,94 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
         state: StateDtype = "float32",
         seed: int = 0,
     ) -> None:
-        self._set_up(state, seed, capturable=capturable, differentiable=differentiable)
+        check_options(
+            "AdamW", [{"capturable": capturable, "differentiable": differentiable}], _FIXED
+        )
+        if state not in _DTYPES:
+            raise ValueError(
+                f"AdamW: expected state to be one of {', '.join(map(repr, _DTYPES))}, got {state!r}"
+            )
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"AdamW: expected seed to be an int64, got {seed!r}")
+        self._state_dtype = state
+        self._seed = seed
+        # `GradScaler.step` then leaves it to this class to unscale and to look at `found_inf`.
+        self._step_supports_amp_scaling = True
+        self._forget()
         torch.optim.AdamW.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
 
-    def _keys(self) -> Sequence[str]:
-        has_most = any(group["amsgrad"] for group in self.param_groups)
-        return self._all_keys if has_most else self._all_keys[:2]
+    def _forget(self) -> None:
+        self._flats: list[FlatState] | None = None
+        self._made_keys: Sequence[str] = ()
+        self._given: list[list[nn.Parameter]] = []
+        self._factor: torch.Tensor | None = None
+        self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
+        self._kept_states: list[Any] = []
+
+    # Arguments ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Not collective.
+
+        Raises:
+            ValueError: a parameter belongs to no ZeRO3 module or to another one than the others, or
+                is complex, or float64 with smaller states. The message names it; the group is not
+                added.
+            NotImplementedError: an option of the group is not supported.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1]["params"])
+        except (ValueError, NotImplementedError):
+            self.param_groups.pop()
+            raise
+
+    def _check(self, parameters: list[nn.Parameter]) -> None:
+        *earlier, last = self.param_groups
+        held = [each for group in earlier for each in group["params"]]
+        check_parameters("AdamW", parameters, held)
+        for parameter in parameters:
+            if not parameter.dtype.is_floating_point:
+                raise ValueError(f"AdamW: parameter {name_of(parameter)} is {parameter.dtype}")
+            if parameter.dtype == torch.float64 and self._state_dtype != "float32":
+                raise ValueError(
+                    "AdamW: states in fewer bits are for float32 and smaller parameters, "
+                    f"{name_of(parameter)} is float64"
+                )
+        check_options("AdamW", [last], _FIXED)
+
+    # Copies and state dicts ------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        if "_state_dtype" in given:
+            # A copy or a pickle of an optimizer; otherwise a load into one.
+            self._state_dtype = given["_state_dtype"]
+            self._step_supports_amp_scaling = True
+            self._forget()
+        # Not through `__dict__`, which a property of the class hides.
+        self.state = given.pop("state", {})
+        torch.optim.AdamW.__setstate__(self, given)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, of an optimizer of the same parameters on the same ranks.
+
+        Raises:
+            ValueError: a state is not that of this rank's part of its parameter, such as one of a
+                model that is not sharded. Nothing is changed.
+        """
+        super().load_state_dict(state_dict)
+        self._flats = None
+
+    # Steps ----------------------------------------------------------------------------------
 
     def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
+        """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         return [
@@ -82,3 +194,296 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
             -1.0 if group["maximize"] else 1.0,
             float(group["amsgrad"]),
         ]
+
+    def _keys(self) -> Sequence[str]:
+        """Names of the states that steps use now."""
+        return _KEYS if any(group["amsgrad"] for group in self.param_groups) else _KEYS[:2]
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Not collective.
+
+        `.grad` is not changed: the factor of `clip_grad_norm_` and the scale of a `GradScaler` are
+        applied on the way. With a `GradScaler`, blocks the host to read whether there is an
+        overflow.
+
+        Raises:
+            RuntimeError: inside a backward pass of the model.
+            NotImplementedError: a group has an option that is not supported.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        root = self._root()
+        if root is not None and root.context.in_backward and not is_narrowed(self):
+            raise RuntimeError(
+                "AdamW.step() inside a backward pass: gradients are complete once "
+                "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
+            )
+        check_options("AdamW", self.param_groups, _FIXED)
+        found_inf = getattr(self, "found_inf", None)
+        factor, self._factor = self._factor, None
+        stops = None if found_inf is None else bool(found_inf.item())
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        flats = self._all_flats(to_step=True)
+        wanted = None
+        if is_narrowed(self):
+            wanted = {each for group in self.param_groups for each in group["params"]}
+            flats = [flat for flat in flats if any(each.parameter in wanted for each in flat.held)]
+        rows = self._rows()
+        taken: list[tuple[FlatState, Step]] = []
+        for flat in () if stops else flats:
+            step = flat.begin(rows, factor, scale, self._seed, wanted)
+            if step is not None:
+                taken.append((flat, step))
+                if step.gradient.is_copy:
+                    take_steps(taken)  # Not later: the copies of all would take memory.
+        take_steps(taken)
+        self._show()
+        return loss
+
+    def _rows(self) -> Callable[[Pairs], torch.Tensor]:
+        made: dict[Pairs, torch.Tensor] = {}
+
+        def rows_of(pairs: Pairs) -> torch.Tensor:
+            found = made.get(pairs)
+            if found is None:
+                rows = [
+                    [*self._coefficients(self.param_groups[group], step), float(step)]
+                    for group, step in pairs
+                ]
+                found = made[pairs] = torch.tensor(rows, dtype=torch.float64)
+            return found
+
+        return rows_of
+
+    def _root(self) -> RootState | None:
+        for flat in self._flats or ():
+            unit = flat.unit
+            if unit is not None:
+                return cast("RootState | None", unit.context.owner())
+        owner = self._owner()
+        return None if owner is None else owner.root
+
+    def _owner(self) -> Owner | None:
+        known = owner_of_each()
+        members = (each for group in whole_groups(self) for each in group)
+        return next((known[id(each)] for each in members if id(each) in known), None)
+
+    @property
+    def state(self) -> Any:
+        """For each parameter that has stepped, what torch's optimizer of this name keeps.
+
+        8-bit states are shown in float32, exactly; writes into what is shown count.
+        """
+        if self._state_dtype == "8bit" and not self._is_shown:
+            self._is_shown = True
+            for flat in self._flats or ():
+                flat.widen()
+            self._show()
+        return self._states
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._states = state
+        self._flats = None
+        self._is_shown = True
+
+    def _all_flats(self, to_step: bool = False) -> list[FlatState]:
+        """The flat states, as the parameter groups and the visible state are now.
+
+        Args:
+            to_step: parameters have to be where the flat states have them, too.
+        """
+        groups = whole_groups(self)
+        is_known = (
+            self._flats is not None
+            and len(self._made_keys) >= len(self._keys())
+            and _are_same(groups, self._given)
+            and (not self._is_shown or self._shows_what_is())
+            and not (to_step and not all(flat.is_intact() for flat in self._flats))
+        )
+        if not is_known:
+            self._make_flats(groups)
+        assert self._flats is not None
+        return self._flats
+
+    def memory(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The memory of the states, with a label for messages; of those that step now."""
+        wanted = {id(each) for group in self.param_groups for each in group["params"]}
+        for flat in self._flats or ():
+            parameters = [each.parameter for each in flat.held]
+            if any(id(each) in wanted for each in parameters):
+                label = f"the state of AdamW for {name_of(parameters[0])} and others"
+                yield from ((tensor, label) for tensor in (flat.steps, *flat.memory))
+
+    def _shows_what_is(self) -> bool:
+        return (
+            len(self._states) == len(self._kept_states)
+            and all(map(is_, self._states.values(), self._kept_states))
+            and all(flat.shows_what_is() for flat in self._flats or ())
+        )
+
+    def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
+        old = dict(self.state)
+        owner = self._owner()
+        self._given = [[*group] for group in groups]
+        # A state that no group uses any more stays, as torch's does: its option may come back.
+        held = {key for own in old.values() for key in own} | {*self._keys()}
+        count = max((i + 1 for i, key in enumerate(_KEYS) if key in held), default=0)
+        self._made_keys = _KEYS[:count]
+        make = QuantState if self._state_dtype == "8bit" else FlatState
+        self._flats = [
+            make(held, place, self._made_keys, _DTYPES[self._state_dtype])
+            for held, place in places_of(groups, () if owner is None else owner.root.units)
+        ]
+        for flat in self._flats:
+            flat.take(old)
+        self._show()
+
+    def _show(self) -> None:
+        """Put the states, where they were made again, to where torch's optimizers have them."""
+        shown = [flat.shown for flat in self._flats or ()]
+        if len(shown) == len(self._shown) and all(map(is_, shown, self._shown)):
+            return
+        self._states.clear()
+        for each in shown:
+            self._states.update(each)
+        self._shown, self._kept_states = shown, [*self._states.values()]
+        # After a step from 8-bit states there is nothing to show before somebody asks.
+        self._is_shown = self._state_dtype != "8bit" or any(shown)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also drops what `clip_grad_norm_` left for the next step."""
+        self._factor = None
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            # In C: the host's time should not grow with the number of parameters.
+            all(map(is_, map(_drop_grad, group["params"], repeat(None)), repeat(None)))
+
+    # Clipping -------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Have the next `step` use gradients scaled down to a global norm of at most `max_norm`.
+
+        `.grad` is not changed. The norm is that of this optimizer's parameters. Collective over the
+        model's process group, as `model.clip_grad_norm_`.
+
+        Args:
+            norm_type: p > 0, or infinity.
+            error_if_nonfinite: raise instead of clipping by an infinite or NaN norm; blocks the
+                host.
+            scaler: the gradient scaler whose `step` comes next: the norm is that of the unscaled
+                gradients, and `step` unscales, so that `scaler.unscale_`, a pass over the
+                gradients, is not needed. Allowed after `unscale_`, too.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on all ranks. A norm of 2 is summed
+            in float64: for the same gradients it has the same bits at every world size, but for a
+            tie in its last rounding.
+
+        Raises:
+            RuntimeError: `step_in_backward` is on; or, on every rank, the norm is not finite and
+                `error_if_nonfinite` is set.
+        """
+        root = self._root()
+        assert root is not None, "add_param_group wants parameters of a model"
+        refuse_used(root)
+        with torch.no_grad():
+            norm = self._grad_norm(root, norm_type)
+            scale = None if scaler is None else _scale_of_gradients(scaler, self)
+            if scale is not None:
+                norm = norm / scale.to(norm.device, norm.dtype)
+            if error_if_nonfinite and not norm.isfinite():
+                raise RuntimeError(
+                    f"AdamW.clip_grad_norm_: the norm of the gradients is {norm}; "
+                    "to clip by it all the same, pass error_if_nonfinite=False"
+                )
+            self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+        return norm
+
+    def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
+        norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
+        flats = self._all_flats()
+        if norm_type != 2 or root.tensor_parallel_groups:
+            members = {each: each.grad for group in self.param_groups for each in group["params"]}
+            whole = [
+                Part(each, grad)
+                for each, grad in members.items()
+                if get_info(each) is None and grad is not None and grad.numel()
+            ]
+            dtype = sum_dtype(*{each.dtype for each in members})
+            parts = sharded_parts(root.units, members.get)
+            power = global_power(root, parts, whole, norm_type, dtype, "gradient norm")
+            return root_of_power(power, norm_type)
+        whole_grads: list[torch.Tensor] = []
+        # All placements of the model, also without a gradient: every rank runs the same gathers.
+        sharded: dict[int, tuple[Placement, list[torch.Tensor]]] = {
+            id(handle.placement): (handle.placement, [])
+            for unit in root.units
+            for handle in unit.handles
+        }
+        for flat in flats:
+            handle = flat.handle
+            found = whole_grads if handle is None else sharded[id(handle.placement)][1]
+            found += flat.gradients()
+        given = [(placement, _as_part(grads)) for placement, grads in sharded.values()]
+        power = global_power(
+            root, given, _as_part(whole_grads), 2.0, torch.float64, "gradient norm"
+        )
+        is_wide = any(flat.main.dtype == torch.float64 for flat in flats)
+        return power.sqrt() if is_wide else power.sqrt().float()
+
+    def overflow(self) -> torch.Tensor:
+        """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
+
+        Not collective; does not block the host.
+        """
+        root = self._root()
+        device = torch.device("cpu") if root is None else root.device
+        with torch.no_grad():
+            found = [grad for flat in self._all_flats() for grad in flat.gradients()]
+            return 1.0 - all_finite(found, device).float()
+
+
+def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
+    """One tensor whose norm is that of all of these; its parameter does not matter."""
+    return [Part(_NOBODY, norms_of(gradients))] if gradients else []
+
+
+def _scale_of_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> torch.Tensor | None:
+    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing.
+
+    Raises:
+        RuntimeError: the scaler is enabled and has scaled no loss.
+    """
+    if not scaler.is_enabled():
+        return None
+    if scaler._scale is None:
+        raise RuntimeError(
+            "clip_grad_norm_: the scaler has scaled no loss; call "
+            "scaler.scale(loss).backward() before"
+        )
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scaler._scale if stage is OptState.READY else None
+
+
+def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:
+    """Whether they hold the same tensors."""
+    return [*map(len, groups)] == [*map(len, known)] and all(
+        map(is_, chain.from_iterable(groups), chain.from_iterable(known))
+    )

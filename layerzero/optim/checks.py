@@ -1,76 +1,20 @@
-"""What the optimizers of this package refuse: parameters, and options of groups.
-
-They own their parameters: where another optimizer that is alive, whatever its class, has one of
-them, they are refused, and so is the first step of one that is made later.
-"""
+"""What the optimizers of this package refuse: parameters, and options of groups."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim import attach
 from layerzero.optim.sharded_params import owner_of_each
 from layerzero.step.root import RootState
 
-_alone: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Live optimizers whose parameters no other may step."""
-
-
-def claim(optimizer: torch.optim.Optimizer) -> None:
-    """Note that `optimizer`, as long as it lives, has its parameters alone."""
-    _alone.add(optimizer)
-
-
-def forget(optimizer: torch.optim.Optimizer) -> None:
-    """Its parameters are free again: it could not be made."""
-    attach.attached.discard(optimizer)
-    _alone.discard(optimizer)
-
-
-@attach.on_first_step
-def _refuse_step(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Raises:
-        ValueError: another optimizer has a parameter of this one alone.
-    """
-    if any(other is not optimizer for other in _alone):
-        _refuse(optimizer, {id(p) for g in optimizer.param_groups for p in g["params"]}, _alone)
-
-
-def _refuse(
-    optimizer: torch.optim.Optimizer, wanted: set[int], others: Iterable[torch.optim.Optimizer]
-) -> None:
-    for last in (False, True):
-        taken = (
-            (parameter, other)
-            for other in list(others)
-            if other is not optimizer
-            for group in other.param_groups
-            for parameter in group["params"]
-            if id(parameter) in wanted
-        )
-        parameter, holder = next(taken, (None, None))
-        if parameter is None:
-            return
-        if last:
-            raise ValueError(
-                f"{type(optimizer).__name__}: parameter {name_of(parameter)} was given to two "
-                f"optimizers: {type(holder).__name__} has it already. Give each parameter to one, "
-                "or delete the other optimizer first (`del optimizer`)"
-            )
-        del parameter, holder, taken
-        gc.collect()  # An optimizer in a reference cycle may be alive without a user.
-
 
 def check_parameters(
-    optimizer: torch.optim.Optimizer,
+    what: str,
     parameters: Sequence[nn.Parameter],
     earlier: Sequence[nn.Parameter] = (),
     takes_ignored: bool = True,
@@ -78,6 +22,7 @@ def check_parameters(
     """Check parameters that are given to an optimizer.
 
     Args:
+        what: class of the optimizer, for messages.
         earlier: those that it has already.
         takes_ignored: accept the model's ignored parameters, too.
 
@@ -86,10 +31,9 @@ def check_parameters(
 
     Raises:
         TypeError: one is no tensor.
-        ValueError: one belongs to no ZeRO3 module, to another one than the others, or to another
-            optimizer; names it.
+        ValueError: one belongs to no ZeRO3 module, or to another one than the others; names it.
     """
-    what, known = type(optimizer).__name__, owner_of_each()
+    known = owner_of_each()
     # Of the first sharded parameter; the one that belongs elsewhere is named by its own.
     first = next((known[id(p)] for p in (*earlier, *parameters) if id(p) in known), None)
     root = None if first is None else first.root
@@ -110,8 +54,6 @@ def check_parameters(
                 f"{what}: parameter {name_of(parameter)} belongs to another ZeRO3 module than "
                 f"{name_of(first.sharded_param)}; build one optimizer for each model"
             )
-    wanted = {id(each) for each in parameters if get_info(each) is not None}
-    _refuse(optimizer, wanted, attach.attached)
     return root
 
 

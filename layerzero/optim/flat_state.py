@@ -71,7 +71,7 @@ def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
         calls.setdefault((step.tensors.main.device, flat.phase), []).append(step)
     for (_, phase), steps in calls.items():
         tensors = [step.tensors for step in steps]
-        flat_step_(taken[0][0].kind, tensors, steps[0].grad_scale, steps[0].seed, phase)
+        flat_step_(tensors, steps[0].grad_scale, steps[0].seed, phase)
     for flat, step in taken:
         flat.note_taken(step)
     taken.clear()
@@ -88,19 +88,16 @@ class FlatState:
 
     def __init__(
         self,
-        kind: int,
         held: list[Held],
         place: tuple[FlatParamHandle, Unit] | None,
         keys: Sequence[str],
         dtype: torch.dtype,
-        shows_step: bool,
     ) -> None:
         """
         Args:
             place: the flat parameter of all of `held`, and its unit; None: it is a single one.
             keys: names of the states.
             dtype: of the states; float64 for float64 parameters, whatever is given.
-            shows_step: whether the state of a parameter has "step".
         """
         self.held = held
         # Weakly: an optimizer must not keep the buffers of a model that is gone.
@@ -113,10 +110,8 @@ class FlatState:
         self._addresses = [*map(_address_of, self._all)]
         self._offsets = [each.offset if each.parameter.numel() else 0 for each in held]
         self.shown = {}
-        self.kind = kind
         self._keys = tuple(keys)
         self._dtype = torch.float64 if self.main.dtype == torch.float64 else dtype
-        self._shows_step = shows_step
         self._members: list[int] = []
         self._make([], {})
 
@@ -181,10 +176,8 @@ class FlatState:
             for key, view in own.items():
                 if given.get(key) is not None:
                     view.copy_(given[key].detach().reshape(parameter.shape))
-            if self._shows_step and (own or not self._keys):
-                own = {"step": self.steps[number], **own}
             if own:
-                self.shown[parameter] = own
+                self.shown[parameter] = {"step": self.steps[number], **own}
         self._dicts = [*self.shown.values()]
         self._views = [[own[key] for own in self._dicts] for key in self._keys]
 

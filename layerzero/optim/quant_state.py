@@ -57,7 +57,7 @@ class QuantState(FlatState):
                 part = slice(place, place + each.parameter.numel())
                 index = torch.arange(each.start, each.start + each.parameter.numel())
                 own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]
-                is_signed = step_reference.is_signed(self.kind, i)
+                is_signed = step_reference.is_signed(i)
                 wide[part] = step_reference.dequantize(codes[part], own, is_signed)
         self._show(self._wide, {})
 
@@ -80,9 +80,9 @@ class QuantState(FlatState):
             place = row[step_reference.STATE]
             part = slice(place, place + row[step_reference.NUMEL])
             own = options[row[step_reference.ROW]]
-            # Also of states that the step does not use (momentum is 0), which stay what they are.
+            # Also of a state that the step does not use (without amsgrad), which stays what it is.
             values = [each[part] for each in wide]
-            given = self.kind, values, self.tensors, self._scales, row
+            given = values, self.tensors, self._scales, row
             step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
         self._wide = None
         stepped = step.gradient.numbers

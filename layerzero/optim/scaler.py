@@ -18,8 +18,8 @@ from layerzero.flat.groups import make_shard_group, mesh_groups, resolve_process
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
+from layerzero.optim.adamw import AdamW
 from layerzero.optim.after_failure import skipping_models
-from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.sharded_params import live_roots, owner_of_each
 
 ScalerCall = Literal["unscale_", "step", "update"]
@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For an optimizer that unscales in the pass of its step: no pass over the gradients."""
-        if not isinstance(optimizer, FlatOptimizer):
+        if not isinstance(optimizer, AdamW):
             return super()._check_inf_per_device(optimizer)
         found_inf = self._agree(optimizer.overflow(), optimizer)
         found: dict[Any, Any] = {found_inf.device: found_inf}
@@ -122,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         with self._with_ranks_of_join("step", optimizer):
-            if not isinstance(optimizer, FlatOptimizer):
+            if not isinstance(optimizer, AdamW):
                 stage = self._per_optimizer_states[id(optimizer)]["stage"]
                 if stage is torch.amp.grad_scaler.OptState.READY:
                     # Optimizers that unscale themselves would check only this rank's shards.

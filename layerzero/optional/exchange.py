@@ -13,8 +13,7 @@ import torch
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.new_groups import new_group
-from layerzero.flat.groups import ShardGroup
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.operations import Operations
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 

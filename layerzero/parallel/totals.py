@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup, make_shard_group
+from layerzero.flat.groups import make_shard_group
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.root import RootState
 
 

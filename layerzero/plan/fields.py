@@ -119,15 +119,23 @@ class PlanFields:
         return merge_precision(MixedPrecision(), self.options)
 
     @property
+    def prefetched(self) -> str:
+        """A line of text about what is prefetched."""
+        return (
+            f"prefetched along recorded orders: {self.num_forward} units in forward, "
+            f"{self.num_backward} in backward"
+        )
+
+    @property
     def num_forward(self) -> int:
-        """Number of steps prefetched in forward."""
+        """Number of units prefetched in forward."""
         if self.num_to_forward_prefetch is not None:
             return self.num_to_forward_prefetch
         return prefetch_depth(self.defaults.get("forward_prefetch", True), "forward_prefetch")
 
     @property
     def num_backward(self) -> int:
-        """Number of steps prefetched in backward."""
+        """Number of units prefetched in backward."""
         if self.num_to_backward_prefetch is not None:
             return self.num_to_backward_prefetch
         return int(self.defaults.get("backward_prefetch", True) is not None)
@@ -196,4 +204,4 @@ def _check_number(name: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name}: expected a number of steps >= 0 or None, got {value!r}")
+        raise ValueError(f"{name}: expected a number of units >= 0 or None, got {value!r}")

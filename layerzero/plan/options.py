@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from layerzero.build.arguments import check
-from layerzero.build.migrate import to_offload, to_precision
 from layerzero.config import (
     BackwardPrefetch,
     MixedPrecision,
     OffloadPolicy,
 )
 from layerzero.flat.groups import LONGEST_TIMEOUT
+from layerzero.migrate import to_offload, to_precision
 from layerzero.plan.activations import read_act_ckpt
 from layerzero.zero3 import ZeRO3
 

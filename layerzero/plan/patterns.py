@@ -48,8 +48,6 @@ class NamePattern:
     text: str
     """The pattern as the user wrote it."""
     is_regex: bool
-    has_number: bool
-    """Whether it names members of a series, such as layers."""
     _compiled: re.Pattern[str]
     _tokens: tuple[_Token, ...]
 
@@ -68,15 +66,10 @@ class NamePattern:
                 compiled = re.compile(text.removeprefix(_REGEX_PREFIX), re.DOTALL)
             except re.error as error:
                 raise ValueError(f"pattern {text!r}: not a regular expression: {error}") from None
-            return cls(text, True, False, compiled, ())
+            return cls(text, True, compiled, ())
         tokens = tuple(_tokenize(text))
-        return cls(
-            text,
-            False,
-            any(token.is_number for token in tokens),
-            re.compile("".join(token.regex for token in tokens), re.DOTALL),
-            tokens,
-        )
+        compiled = re.compile("".join(token.regex for token in tokens), re.DOTALL)
+        return cls(text, False, compiled, tokens)
 
     def match(self, name: str) -> Match | None:
         """Match the whole of `name`; None if it does not match."""

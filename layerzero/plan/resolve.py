@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from layerzero.build.wrap import has_forward
+from layerzero.build.wrap import UnitPlan, has_forward, plan_units
 from layerzero.flat.names import WRAPPER_NAMES
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
@@ -35,11 +35,8 @@ class ResolvedUnit:
     module: nn.Module
     pattern: int
     """Index of the last pattern that matches, which decides its options."""
-    first_pattern: int
-    """Index of the first pattern that matches, which decides its step: a later pattern that
-    overrides options must not move the unit."""
     is_member: bool
-    """Whether the first pattern names members of a series."""
+    """Whether a pattern matches it and others: it is one of a series, such as a layer."""
     options: Mapping[str, Any]
     hook: Named | None = None
     is_expert: bool = False
@@ -74,6 +71,24 @@ class Resolved:
     rows: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def units_of(self, model: nn.Module) -> list[UnitPlan]:
+        """The units that `model` has or will have, outermost first, the root included."""
+        chosen = {id(unit.module) for unit in self.units}
+        ignored = self.ignored_modules, self.ignored_parameters
+        return plan_units(model, lambda module, fqn: id(module) in chosen, *ignored)[0]
+
+    def outermost_units(self) -> list[ResolvedUnit]:
+        """The units that no other one of these is around; of a unit around a series, its members
+        take the place."""
+        found: list[ResolvedUnit] = []
+        for unit in self.units:
+            inside = [other for other in self.units if other.fqn.startswith(f"{unit.fqn}.")]
+            is_around_series = not unit.is_member and any(other.is_member for other in inside)
+            is_inside = any(unit.fqn.startswith(f"{other.fqn}.") for other in found)
+            if not is_around_series and not is_inside:
+                found.append(unit)
+        return found
 
     @property
     def problems(self) -> list[str]:
@@ -209,10 +224,9 @@ class _Resolver:
                 row.note(reason, fqn)
                 continue
             row.used.append(fqn)
-            first = next(i for i, each in enumerate(self._unit_rows) if fqn in each.fqns)
-            is_member = patterns[first][0].has_number or len(self._unit_rows[first].fqns) > 1
+            is_member = any(fqn in each.fqns and len(each.fqns) > 1 for each in self._unit_rows)
             self.result.units.append(
-                ResolvedUnit(fqn, module, index, first, is_member, patterns[index][1])
+                ResolvedUnit(fqn, module, index, is_member, patterns[index][1])
             )
 
     def _reason_against(self, module: nn.Module) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layerzero.build.arguments import check_module
-from layerzero.build.wrap import Choice, has_forward
+from layerzero.build.wrap import Choice, UnitPlan, has_forward
 from layerzero.config import MixedPrecision
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import is_first_rank, warn_once
@@ -24,8 +24,7 @@ from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.options import engine_arguments
 from layerzero.plan.replicas import keep_buffers_equal
 from layerzero.plan.resolve import Resolved, ResolvedUnit, resolve
-from layerzero.plan.sharding_plan import ShardingPlan, ahead
-from layerzero.plan.units import PlannedUnits, planned_units
+from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.step.root import root_of
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
@@ -89,26 +88,21 @@ def shard_with_plan(
         _check_optional(root_unit, resolved)
     if plan.pregather:
         root_of(root_unit).scheduler.unshard_all_before_forward()
-    arguments = [plan, plan.num_forward, plan.num_backward]
-    depths = None
-    if not _call_optional(root_unit.module, "set_modules_to_prefetch", arguments):
-        planned = planned_units(plan, root_unit.module, resolved)
-        depths = planned.depth(plan.num_forward), planned.depth(plan.num_backward)
+    depths = plan.num_forward, plan.num_backward
+    has_lists = _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths])
+    if not has_lists:
         root_of(root_unit).scheduler.set_depths(*depths)
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", _applied(plan, root_unit.module, bool(own), depths))
+        logger.info("%s", _applied(plan, root_unit.module, bool(own), bool(has_lists)))
     return sharded
 
 
-def _applied(
-    plan: ShardingPlan, module: nn.Module, by_model: bool, depths: tuple[int, int] | None
-) -> str:
+def _applied(plan: ShardingPlan, module: nn.Module, by_model: bool, has_lists: bool) -> str:
     """How a plan was applied, for the log.
 
     Args:
         by_model: whether the model sharded itself (`fully_shard`).
-        depths: units to prefetch in forward and in backward; None: the model set its prefetch
-            lists itself.
+        has_lists: whether it set its prefetch lists itself.
     """
     options = {name: value for name, value in plan.options.items() if value is not None}
     lines = [
@@ -118,10 +112,8 @@ def _applied(
     lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
     lines += [f"optional: {', '.join(plan.optional)}"] if plan.optional else []
     lines += ["pregather: all units before each forward"] if plan.pregather else []
-    if depths is None:
-        lines.append("prefetch lists set by the model's set_modules_to_prefetch")
-    else:
-        lines.append(ahead(*depths))
+    own_lists = "prefetch lists set by the model's set_modules_to_prefetch"
+    lines.append(own_lists if has_lists else plan.prefetched)
     return "\n  ".join(lines)
 
 
@@ -200,13 +192,13 @@ def _shard(
             f"shard_with_plan: {type(model).__name__}.fully_shard sharded the whole model, but did "
             "not return the ZeRO3; return it, or shard only parts of the model"
         )
-    planned = planned_units(plan, model, resolved)
-    arguments = _model_arguments(plan, planned)
+    arguments = _model_arguments(plan)
     own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
     keeps_whole = False
     if "outer" not in arguments and not plan.ep_plan:
-        keeps_whole = _keep_whole(plan, mesh, planned, arguments, own)
-    _checkpoint_activations(plan, resolved, planned)
+        units = resolved.units_of(model)
+        keeps_whole = _keep_whole(plan, mesh, units, arguments, own)
+    _checkpoint_activations(plan, resolved)
 
     def choose(module: nn.Module, fqn: str) -> Choice:
         return own.get(id(module), False)
@@ -225,12 +217,12 @@ def _shard(
     return sharded
 
 
-def _model_arguments(plan: ShardingPlan, planned: PlannedUnits) -> dict[str, Any]:
+def _model_arguments(plan: ShardingPlan) -> dict[str, Any]:
     """Arguments of `ZeRO3` for the whole model."""
     arguments = engine_arguments(plan.options)
     arguments["mixed_precision"] = plan.mixed_precision
-    # The depth in units; the default of `limit_all_gathers` follows from it.
-    arguments["forward_prefetch"] = planned.depth(plan.num_forward)
+    # The default of `limit_all_gathers` follows from it.
+    arguments["forward_prefetch"] = plan.num_forward
     if not plan.num_backward:
         arguments["backward_prefetch"] = None
     return arguments
@@ -249,12 +241,13 @@ def _unit_arguments(
     return arguments
 
 
-def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, planned: PlannedUnits) -> None:
-    """Apply `act_ckpt`: a pattern's own, else the plan's to the head of each step."""
+def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved) -> None:
+    """Apply `act_ckpt`: a pattern's own, else the plan's to the outermost units."""
     default = plan.options.get("act_ckpt")
+    outermost = [] if default is None else resolved.outermost_units()
     for unit in resolved.units:
-        is_head = unit.fqn in planned.heads and has_forward(unit.module)
-        choice = unit.options.get("act_ckpt", default if is_head else None)
+        takes_default = unit in outermost and has_forward(unit.module)
+        choice = unit.options.get("act_ckpt", default if takes_default else None)
         if choice is not None:
             checkpoint_activations(unit.module, choice)
 
@@ -265,7 +258,7 @@ def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved, planned: Pla
 def _keep_whole(
     plan: ShardingPlan,
     mesh: Mesh,
-    planned: PlannedUnits,
+    units: Sequence[UnitPlan],
     arguments: dict[str, Any],
     own: Mapping[int, dict[str, Any]],
 ) -> bool:
@@ -281,7 +274,7 @@ def _keep_whole(
     if (zero3_size or sizes[0]) != 1:
         return False
     num_ranks = sizes[0] * (sizes[1] if len(sizes) == 2 else 1)
-    if any(o.parameter.is_meta for unit in planned.units for o in unit.originals):
+    if any(o.parameter.is_meta for unit in units for o in unit.originals):
         # Meta parameters are initialised in their original dtype. Sharding keeps main weights of
         # that dtype, as a larger group would.
         if is_first_rank():
@@ -296,7 +289,7 @@ def _keep_whole(
         arguments["outer"] = "replicate"
         arguments.setdefault("sync_module_states", True)
     num_cast = num_kept = 0
-    for unit in planned.units:
+    for unit in units:
         of_unit = own.get(id(unit.module), {})
         precision = of_unit.get("mixed_precision", plan.mixed_precision)
         for original in unit.originals:
@@ -323,8 +316,10 @@ def _keep_whole(
     return num_ranks > 1
 
 
-_ADAPTER = re.compile("(?<![A-Za-z])[Qq]?[Ll][Oo][Rr][Aa]|(?<=[a-z])L(?:ora|oRA|ORA)")
-"""Matches "lora" at the start of a word: `lora_A`, `loraA`, `my_lora`, `qLoRA`, `gateLora`; not
+_ADAPTER = re.compile(
+    "(?<![A-Za-z])(?i:lora)|(?<=[a-z])L(?:ora|oRA|ORA)|(?<![Ff])(?i:lora)(?![a-z])"
+)
+"""Matches "lora" where a word begins or ends: `lora_A`, `loraA`, `gateLora`, `adalora`; not
 `flora`."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from layerzero.build.arguments import check_module
+from layerzero.build.wrap import UnitPlan
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.resolve import Resolved, Row, names, resolve
-from layerzero.plan.units import PlannedUnits, num_parameters, planned_units
 from layerzero.zero3 import ZeRO3
 
 _DEEPEST = 64
@@ -49,12 +49,12 @@ class ShardingPlan(PlanFields):
         reshard_after_forward: as in `ZeRO3`.
         cpu_offload: True, or a mapping of arguments of `OffloadPolicy`, in which `params` is True.
         act_ckpt: "composable", "wrapped" or "wrapped_offload"; with arguments a pair, a mapping
-            with "mode", or an `ActivationCheckpointing`. Applies to the head of each step
+            with "mode", or an `ActivationCheckpointing`. Applies to the outermost units
             (docs/reference/plans.md).
         pregather: unshard all units before each forward starts, and wait for them.
         broadcast_buffers: if nothing is sharded, start forwards with the buffers of the first rank,
             as `DistributedDataParallel` does.
-        num_to_forward_prefetch, num_to_backward_prefetch: how many steps are prefetched once their
+        num_to_forward_prefetch, num_to_backward_prefetch: how many units are prefetched once their
             order is recorded. None: `forward_prefetch` and `backward_prefetch` of `defaults`
             decide; without them, one.
     """
@@ -114,28 +114,23 @@ class ShardingPlan(PlanFields):
         """
         resolved = resolve(self, model)
         module = model.module if isinstance(model, ZeRO3) else model
-        planned = planned_units(self, module, resolved)
+        units = resolved.units_of(module)
         own = ""
         if callable(getattr(module, "fully_shard", None)):
             own = f" ({type(module).__name__}.fully_shard may override this)"
         lines = [
-            f"{len(planned.units)} units of {type(module).__name__}{own}",
-            ahead(planned.depth(self.num_forward), planned.depth(self.num_backward)),
+            f"{len(units)} units of {type(module).__name__}{own}",
+            self.prefetched,
             "",
-            *_table(resolved, planned),
+            *_table(resolved, units),
         ]
         if resolved.problems:
             lines += ["", *(f"problem: {text}" for text in resolved.problems)]
         return "\n".join(lines)
 
 
-def ahead(forward: int, backward: int) -> str:
-    """What is prefetched, as a line of text; both numbers are in units."""
-    return f"prefetched along recorded orders: {forward} units in forward, {backward} in backward"
-
-
-def _table(resolved: Resolved, planned: PlannedUnits) -> Iterator[str]:
-    numels = {unit.fqn: num_parameters(unit) for unit in planned.units}
+def _table(resolved: Resolved, units: Sequence[UnitPlan]) -> Iterator[str]:
+    numels = {unit.fqn: _num_parameters(unit) for unit in units}
     table = [
         ("pattern", "field", "matched", "used", "parameters", "names"),
         ("(root)", "", "1", "1", f"{numels['']:,}", ""),
@@ -151,6 +146,13 @@ def _table(resolved: Resolved, planned: PlannedUnits) -> Iterator[str]:
         for number in (2, 3, 4):
             padded[number] = line[number].rjust(widths[number])
         yield "  ".join(padded).rstrip()
+
+
+def _num_parameters(unit: UnitPlan) -> int:
+    """Number of elements of the parameters that the unit owns, or will own."""
+    if unit.existing is not None:
+        return unit.existing.num_parameters
+    return sum(original.parameter.numel() for original in unit.originals)
 
 
 def _names(row: Row, resolved: Resolved) -> Iterator[str]:

@@ -7,25 +7,25 @@ with the collectives of a training step. Parameters are never sent this way.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.collectives import broadcast, gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
     DEFAULT_TIMEOUT,
-    ShardGroup,
     chosen_timeout,
     describe_group,
     raise_backend_timeout,
 )
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.step.root import RootState
 
@@ -34,7 +34,6 @@ _SLOWEST_DISK = 10_000_000
 
 
 _TOGETHER = "the ranks that save or load together"
-_OK, _ERROR = b"+", b"-"
 
 
 class SaveUnderWay(Protocol):
@@ -82,65 +81,63 @@ class CheckpointGroup:
         """Global rank of the first."""
         return dist.get_rank() if self._group is None else self._group.ranks[0]
 
-    def gather(self, what: str, own: bytes, nbytes_moved: int = 0) -> list[bytes]:
-        """Every rank's bytes, in rank order. Collective; blocks the host.
-
-        Args:
-            what: name of the exchange, for messages.
-            nbytes_moved: bytes read or written since the last exchange by the rank with the most;
-                they extend the timeout.
-
-        Raises:
-            CollectiveError: a rank is dead, or did not take part within the timeout.
-        """
+    def _gather(self, what: str, own: bytes, nbytes_moved: int) -> list[bytes]:
         if self._group is None:
             return [own]
         group = self._group
         patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
         group = dataclasses.replace(group, timeout=self.timeout + patience)
         lengths = gather_small(torch.tensor([len(own)]), group, self._operation(what + " (size)"))
-        longest = int(lengths.max())
-        if not longest:
-            return [b""] * group.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if own:
-            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         rows = gather_small(padded, group, self._operation(what)).numpy()
         return [
             row[:length].tobytes()
             for row, length in zip(rows, lengths.view(-1).tolist(), strict=True)
         ]
 
-    def exchange(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> list[bytes]:
+    def exchange(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> list[Any]:
         """What `make` returns on every rank, in rank order. Collective; blocks the host.
+
+        Args:
+            what: name of the exchange, for messages.
+            make: returns what JSON can hold; tuples arrive as lists.
+            nbytes_moved: bytes read or written since the last exchange by the rank with the most;
+                they extend the timeout.
 
         Raises:
             CheckpointError: on every rank, if `make` raised on any; names that rank.
-            CollectiveError: as `gather`.
+            CollectiveError: a rank is dead, or did not take part within the timeout.
         """
         error: Exception | None = None
         try:
-            own = _OK + make()
+            own = json.dumps([True, make()], separators=(",", ":"))
         except Exception as caught:
             error = caught
-            own = _ERROR + describe(caught).encode()
-        answers = self.gather(what, own, nbytes_moved)
-        if any(answer.startswith(_ERROR) for answer in answers):
-            ranks_of: dict[str, list[int]] = {}
-            ranks = (0,) if self._group is None else self._group.ranks
-            for rank, answer in zip(ranks, answers, strict=True):
-                if answer.startswith(_ERROR):
-                    text = answer.removeprefix(_ERROR).decode()
-                    ranks_of.setdefault(text, []).append(rank)
+            own = json.dumps([False, describe(caught)])
+        answers = [json.loads(each) for each in self._gather(what, own.encode(), nbytes_moved)]
+        ranks_of: dict[str, list[int]] = {}
+        ranks = (0,) if self._group is None else self._group.ranks
+        for rank, (is_good, answer) in zip(ranks, answers, strict=True):
+            if not is_good:
+                ranks_of.setdefault(answer, []).append(rank)
+        if ranks_of:
             each = [f"{_ranks_text(own)}: {text}" for text, own in ranks_of.items()]
             rest = sum(len(own) for own in [*ranks_of.values()][4:])
             shown = each[:4] + ([f"and {rest} more ranks"] if rest else [])
             raise CheckpointError("; ".join(shown)) from error
-        return [answer.removeprefix(_OK) for answer in answers]
+        return [answer for _, answer in answers]
 
-    def from_first(self, what: str, make: Callable[[], bytes], nbytes_moved: int = 0) -> bytes:
+    def from_first(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> Any:
         """What `make` returns on the first rank; it runs only there. Otherwise as `exchange`."""
-        return self.exchange(what, make if self.is_first else bytes, nbytes_moved)[0]
+        return self.exchange(what, make if self.is_first else lambda: None, nbytes_moved)[0]
+
+    def broadcast(self, what: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The CPU tensor of one of the ranks, in place. Collective; blocks the host."""
+        if self._group is not None and tensor.numel():
+            group = dataclasses.replace(self._group, timeout=self.timeout)
+            broadcast(tensor, group, self._operation(what), rank).wait()
+        return tensor
 
     def _operation(self, what: str) -> Operation:
         self._num_operations += 1

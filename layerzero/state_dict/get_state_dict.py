@@ -6,10 +6,8 @@ a model under `fully_shard` load here, and vice versa.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +15,9 @@ from torch import nn
 
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
-from layerzero.state_dict.checkpoint_group import checkpoint_group_of
+from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
+from layerzero.state_dict.full_tensors import gather, root_of
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import shard_of
 from layerzero.state_dict.names import Names, name_in_group
@@ -26,23 +25,26 @@ from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
 from layerzero.state_dict.optimizers import (
     check_optimizers,
+    fill_slots,
     keeps_whole_states,
     map_values,
     on_device,
+    parameters_with_state,
     refuse_shared,
+    take_tensors,
 )
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
-from layerzero.state_dict.whole import gather_shards
-from layerzero.state_dict.whole_states import gather_whole_states
+from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
 
 StateDict = dict[str, Any]
 _States = Mapping[nn.Parameter, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(NamedTuple):
+    """How a caller wants a state dict."""
+
     full: bool
     cpu_offload: bool
     rank0_only: bool
@@ -68,10 +70,7 @@ class _Choice:
         """What was asked for, from a state dict of shards. Collective if `full`."""
         keepers = [checkpoint_group_of(roots[0], None).first] if self.rank0_only else []
         if self.full:
-            # Made from the models, whose parameters all ranks share.
-            found = gather_shards(
-                found, cpu_offload=self.cpu_offload, ranks_only=keepers, are_alike=True
-            )
+            found = gather_shards(found, cpu_offload=self.cpu_offload, ranks_only=keepers)
         if keepers and dist.get_rank() not in keepers:
             return {}
         moved: StateDict = map_values(found, _on_host) if self.cpu_offload else found
@@ -187,7 +186,7 @@ def _state_dict_of(
                 refuse_experts(root, "rank0_only")
         together = checkpoint_group_of(roots[0], None)
         keeps = not choice.rank0_only or together.is_first
-        whole = gather_whole_states(optimizer, names, together, keeps)
+        whole = _whole_states(optimizer, names, together, keeps)
         if not choice.cpu_offload:
             whole = on_device(roots[0].device, whole)
         return {"state": whole, "param_groups": groups} if keeps else {}
@@ -197,18 +196,12 @@ def _state_dict_of(
         members = [group["params"] for group in groups]
         found = _of_all_ranks(roots[0], names, states, members)
     else:
-        found = {_name(names, p): shards_of_state(p, own) for p, own in states.items()}
+        found = {names.first(p): shards_of_state(p, own) for p, own in states.items()}
     return choice.made(roots, {"state": found, "param_groups": groups})
 
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if type(value) is torch.Tensor else value
-
-
-def _name(names: Names, parameter: nn.Parameter) -> str:
-    found = names.of(parameter)
-    assert found is not None, "name_in_group raised for others"
-    return found[0]
 
 
 def _of_all_ranks(
@@ -224,10 +217,10 @@ def _of_all_ranks(
         members: names in each group; those that other ranks have there are added.
     """
 
-    def describe() -> bytes:
+    def describe() -> StateDict:
         rows: StateDict = {}
         for parameter, state in states.items():
-            name = _name(names, parameter)
+            name = names.first(parameter)
             for key, value in state.items() if names.announces(parameter) else ():
                 if get_info(parameter) is None:
                     row = ["own", None]
@@ -236,13 +229,12 @@ def _of_all_ranks(
                 else:
                     row = ["value", encode(value, f"optimizer state {key!r} of {name}")]
                 rows.setdefault(name, {})[key] = row
-        return json.dumps({"state": rows, "groups": members}).encode()
+        return {"state": rows, "groups": members}
 
     together = checkpoint_group_of(root, None)
     parameters = {found: parameter for parameter, all in names.parameters for found in all}
     result: dict[str, StateDict] = {}
-    for each in together.exchange("optimizer state", describe):
-        message = json.loads(each)
+    for message in together.exchange("optimizer state", describe):
         if len(message["groups"]) == len(members):
             for group, theirs in zip(members, message["groups"], strict=True):
                 group[:] = dict.fromkeys([*group, *(name for name in theirs if name in parameters)])
@@ -261,4 +253,94 @@ def _of_all_ranks(
                 else:
                     none = torch.zeros_like(parameter, dtype=DTYPES[value]).detach()
                     state[key] = shard_of(parameter, none)
+    return result
+
+
+def _whole_states(
+    optimizer: torch.optim.Optimizer, names: Names, together: CheckpointGroup, keeps: bool
+) -> dict[str, StateDict]:
+    """The state of each parameter of a WholeTensorOptimizer, by name, with tensors on the CPU.
+
+    Owners broadcast one tensor after the other. Collective over `together`; blocks the host.
+
+    Args:
+        keeps: whether this rank wants the result; it gets {} otherwise.
+
+    Raises:
+        CheckpointError: a value cannot be encoded.
+    """
+    states: Any = optimizer.state
+    own: list[torch.Tensor] = []
+
+    def describe() -> list[Any]:
+        rows = []
+        for parameter in parameters_with_state(optimizer):
+            if parameter in states:
+                name = names.first(parameter)
+                where = f"optimizer state of {name}"
+                rest, tensors = take_tensors(dict(states[parameter]), "")
+                kinds = [[k, dtype_name(t.dtype, where), list(t.shape)] for k, t in tensors.items()]
+                rows.append([name, encode(rest, where), kinds])
+                own.extend(tensors.values())
+        return rows
+
+    everyone = together.exchange("whole states", describe)
+    remaining = iter(own)
+    found: dict[str, StateDict] = {}
+    for rank, rows in enumerate(everyone):
+        for name, rest, kinds in rows:
+            tensors = {}
+            for key, dtype, shape in kinds:
+                value = torch.empty(shape, dtype=DTYPES[dtype])
+                if rank == together.rank:
+                    value.copy_(next(remaining).detach())
+                tensors[key] = together.broadcast(f"{key} of {name}", value, rank)
+            if keeps:
+                found[name] = fill_slots(decode(rest), tensors)
+    # Without experts of other ranks.
+    firsts = [all_names[0] for _, all_names in names.parameters]
+    return {name: found[name] for name in firsts if name in found}
+
+
+def gather_shards(
+    state_dict: dict[str, Any], *, cpu_offload: bool = False, ranks_only: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The same nested dicts and lists, with full tensors in place of shards.
+
+    Collective over the ranks that share the model, if there is any shard.
+
+    Args:
+        cpu_offload: move each full tensor to the CPU once it is gathered.
+        ranks_only: ranks that get full tensors; the others get None instead. (): all ranks.
+
+    Raises:
+        ValueError: a shard was read from a file, or its model is gone.
+        CheckpointError: on every rank, if ranks have different shards.
+        NotImplementedError: a value is optimizer state of one rank only (`RankLocal`).
+        CollectiveError: a rank died, or did not take part within the timeout.
+    """
+    by_root: dict[int, tuple[RootState, dict[int, ParameterShard]]] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, ParameterShard):
+            root = root_of(value)
+            by_root.setdefault(id(root), (root, {}))[1][id(value)] = value
+        elif isinstance(value, RankLocal):
+            value.refuse()
+
+    map_values(state_dict, collect)
+    keeps = not ranks_only or dist.get_rank() in ranks_only
+    full: dict[int, torch.Tensor | None] = {}
+    for root, shards in by_root.values():
+        if ranks_only:
+            refuse_experts(root, "full tensors on some ranks only")
+        for shard, value in gather(root, list(shards.values())):
+            device = "cpu" if cpu_offload else value.device
+            full[id(shard)] = value.detach().to(device, copy=True) if keeps else None
+            del value
+
+    def replaced(value: Any) -> Any:
+        return full[id(value)] if isinstance(value, ParameterShard) else value
+
+    result: dict[str, Any] = map_values(state_dict, replaced)
     return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,12 @@ def encode(value: Any, where: str) -> Any:
     """
     if value is None:
         return None
-    if isinstance(value, (bool, int, str)):
-        return _encode_plain(value)
+    for plain in (bool, int, str):  # Of a subclass, such as an IntEnum, the plain value.
+        if isinstance(value, plain):
+            return plain(value)
     if isinstance(value, float):
-        plain = float(value)
-        return plain if math.isfinite(plain) else {_TAG + "float": repr(plain)}
+        number = float(value)
+        return number if math.isfinite(number) else {_TAG + "float": repr(number)}
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -67,13 +69,6 @@ def encode(value: Any, where: str) -> Any:
         f"{where}: a {type(value).__name__} cannot be saved without pickle; expected None, bool, "
         "int, float, str, bytes, list, tuple, dict, set, a tensor or a numpy array"
     )
-
-
-def _encode_plain(value: bool | int | str) -> bool | int | str:
-    """A value of a subclass, such as an IntEnum, as its plain base type."""
-    if isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, int) else str(value)
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:
@@ -134,40 +129,25 @@ def _decode(value: Any) -> Any:
     if len(value) == 1:
         ((tag, content),) = value.items()
         if tag.startswith(_TAG):
-            return _decode_tagged(tag[len(_TAG) :], content)
+            if tag not in _DECODERS:
+                raise ValueError(f"unknown tag {tag!r}")
+            return _DECODERS[tag](content)
     return {key: _decode(item) for key, item in value.items()}
 
 
-def _decode_tagged(tag: str, content: Any) -> Any:
-    if tag == "tuple":
-        return tuple(_decode(item) for item in content)
-    if tag == "set":
-        return {_decode(item) for item in content}
-    if tag == "dict":
-        return {_decode(key): _decode(item) for key, item in content}
-    if tag == "float":
-        return float(content)
-    if tag == "complex":
-        return complex(content)
-    if tag == "bytes":
-        return _from_text(content)
-    if tag == "dtype":
-        return DTYPES[content]
-    if tag == "tensor":
-        name, shape, text = content
-        # A bytearray, because tensors need writable memory.
-        data = torch.frombuffer(bytearray(_from_text(text) or b"\0"), dtype=torch.uint8)
-        dtype = DTYPES[name]
-        # Of no elements there is one byte too many.
-        return (data if text else data[:0]).view(dtype).view(_shape(shape))
-    if tag == "array":
-        name, shape, text = content
-        if not _NUMBERS.fullmatch(name):
-            raise ValueError(f"unknown dtype {name!r:.40} of an array")
-        return np.frombuffer(bytearray(_from_text(text)), dtype=np.dtype(name)).reshape(
-            _shape(shape)
-        )
-    raise ValueError(f"unknown tag {tag!r}")
+def _decode_tensor(content: Any) -> torch.Tensor:
+    name, shape, text = content
+    # A bytearray, because tensors need writable memory; of no elements there is one byte too many.
+    data = torch.frombuffer(bytearray(_from_text(text) or b"\0"), dtype=torch.uint8)
+    return (data if text else data[:0]).view(DTYPES[name]).view(_shape(shape))
+
+
+def _decode_array(content: Any) -> np.ndarray[Any, Any]:
+    name, shape, text = content
+    if not _NUMBERS.fullmatch(name):
+        raise ValueError(f"unknown dtype {name!r:.40} of an array")
+    flat = np.frombuffer(bytearray(_from_text(text)), dtype=np.dtype(name))
+    return flat.reshape(_shape(shape))
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -183,3 +163,17 @@ def _to_text(data: bytes) -> str:
 
 def _from_text(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": lambda content: tuple(_decode(item) for item in content),
+    "$set": lambda content: {_decode(item) for item in content},
+    "$dict": lambda content: {_decode(key): _decode(item) for key, item in content},
+    "$float": float,
+    "$complex": complex,
+    "$bytes": _from_text,
+    "$dtype": DTYPES.__getitem__,
+    "$tensor": _decode_tensor,
+    "$array": _decode_array,
+}
+"""What reads the content of each tag."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.flat_param import OriginalParameter
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.parameter_info import ParameterInfo, gather_by, get_info
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive
@@ -170,11 +170,9 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     Raises:
         ValueError: `value` is none of these.
     """
-    from layerzero.state_dict.names import extent_of
     from layerzero.state_dict.parameter_shard import ParameterShard
 
-    info = _info_of(sharded_param)
-    extent, (start, stop) = extent_of(info), info.range
+    info, own = _info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:
             raise ValueError(
@@ -182,23 +180,21 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
                 "or load through torch.distributed.checkpoint"
             )
         local = info.tensor_parallel.localize(value.detach(), info.fqn)
-        return local.reshape(-1)[start:stop].view(sharded_param.shape)
+        return local.reshape(-1)[slice(*own.range)].view(sharded_param.shape)
     if isinstance(value, ParameterShard):
-        if (value.extent, value.range) != (extent, (start, stop)):
+        if not own.is_of_same_place(value):
             raise ValueError(
                 f"the entry is a shard of elements {value.range} of shape {tuple(value.shape)}, "
-                f"but this rank needs elements {(start, stop)} of shape {extent.shape}: it was "
+                f"but this rank needs elements {own.range} of shape {tuple(own.shape)}: it was "
                 "saved with another sharding; load full tensors, or a checkpoint of "
                 "layerzero.checkpoint or torch.distributed.checkpoint"
             )
         return value.local.view(sharded_param.shape)
-    if tuple(value.shape) == extent.shape:
-        ends = zip(extent.offsets, extent.local_shape, strict=True)
-        block = value[tuple(slice(at, at + size) for at, size in ends)]
-        return block.reshape(-1)[start:stop].view(sharded_param.shape)
+    if value.shape == own.shape:
+        return own.part_of(value)
     if value.shape == sharded_param.shape:
         return value
     raise ValueError(
-        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter {extent.shape} "
-        f"and this rank's shard {tuple(sharded_param.shape)}"
+        f"size mismatch: the entry has shape {tuple(value.shape)}, the parameter "
+        f"{tuple(own.shape)} and this rank's shard {tuple(sharded_param.shape)}"
     )

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from layerzero.experts.names import global_name
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.placement import ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
@@ -43,6 +43,10 @@ class Names:
     def of(self, parameter: torch.Tensor) -> tuple[str, ...] | None:
         """All names of a parameter of the model; None for any other."""
         return self._by_id.get(id(parameter))
+
+    def first(self, parameter: torch.Tensor) -> str:
+        """The first name of a parameter of the model."""
+        return self._by_id[id(parameter)][0]
 
     def announces(self, parameter: nn.Parameter) -> bool:
         """Whether this rank reports a parameter to the others.

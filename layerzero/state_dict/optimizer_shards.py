@@ -74,17 +74,15 @@ def shards_of_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateD
 
 
 def _shown(value: Any, parameter: nn.Parameter, what: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        if get_info(parameter) is None or value.ndim == 0:
-            return value
-        if value.shape == parameter.shape:
-            return shard_of(parameter, value.detach())
-        return rank_local(value, what)
-    if isinstance(value, dict):
-        return {key: _shown(item, parameter, what) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_shown(item, parameter, what) for item in value)
-    return value
+    def shown(item: Any) -> Any:
+        is_shaped = isinstance(item, torch.Tensor) and item.ndim
+        if not is_shaped or get_info(parameter) is None:
+            return item
+        if item.shape == parameter.shape:
+            return shard_of(parameter, item.detach())
+        return rank_local(item, what)
+
+    return map_values(value, shown)
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, nn.Parameter]:
@@ -133,22 +131,18 @@ def _name_of(parameter: nn.Parameter) -> str:
 
 
 def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
-    if isinstance(value, RankLocal):
-        return value.plain()
-    if isinstance(value, torch.Tensor):
-        if value.ndim == 0 and not (is_shaped or isinstance(value, ParameterShard)):
-            return value
-        taken = local_part(value, parameter)
+    def part(item: torch.Tensor) -> torch.Tensor:
+        found = local_part(item, parameter)
         # A view would keep the full tensor alive, and the optimizer would write to it.
-        return taken if taken.numel() == value.numel() else taken.clone()
-    if isinstance(value, dict):
-        return {key: _taken_inside(item, parameter) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_taken_inside(item, parameter) for item in value)
-    return value
+        return found if found.numel() == item.numel() else found.clone()
 
+    def taken(item: Any) -> Any:
+        if isinstance(item, RankLocal):
+            return item.plain()
+        return part(item) if isinstance(item, ParameterShard) else item
 
-def _taken_inside(value: Any, parameter: nn.Parameter) -> Any:
-    """`_taken` inside a container, where plain tensors stay: their intended shape is unknown."""
-    is_ours = isinstance(value, (RankLocal, ParameterShard, dict, list, tuple))
-    return _taken(value, parameter, is_shaped=False) if is_ours else value
+    # The intended shape of plain tensors inside a container is unknown.
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(
+        value, (RankLocal, ParameterShard)
+    )
+    return part(value) if is_plain and (value.ndim or is_shaped) else map_values(value, taken)

@@ -20,7 +20,8 @@ def put_state(
     optimizer: torch.optim.Optimizer,
     options: Sequence[Mapping[str, Any]],
     states: Mapping[nn.Parameter, Mapping[str, Any]],
-    keeps_dtype: set[tuple[nn.Parameter, str]] | None = None,
+    *,
+    exact: bool = False,
 ) -> None:
     """Load state through the optimizer's own `load_state_dict`, which handles devices and defaults.
 
@@ -28,8 +29,8 @@ def put_state(
         options: for each of its groups, options that replace the group's own.
         states: for each parameter, tensors and plain values; parameters not in it lose their
             state.
-        keeps_dtype: (parameter, key) of state that must keep its dtype, where torch would cast it
-            to that of the parameter; tensors, or containers of tensors.
+        exact: keep the dtypes of the given tensors, where torch would cast floating-point ones to
+            that of the parameter.
     """
     numbers: dict[nn.Parameter, int] = {}
     groups = []
@@ -43,12 +44,13 @@ def put_state(
         # Its own entries say which tensors this rank owns.
         state_dict = {**optimizer.state_dict(), **state_dict}
     optimizer.load_state_dict(state_dict)
-    for parameter, key in keeps_dtype or ():
-        given = states[parameter][key]
-        if not isinstance(given, torch.Tensor):
-            optimizer.state[parameter][key] = on_device(parameter.device, given)
-        elif optimizer.state[parameter][key].dtype != given.dtype:
-            optimizer.state[parameter][key] = given.to(parameter.device)
+    for parameter, state in states.items() if exact else ():
+        held = optimizer.state[parameter]
+        for key, given in state.items():
+            if isinstance(given, (dict, list, tuple)):
+                held[key] = on_device(parameter.device, given)
+            elif isinstance(given, torch.Tensor) and held[key].dtype != given.dtype:
+                held[key] = given.to(parameter.device)
 
 
 def state_template(

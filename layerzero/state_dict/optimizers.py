@@ -37,12 +37,17 @@ def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer if inner is None else inner
 
 
-def take_tensors(value: Any, key: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split a container into its tensors, by name, and the rest, with a slot for each tensor."""
+def take_tensors(
+    value: Any, key: str, leave_numbers: bool = False
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a container into its tensors, by name, and the rest, with a slot for each tensor.
+
+    With `leave_numbers`, tensors without dimensions stay in the rest.
+    """
     tensors: dict[str, torch.Tensor] = {}
 
     def take(item: Any, name: str) -> Any:
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and (item.ndim or not leave_numbers):
             tensors[name] = item
             return {_SLOT: name}
         return _rebuilt(item, lambda inner, place: take(inner, f"{name}[{place}]"))
@@ -71,7 +76,7 @@ def slots_of(value: Any) -> Iterator[str]:
 
 
 def _rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    if type(value) is dict:
+    if isinstance(value, dict):
         return {key: change(item, key) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(change(item, number) for number, item in enumerate(value))
@@ -89,7 +94,7 @@ def on_device(device: torch.device, value: Any) -> Any:
 
 def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nested dicts, lists and tuples, with `change` of what is in them."""
-    if type(value) in (dict, list, tuple):
+    if isinstance(value, dict) or type(value) in (list, tuple):
         return _rebuilt(value, lambda item, _: map_values(item, change))
     return change(value)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from layerzero.state_dict.gather import gather, root_of
+from layerzero.state_dict.full_tensors import gather, root_of
 from layerzero.state_dict.owners import refuse_other_name
 from layerzero.state_dict.ranges import Box, Extent, boxes
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from layerzero.state_dict.optimizer_state import (
 )
 from layerzero.state_dict.optimizers import (
     check_optimizers,
+    fill_slots,
     keeps_whole_states,
     parameters_with_state,
     refuse_shared,
@@ -75,7 +75,7 @@ def set_model_state_dict(
     state = root_state_of(model, "set_model_state_dict", broadcast_from_rank0)
     if broadcast_from_rank0:
         names = Names(model)
-        sharded_params = {(name,): p for p, found in names.parameters for name in found}
+        sharded_params = {f"[{name}]": p for p, found in names.parameters for name in found}
         model_state_dict = _from_first(state, model_state_dict, sharded_params)
     own_names = _names_to_load(model)
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
@@ -143,7 +143,7 @@ def set_optimizer_state_dict(
     for name, each in optimizers.items():
         own = given.get(name, {})
         if broadcast_from_rank0:
-            sharded_params = {("state", found[0]): p for p, found in names.parameters}
+            sharded_params = {f"[state][{found[0]}]": p for p, found in names.parameters}
             # Whole states have other shapes than shards are cut from.
             cut = {} if keeps_whole_states(each) else sharded_params
             own = _from_first(root, own, cut)
@@ -188,30 +188,19 @@ def _put_whole(
     """Load the states of the tensors that this rank owns, in the dtypes that they have."""
     states = {}
     for parameter in parameters_with_state(optimizer):
-        found = names.of(parameter)
-        assert found is not None, "name_in_group raised for others"
-        for key, value in given.get(found[0], {}).items():
+        name = names.first(parameter)
+        for key, value in given.get(name, {}).items():
             if isinstance(value, (ParameterShard, RankLocal)):
                 raise CheckpointError(
-                    f"optimizer state {key!r} of {found[0]} is a shard, but "
+                    f"optimizer state {key!r} of {name} is a shard, but "
                     f"{type(optimizer).__name__} keeps whole states: pass a state dict that was "
                     "made with full=True"
                 )
-        if found[0] in given:
+        if name in given:
             # Copies, because the optimizer will write to them.
-            states[parameter] = copy.deepcopy(given[found[0]])
-
-    def name_of(parameter: nn.Parameter) -> str:
-        return (names.of(parameter) or ("a parameter of no model",))[0]
-
-    refuse_other_class(optimizer, options, states, name_of)
-    keeps_dtype = {
-        (parameter, key)
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) or any(take_tensors(value, key)[1])
-    }
-    put_state(optimizer, options, states, keeps_dtype)
+            states[parameter] = copy.deepcopy(given[name])
+    refuse_other_class(optimizer, options, states, names.first)
+    put_state(optimizer, options, states, exact=True)
 
 
 def _own_parts(
@@ -231,64 +220,40 @@ def _own_parts(
     return result
 
 
-_Path = tuple[Any, ...]
-
-
 def _from_first(
-    root: RootState, state_dict: StateDict, sharded_params: dict[_Path, nn.Parameter]
+    root: RootState, state_dict: StateDict, sharded_params: dict[str, nn.Parameter]
 ) -> StateDict:
     """The first rank's state dict on every rank, with shards for its tensors. Collective.
 
     Args:
-        sharded_params: keyed by path; tensors at a path, or one level below it, have the original
-            shape of the parameter.
+        sharded_params: by path, as `take_tensors` writes it; tensors at a path, or one level below
+            it, have the original shape of the parameter.
     """
     refuse_experts(root, "broadcast_from_rank0")
     together = checkpoint_group_of(root, None)
+    given: dict[str, torch.Tensor] = {}
 
-    def describe() -> bytes:
-        rows = [[list(path), *_described(path, value)] for path, value in _items_in(state_dict)]
-        return json.dumps(rows).encode()
+    def describe() -> list[Any]:
+        # Numbers travel as values: optimizers keep them on the CPU.
+        rest, found = take_tensors(state_dict, "", leave_numbers=True)
+        given.update(found)
+        kinds = [[path, dtype_name(t.dtype, path), list(t.shape)] for path, t in found.items()]
+        return [encode(rest, "state dict"), kinds]
 
-    rows = json.loads(together.from_first("state dict", describe))
-    values = dict(_items_in(state_dict)) if together.is_first else {}
-    result: StateDict = {}
-    for keys, how, *rest in rows:
-        path = tuple(keys)
-        if how == "value":
-            value = decode(rest[0])
+    rest, kinds = together.from_first("state dict", describe)
+    values: dict[str, torch.Tensor] = {}
+    for path, dtype, shape in kinds:
+        full = torch.empty(shape, dtype=DTYPES[dtype], device=root.device)
+        if together.is_first:
+            full.copy_(given[path])
+        _broadcast(root, full, path)
+        sharded_param = sharded_params.get(path, sharded_params.get(path.rpartition("[")[0]))
+        if sharded_param is not None and get_info(sharded_param) is not None:
+            values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())
         else:
-            full = torch.empty(rest[1], dtype=DTYPES[rest[0]], device=root.device)
-            if together.is_first:
-                full.copy_(values[path])
-            _broadcast(root, full, ".".join(map(str, path)))
-            sharded_param = sharded_params.get(path, sharded_params.get(path[:-1]))
-            value = full
-            if sharded_param is not None and get_info(sharded_param) is not None:
-                value = shard_of(sharded_param, local_part(full, sharded_param).clone())
-        _put(result, path, value)
+            values[path] = full
+    result: StateDict = fill_slots(decode(rest), values)
     return result
-
-
-def _items_in(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            yield from _items_in(item, (*path, key))
-    else:
-        yield path, value
-
-
-def _described(path: _Path, value: Any) -> list[Any]:
-    where = ".".join(map(str, path))
-    if isinstance(value, torch.Tensor) and value.ndim:
-        return ["tensor", dtype_name(value.dtype, where), list(value.shape)]
-    return ["value", encode(value, where)]
-
-
-def _put(into: StateDict, path: _Path, value: Any) -> None:
-    for key in path[:-1]:
-        into = into.setdefault(key, {})
-    into[path[-1]] = value
 
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import broadcast_from_first, gather_small
-from layerzero.flat.layout import ShardRange
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
+from layerzero.state_dict.full_tensors import flat_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
@@ -193,20 +193,22 @@ def _gather(
     # Also without a gradient here: ranks with other experts may have one, and all ranks must issue
     # the same collectives.
     if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
-        full_grad = _gather_flat(root, unit, handle, _flat_gradient(handle))
+        grads = {i: p.grad for i, p in enumerate(handle.sharded_params) if p.grad is not None}
+        flat = flat_of(handle, handle.main_shard.dtype, grads)
+        full_grad = _gather_flat(root, unit, handle, flat)
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
     if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
         full = full.clone()  # In a group of one: changes must be lost unless written back.
     values = _views(handle, full, options)
-    grads = None if full_grad is None else _views(handle, full_grad, options)
+    full_grads = None if full_grad is None else _views(handle, full_grad, options)
     parameters = []
     for index, sharded in enumerate(handle.sharded_params):
         # Through `.data`, so that it counts its own versions; see `was_written`.
         parameter = nn.Parameter(values[index].data, requires_grad=sharded.requires_grad)
         copy_attributes(handle.unsharded_params[index], parameter)
-        if grads is not None and has_grad[index]:
-            parameter.grad = grads[index]
+        if full_grads is not None and has_grad[index]:
+            parameter.grad = full_grads[index]
         parameters.append(parameter)
     return _Summoned(handle, parameters, tuple(parameters))
 
@@ -237,18 +239,6 @@ def _gather_flat(
     return shard
 
 
-def _flat_gradient(handle: FlatParamHandle) -> torch.Tensor:
-    flat = torch.zeros_like(handle.main_shard)
-    for owned, sharded in zip(
-        handle.layout.shard_ranges(handle.placement.main_shard_index),
-        handle.sharded_params,
-        strict=True,
-    ):
-        if sharded.grad is not None and owned.numel:
-            flat[owned.offset : owned.offset + owned.numel] = sharded.grad.reshape(-1)
-    return flat
-
-
 def _show(unit: Unit, made: list[_Summoned]) -> None:
     by_sharded = {
         sharded: parameter
@@ -260,29 +250,45 @@ def _show(unit: Unit, made: list[_Summoned]) -> None:
     unit.views.show(by_sharded)
 
 
+@remembers_failure
 def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
+    """Take over full values, and gradients if asked for; with `rank0_only`, one at a time."""
     # Values go back through `.data`, and count as written only where the user wrote: between a
     # forward and its backward a summon may read.
-    handle = entry.handle
+    handle, verb = entry.handle, "summon writeback"
     handle.note_rewrite()
-    if options.rank0_only:
-        _send_from_first(root, entry, options)
-        return
-    assert entry.parameters is not None
-    for owned, sharded, parameter in zip(
-        handle.layout.shard_ranges(handle.placement.main_shard_index),
-        handle.sharded_params,
-        entry.parameters,
-        strict=True,
-    ):
-        value = _flat_of(handle, owned.param, parameter)
+    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
+    for index, (owned, sharded) in enumerate(zip(ranges, handle.sharded_params, strict=True)):
+        parameter = None if entry.parameters is None else entry.parameters[index]
+        value = None if parameter is None else _flat_of(handle, index, parameter)
+        if options.rank0_only:
+            value = _from_first(root, handle, index, value, verb)
+        assert value is not None
         sharded.data.copy_(value[owned.start : owned.stop].view(sharded.shape))
-        if entry.was_written(owned.param):
+        if not options.rank0_only and entry.was_written(index):
             torch.autograd.graph.increment_version(sharded)
-        if options.with_grads:
-            grad = parameter.grad
-            full = None if grad is None else _flat_of(handle, owned.param, grad)
-            _set_gradient(sharded, full, owned)
+        if not options.with_grads:
+            continue
+        full = parameter if parameter is None else parameter.grad
+        full = full if full is None else _flat_of(handle, index, full)
+        if options.rank0_only:
+            exists = torch.tensor([full is not None], dtype=torch.uint8, device=root.device)
+            what = f"{verb} of a gradient"
+            if _broadcast(root, exists, handle, what, handle.fqns[index]).item():
+                full = _from_first(root, handle, index, full, what)
+        part = None if full is None else full[owned.start : owned.stop].view(sharded.shape)
+        sharded.grad = None if part is None else part.to(sharded.device, copy=True)
+
+
+def _from_first(
+    root: RootState, handle: FlatParamHandle, index: int, own: torch.Tensor | None, verb: str
+) -> torch.Tensor:
+    """The first rank's `own`, of the original parameter's number of elements, on every rank."""
+    sharded = handle.sharded_params[index]
+    full = sharded.new_empty(handle.layout.numels[index], device=root.device)
+    if own is not None:
+        full.copy_(own)
+    return _broadcast(root, full, handle, verb, handle.fqns[index])
 
 
 def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -291,46 +297,6 @@ def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch
     if split is not None:
         tensor = split.localize(tensor, handle.fqns[index])
     return tensor.detach().reshape(-1)
-
-
-@remembers_failure
-def _send_from_first(root: RootState, entry: _Summoned, options: SummonOptions) -> None:
-    """Broadcast values that only the first rank has, one parameter at a time to save memory."""
-    handle = entry.handle
-    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
-    for index, sharded in enumerate(handle.sharded_params):
-        name = handle.fqns[index]
-        full = sharded.new_empty(handle.layout.numels[index], device=root.device)
-        if entry.parameters is not None:
-            full.copy_(_flat_of(handle, index, entry.parameters[index]))
-        _broadcast(root, full, handle, "summon writeback", name)
-        sharded.data.copy_(full[ranges[index].start : ranges[index].stop].view(sharded.shape))
-        if options.with_grads:
-            _send_gradient_from_first(root, entry, index, ranges[index])
-
-
-@remembers_failure
-def _send_gradient_from_first(
-    root: RootState, entry: _Summoned, index: int, owned: ShardRange
-) -> None:
-    handle, verb = entry.handle, "summon writeback of a gradient"
-    sharded, name = handle.sharded_params[index], handle.fqns[index]
-    grad = None if entry.parameters is None else entry.parameters[index].grad
-    exists = torch.tensor([grad is not None], dtype=torch.uint8, device=root.device)
-    if not _broadcast(root, exists, handle, verb, name).item():
-        _set_gradient(sharded, None, owned)
-        return
-    full = sharded.new_empty(handle.layout.numels[index], device=root.device)
-    if grad is not None:
-        full.copy_(_flat_of(handle, index, grad))
-    _broadcast(root, full, handle, verb, name)
-    _set_gradient(sharded, full, owned)
-
-
-def _set_gradient(sharded: nn.Parameter, full: torch.Tensor | None, owned: ShardRange) -> None:
-    """Set `.grad` to this rank's part of `full`, [numel of the original parameter]."""
-    part = None if full is None else full[owned.start : owned.stop]
-    sharded.grad = None if part is None else part.view(sharded.shape).to(sharded.device, copy=True)
 
 
 def _broadcast(

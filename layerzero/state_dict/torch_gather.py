@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 _PATCHED = "_gathers_layerzero_shards"
@@ -20,23 +19,16 @@ def patch_torch() -> None:
 
     original = _state_dict_utils._gather_state_dict
     if not hasattr(original, _PATCHED):
-        _state_dict_utils._gather_state_dict = _patched(original)
+
+        @functools.wraps(original)
+        def gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
+            from layerzero.state_dict.get_state_dict import gather_shards
+
+            chosen = {k: options[k] for k in ("cpu_offload", "ranks_only") if k in options}
+            return original(gather_shards(state_dict, **chosen), **options)
+
+        setattr(gather_state_dict, _PATCHED, True)
+        _state_dict_utils._gather_state_dict = gather_state_dict
     user = sys.modules.get("torch.distributed.checkpoint.state_dict")
     if user is not None:  # Otherwise it imports the new one from the module above.
         user._gather_state_dict = _state_dict_utils._gather_state_dict  # type: ignore[attr-defined]
-
-
-def _patched(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-        from layerzero.state_dict.whole import gather_shards
-
-        ours = gather_shards(
-            state_dict,
-            cpu_offload=options.get("cpu_offload", False),
-            ranks_only=options.get("ranks_only", ()),
-        )
-        return original(ours, **options)
-
-    setattr(gather_state_dict, _PATCHED, True)
-    return gather_state_dict

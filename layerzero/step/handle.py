@@ -17,7 +17,7 @@ import torch
 from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Event, Waitable
 from layerzero.flat.flat_param import FlatParam, version_of
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
 
 

@@ -22,7 +22,7 @@ from layerzero.comm.gloo.threads import wake_without_preempting
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.timeouts import Phases
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError

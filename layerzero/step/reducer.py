@@ -20,8 +20,8 @@ from layerzero.comm.collectives import flags_tensor, gather_flags
 from layerzero.comm.pending import Pending
 from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
 from layerzero.step.placeholders import KeptStep

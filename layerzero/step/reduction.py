@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from layerzero.comm.streams import CommStream, Event, InlineStream, Waitable
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit

@@ -19,8 +19,7 @@ from torch import nn
 from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
 from layerzero.comm.streams import Streams
 from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
-from layerzero.flat.groups import ShardGroup
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
 from layerzero.step.extension import Extensions

@@ -9,7 +9,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from layerzero.flat.groups import ShardGroup, raise_backend_timeout
+from layerzero.flat.groups import raise_backend_timeout
+from layerzero.flat.placement import ShardGroup
 
 _HOST = torch.device("cpu")
 

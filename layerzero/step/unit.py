@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from layerzero.config import MixedPrecision, ReshardAfterForward
-from layerzero.flat.flat_param import OriginalParameter, ParameterViews
+from layerzero.flat.flat_param import ParameterViews
+from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.parameter_hooks import refuse_gradients
 from layerzero.flat.unset_values import AwaitedBuffer
 from layerzero.step.context import RuntimeContext
@@ -38,9 +39,6 @@ class ShardState(enum.Enum):
     UNSHARDED = "unsharded"
     """The shard, and a valid full buffer."""
 
-    def allow(self, successors: Iterable[ShardState]) -> None:
-        self.successors = tuple(successors)
-
 
 class TrainingState(enum.Enum):
     """Where in the step a unit is."""
@@ -54,9 +52,6 @@ class TrainingState(enum.Enum):
     """Between pre_backward and the reduction of its gradients; includes recomputed forwards."""
     SUMMON_FULL_PARAMS = "summon_full_params"
     """Inside the context manager `summon_full_params`."""
-
-    def allow(self, successors: Iterable[TrainingState]) -> None:
-        self.successors = tuple(successors)
 
 
 class Hold(enum.IntFlag):
@@ -117,9 +112,9 @@ def names_of(holds: Hold) -> str:
 
 
 for _shard_state, _shard_states in SHARD_TRANSITIONS.items():
-    _shard_state.allow(_shard_states)
+    _shard_state.successors = tuple(_shard_states)
 for _training_state, _training_states in TRAINING_TRANSITIONS.items():
-    _training_state.allow(_training_states)
+    _training_state.successors = tuple(_training_states)
 
 
 _UNIT = "_layerzero_unit"

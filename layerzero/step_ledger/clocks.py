@@ -17,7 +17,7 @@ import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.flat.device_streams import stream_interface
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations
 from layerzero.step_ledger.records import Stamp
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from layerzero.flat.groups import ShardGroup, own_rank
+from layerzero.flat.groups import own_rank
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.advice import Settings, advise

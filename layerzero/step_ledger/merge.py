@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from layerzero.comm.collectives import gather_small
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations
 from layerzero.step_ledger.clocks import Reading
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.backward import ForwardPass
 from layerzero.step.exec_order import Order
 from layerzero.step.extension import Extension

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from layerzero.comm.collectives import gather_small
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import ShardGroup
 from layerzero.ops import word_sums
 from layerzero.step.operations import Operations
 from layerzero.step.unit import Unit

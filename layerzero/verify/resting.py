@@ -17,8 +17,8 @@ import torch
 
 from layerzero.flat.flat_param import FlatParam
 from layerzero.ops import word_sums
+from layerzero.optim.adamw import AdamW
 from layerzero.optim.checks import name_of
-from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.step.unit import Unit
 
 
@@ -108,7 +108,7 @@ class Resting:
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    if isinstance(optimizer, FlatOptimizer):
+    if isinstance(optimizer, AdamW):
         yield from optimizer.memory()
         return
     name = type(optimizer).__name__

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from layerzero.comm.collectives import gather_small
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import ParameterInfo, get_info
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
 from layerzero.optim import attach
 from layerzero.optim.sharded_params import owners

@@ -24,8 +24,7 @@ from layerzero.comm import collectives
 from layerzero.comm.collectives import Add, gather_small, slices_of
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.groups import ShardGroup
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension

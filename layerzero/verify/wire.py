@@ -19,7 +19,7 @@ import torch
 
 from layerzero.comm.collectives import all_to_all, gather_small
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations
 
 _WHAT = "the model"

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch.thread import run_periodically
 
 _LONGEST_PAUSE_S = 0.5

@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
 from layerzero.watch.slow_waits import is_half_time, warn_half_time

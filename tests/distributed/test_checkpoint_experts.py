@@ -23,7 +23,7 @@ from tests.distributed.test_experts import (
     wrapped,
 )
 from tests.harness.checks import assert_same_parameters
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 from tests.harness.reference import OPTIMIZERS, seeded
 
 
@@ -91,22 +91,27 @@ def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: 
         assert_same_parameters(own, {name: whole[name] for name in own}, what=what)
 
 
-@pytest.mark.parametrize("kind", [NamedExperts, StackedExperts])
 @pytest.mark.parametrize(
-    ("ep", "num_ranks", "own_eps"),
+    ("kind", "ep", "num_ranks", "own_eps"),
     [
-        (2, 4, [1, 4]),
-        pytest.param(2, 4, [2], marks=pytest.mark.slow),
-        pytest.param(1, 2, [2], marks=pytest.mark.slow),
+        (NamedExperts, 2, 4, [1, 4]),
+        (StackedExperts, 2, 4, [1, 4]),
+        pytest.param(NamedExperts, 2, 4, [2], marks=pytest.mark.soak),
+        pytest.param(StackedExperts, 1, 2, [2], marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_of_experts_load_at_any_split(
-    tmp_path: Path, kind: type[nn.Module], ep: int, num_ranks: int, own_eps: list[int]
+    tmp_path: Path,
+    kind: type[nn.Module],
+    ep: int,
+    num_ranks: int,
+    own_eps: list[int],
+    ranks: KeptRanks,
 ) -> None:
-    """Into one split that is coarser and one that is finer; the rest with `--slow`."""
+    """Into one split that is coarser and one that is finer; others with `--slow`."""
     expected: Any = ({}, {})
-    for values in run_ranks(4, _save, str(tmp_path), ep, kind, in_float64=True):
+    for values in ranks(4, _save, str(tmp_path), ep, kind, in_float64=True):
         for into, own in zip(expected, values, strict=True):
             into.update(own)
-    run_ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
-    run_ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)
+    ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
+    ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)

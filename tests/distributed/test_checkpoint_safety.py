@@ -25,8 +25,9 @@ from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, sa
 from layerzero.checkpoint.file_io import transfer
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
-from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.models import Block, Mlp
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
+from tests.harness.saved_models import build, train
 from tests.harness.served_store import serve_store
 
 FILE_CALLS = (
@@ -46,21 +47,6 @@ FILE_CALLS = (
 CHANGE_FOLDERS = ("mkdir", "write", "pwritev", "rename", "replace", "unlink", "rmdir")
 Losses = dict[int, float]
 _DAMAGES = 15  # to each file
-
-
-def _build(seed: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _step(model: ZeRO3, optimizer: torch.optim.Optimizer, step: int) -> float:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    loss = loss_of(model(torch.randn(3, WIDTH, generator=generator)))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @contextmanager
@@ -94,13 +80,13 @@ def _run(root: str, num_steps: int, kill: tuple[int, int] | None) -> Losses:
         kill: this rank, at this call of the first save it makes.
     """
     diagnosis.REPORT_SECONDS = 0.1  # the others need not find out who is dead
-    model, optimizer = _build(0)
+    model, optimizer = build()
     begin = 0
     if any(Path(root).iterdir()):
         begin = load(root, model, optimizer)["step"]
     losses = {}
     for step in range(begin, num_steps):
-        losses[step] = _step(model, optimizer, step)
+        (losses[step],) = train(model, optimizer, 1, step)
         if step % 2:
             at = kill[1] if kill is not None and kill[0] == dist.get_rank() else -1
             with _killed_at(at):
@@ -119,7 +105,7 @@ def _leftovers(root: Path) -> list[str]:
 
 def _calls_of_the_next_save(root: str) -> list[str]:
     """Those that `_run` makes when it goes on from two steps."""
-    model, optimizer = _build(0)
+    model, optimizer = build()
     load(root, model, optimizer)
     with _killed_at(-1) as calls:
         save(root, model, optimizer, step=4, extra={"step": 4}, keep=1)
@@ -136,11 +122,13 @@ def _resume(roots: list[str]) -> list[Losses]:
     return [_run(root, 6, None) for root in roots]
 
 
-def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) -> set[int]:
+def _assert_resumed(
+    roots: list[Path], found: list[list[Losses]], expected: list[Losses]
+) -> set[int]:
     """Each goes on to the losses of a whole run and leaves nothing behind; where they went on."""
     begins = set()
-    for rank, found in enumerate(run_ranks(world_size, _resume, [str(root) for root in roots])):
-        for root, losses in zip(roots, found, strict=True):
+    for rank, own in enumerate(found):
+        for root, losses in zip(roots, own, strict=True):
             assert losses == {step: expected[rank][step] for step in losses}, root.name
             begins.add(min(losses))
     for root in roots:
@@ -150,15 +138,15 @@ def _assert_resumed(roots: list[Path], world_size: int, expected: list[Losses]) 
 
 @pytest.mark.slow
 def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
-    tmp_path: Path, pytestconfig: pytest.Config
+    tmp_path: Path, pytestconfig: pytest.Config, ranks: KeptRanks
 ) -> None:
     """One rank; what changes a folder is not reached, in turn. With `--every-fault`: every call."""
     (first := tmp_path / "first").mkdir()
-    run_ranks(1, _run, str(first), 2, None)
+    ranks(1, _run, str(first), 2, None)
     (whole := tmp_path / "whole").mkdir()
-    expected = run_ranks(1, _run, str(whole), 6, None)
+    expected = ranks(1, _run, str(whole), 6, None)
     shutil.copytree(first, counted := tmp_path / "counted")
-    calls = run_ranks(1, _calls_of_the_next_save, str(counted))[0]
+    calls = ranks(1, _calls_of_the_next_save, str(counted))[0]
     assert len(calls) > 30
     every = pytestconfig.getoption("--every-fault")
     numbers = list(range(1, len(calls) + 1)) if every else _stages(calls, CHANGE_FOLDERS)
@@ -168,14 +156,15 @@ def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
         shutil.copytree(first, root)
         run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
     # From the one before, and from the one being written.
-    assert _assert_resumed(roots, 1, expected) == {2, 4}
+    found = ranks(1, _resume, [str(root) for root in roots])
+    assert _assert_resumed(roots, found, expected) == {2, 4}
     shutil.copytree(first, root := tmp_path / "one more")
     with pytest.raises(AssertionError, match="rank 0: returned instead of exiting"):
         run_ranks(1, _run, str(root), 4, (0, len(calls) + 1), expect_exit={0: -signal.SIGKILL})
 
 
 def _calls_of_a_save(root: str) -> list[str]:
-    model, optimizer = _build(0)
+    model, optimizer = build()
     with _killed_at(-1) as calls:
         save(root, model, optimizer)
     return calls
@@ -183,18 +172,18 @@ def _calls_of_a_save(root: str) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
-    tmp_path: Path, rank: int, pytestconfig: pytest.Config
+    tmp_path: Path, rank: int, pytestconfig: pytest.Config, ranks: KeptRanks
 ) -> None:
     """Of rank 0 those that move data or names. With `--every-fault`: every call."""
-    calls = run_ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
+    calls = ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
     (whole := tmp_path / "whole").mkdir()
-    expected = run_ranks(2, _run, str(whole), 6, None)
+    expected = ranks(2, _run, str(whole), 6, None)
     numbers = _stages(calls, ("pwritev", "rename", "replace") if rank == 0 else FILE_CALLS)
     assert len(numbers) >= 3
     if pytestconfig.getoption("--every-fault"):
         numbers = list(range(1, len(calls) + 1))
     (first := tmp_path / "first").mkdir()
-    run_ranks(2, _run, str(first), 2, None)
+    ranks(2, _run, str(first), 2, None)
     roots = []
     for number in numbers:
         roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
@@ -203,16 +192,16 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
             2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
         )
         assert (root / "latest").exists()
-    _assert_resumed(roots, 2, expected)
+    _assert_resumed(roots, ranks(2, _resume, [str(root) for root in roots]), expected)
 
 
 def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
     """A checkpoint on the disk, and a model and optimizer with other values."""
-    model, optimizer = _build(0)
-    _step(model, optimizer, 0)
+    model, optimizer = build()
+    train(model, optimizer, 1, 0)
     save(root, model, optimizer, step=1, extra={"note": "x"}, max_file_size="2KB")
-    model, optimizer = _build(1)
-    _step(model, optimizer, 1)
+    model, optimizer = build(seed=1)
+    train(model, optimizer, 1, 1)
     return model, optimizer, get_model_state_dict(model, full=True)
 
 
@@ -261,18 +250,21 @@ def _damaged(root: str) -> int:
     return refused
 
 
-def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    refused = run_ranks(2, _damaged, str(tmp_path))[0]
+def test_damage_at_random_places_is_refused_before_anything_changes(
+    tmp_path: Path, ranks: KeptRanks
+) -> None:
+    refused = ranks(2, _damaged, str(tmp_path))[0]
     files = list((tmp_path / "step-00000001").iterdir())
     assert len(files) >= 4
     assert refused == _DAMAGES * len(files)
 
 
-def _replica_damage(root: str) -> None:
+@on_ranks(2)
+def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
     """What one rank alone misreads is noticed too, also where another rank has the same shard."""
     torch.manual_seed(0)
     model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
-    save(root, model)
+    save(tmp_path, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     preadv = os.preadv
 
@@ -284,14 +276,10 @@ def _replica_damage(root: str) -> None:
 
     os.preadv = misread  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match="damaged"):
-        load(root, model)
+        load(tmp_path, model)
     os.preadv = preadv
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-
-
-def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
-    run_ranks(2, _replica_damage, str(tmp_path))
 
 
 class Bomb:
@@ -304,15 +292,16 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def _planted(root: str) -> None:
-    model, optimizer, _ = _saved(root)
-    folder = Path(root) / "step-00000001"
-    marker = Path(root) / "exploded"
+@on_ranks(2)
+def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
+    model, optimizer, _ = _saved(tmp_path)
+    folder = tmp_path / "step-00000001"
+    marker = tmp_path / "exploded"
     bomb = pickle.dumps({"model": Bomb(marker)})
     if dist.get_rank() == 0:
         for name in ("pytorch_model.bin", "model.pt", ".metadata", "optimizer.pkl", "extra.pickle"):
             (folder / name).write_bytes(bomb)
-            (Path(root) / name).write_bytes(bomb)
+            (tmp_path / name).write_bytes(bomb)
     dist.barrier()
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -320,8 +309,8 @@ def _planted(root: str) -> None:
 
     originals = pickle.load, pickle.loads, pickle.Unpickler, torch.load
     pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse  # type: ignore
-    load(root, model, optimizer)
-    save(root, model, optimizer)
+    load(tmp_path, model, optimizer)
+    save(tmp_path, model, optimizer)
     names = sorted(path.name for path in folder.glob("model*.safetensors"))
     for name in (names[0], "checkpoint.json"):
         data = (folder / name).read_bytes()
@@ -340,10 +329,6 @@ def _planted(root: str) -> None:
     dist.barrier()
     pickle.loads(bomb)["model"].close()
     assert marker.exists()  # it works
-
-
-def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
-    run_ranks(2, _planted, str(tmp_path))
 
 
 def _full_disk(root: str, store_folder: str) -> None:
@@ -382,7 +367,7 @@ def _full_disk(root: str, store_folder: str) -> None:
         refused(r"rank 0: .*File too large")
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         dist.barrier()
-    other, other_optimizer = _build(2)
+    other, other_optimizer = build(seed=2)
     load(root, other, other_optimizer)
     save(root, model, optimizer, step=2)
     load(root, other, other_optimizer)
@@ -395,7 +380,8 @@ def test_a_full_disk_is_an_error_on_every_rank_and_harms_nothing(tmp_path: Path)
     run_ranks(2, _full_disk, str(tmp_path / "root"), str(tmp_path / "store"))
 
 
-def _partial_writes(root: str) -> None:
+@on_ranks(2)
+def test_writes_and_reads_may_be_cut_short_by_the_system(tmp_path: Path) -> None:
     """The system may move less than asked; then the rest follows."""
     pwritev, preadv = os.pwritev, os.preadv
     generator = random.Random(dist.get_rank())
@@ -406,22 +392,18 @@ def _partial_writes(root: str) -> None:
     os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)  # type: ignore
     os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)  # type: ignore
     transfer.BATCH_NBYTES = 100  # several calls for a run of more than a page
-    model, optimizer, _ = _saved(root)
-    load(root, model, optimizer)
+    model, optimizer, _ = _saved(tmp_path)
+    load(tmp_path, model, optimizer)
     expected = get_model_state_dict(model, full=True)
     os.pwritev, os.preadv = pwritev, preadv
-    other, other_optimizer = _build(3)
-    load(root, other, other_optimizer)
+    other, other_optimizer = build(seed=3)
+    load(tmp_path, other, other_optimizer)
     assert_same_parameters(get_model_state_dict(other, full=True), expected)
-
-
-def test_writes_and_reads_may_be_cut_short_by_the_system(tmp_path: Path) -> None:
-    run_ranks(2, _partial_writes, str(tmp_path))
 
 
 def _dead_in_the_background(root: str) -> str:
     diagnosis.REPORT_SECONDS = 0.1
-    model, optimizer = _build(0)
+    model, optimizer = build()
     save(root, model, optimizer, step=1)
     with _killed_at(3 if dist.get_rank() == 1 else -1):
         handle = save(root, model, optimizer, step=2, blocking=False)

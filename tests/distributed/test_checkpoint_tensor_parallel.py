@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     load,
     save,
     set_model_state_dict,
@@ -25,9 +23,9 @@ from layerzero.checkpoint import (
 )
 from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
 from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
+from tests.harness.saved_models import State, everything
 
-State = dict[str, Any]
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -57,11 +55,6 @@ def _train(model: ZeRO3, optimizer: torch.optim.Optimizer, steps: int = 2) -> No
         optimizer.zero_grad()
 
 
-def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
-    full = get_model_state_dict(model, full=True)
-    return full, get_optimizer_state_dict(model, optimizer, full=True)
-
-
 def _assert_same(actual: tuple[State, State], expected: tuple[State, State], what: str) -> None:
     assert_same_parameters(actual[0], expected[0], what=what)
     assert actual[1]["state"].keys() == expected[1]["state"].keys()
@@ -76,30 +69,30 @@ def _write(root: str, num_tensor: int, in_sequence: bool, zero3_size: int | None
     save(f"{root}/ours", model, optimizer)
     weights, state = theirs.get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
-    everything = _everything(model, optimizer)
+    expected = everything(model, optimizer)
     whole = theirs.StateDictOptions(full_state_dict=True)
     found = theirs.get_state_dict(model, optimizer, options=whole)
-    _assert_same(found, everything, "full_state_dict=True")
+    _assert_same(found, expected, "full_state_dict=True")
     for name, value in stream_full(model, 600):
-        assert_bitwise(value, everything[0][name], name)
+        assert_bitwise(value, expected[0][name], name)
     # A handing round of full values, from one rank to all.
     other, other_optimizer = _build(5, num_tensor, in_sequence, zero3_size=zero3_size)
     is_first = dist.get_rank() == 0
-    given, state = everything if is_first else ({}, {})
+    given, state = expected if is_first else ({}, {})
     set_model_state_dict(other, given, broadcast_from_rank0=True)
     set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
-    _assert_same(_everything(other, other_optimizer), everything, "broadcast")
+    _assert_same(everything(other, other_optimizer), expected, "broadcast")
     other.load_state_dict(model.state_dict())
     with model.summon_full_params(writeback=False):
         for name, value in model.state_dict().items():
             assert_bitwise(
                 value.full_tensor() if hasattr(value, "full_tensor") else value,
-                everything[0][name],
+                expected[0][name],
                 name,
             )
         other.load_state_dict(model.state_dict())  # DTensors
-    _assert_same(_everything(other, other_optimizer), everything, "shards")
-    return everything
+    _assert_same(everything(other, other_optimizer), expected, "shards")
+    return expected
 
 
 def _read(root: str, num_tensors: list[int], expected: Any) -> None:
@@ -108,7 +101,7 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
             what = f"{dist.get_world_size()} ranks, tp {num_tensor}, {in_sequence}"
             model, optimizer = _build(1, num_tensor, in_sequence)
             load(f"{root}/ours", model, optimizer)
-            _assert_same(_everything(model, optimizer), expected, what)
+            _assert_same(everything(model, optimizer), expected, what)
             model, optimizer = _build(2, num_tensor, in_sequence)
             tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
             both = {
@@ -118,18 +111,18 @@ def _read(root: str, num_tensors: list[int], expected: Any) -> None:
             dcp.load(both, checkpoint_id=f"{root}/dcp")
             tools.set_model_state_dict(model, both["model"])
             tools.set_optimizer_state_dict(model, optimizer, both["optimizer"])
-            _assert_same(_everything(model, optimizer), expected, f"{what}, DCP")
+            _assert_same(everything(model, optimizer), expected, f"{what}, DCP")
             if num_tensor <= 2:  # there are two heads
                 _train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_tensor", "in_sequence", "zero3_size"),
+    ("num_ranks", "num_tensor", "in_sequence", "zero3_size", "readers"),
     [
-        (2, 2, True, None),
-        pytest.param(4, 2, True, None, marks=pytest.mark.slow),
-        pytest.param(4, 2, False, 1, marks=pytest.mark.slow),
-        pytest.param(3, 1, True, None, marks=pytest.mark.slow),
+        (2, 2, True, None, {1: [1], 4: [2]}),
+        pytest.param(4, 2, True, None, {2: [2]}, marks=pytest.mark.soak),
+        pytest.param(4, 2, False, 1, {2: [1]}, marks=pytest.mark.slow),
+        pytest.param(3, 1, True, None, {4: [4]}, marks=pytest.mark.slow),
     ],
 )
 def test_any_split_loads_into_any_other(
@@ -138,14 +131,13 @@ def test_any_split_loads_into_any_other(
     num_tensor: int,
     in_sequence: bool,
     zero3_size: int | None,
+    readers: dict[int, list[int]],
     in_full: bool,
+    ranks: KeptRanks,
 ) -> None:
-    """What two ranks wrote is read at splits that differ from theirs; `make soak`: at all."""
-    few = num_ranks == 2 and not in_full
-    expected = run_ranks(num_ranks, _write, str(tmp_path), num_tensor, in_sequence, zero3_size)[0]
+    """Readers: by number of ranks, over how many a tensor is split. `make soak`: all there are."""
+    expected = ranks(num_ranks, _write, str(tmp_path), num_tensor, in_sequence, zero3_size)[0]
     for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
         assert_bitwise(value, expected[0][name], name)
-    run_ranks(1, _read, str(tmp_path), [1], expected)
-    run_ranks(2, _read, str(tmp_path), [1] if few else [1, 2], expected)
-    if num_ranks != 4:
-        run_ranks(4, _read, str(tmp_path), [2] if few else [2, 4], expected)
+    for world_size, splits in ({1: [1], 2: [1, 2], 4: [2, 4]} if in_full else readers).items():
+        ranks(world_size, _read, str(tmp_path), splits, expected)

@@ -14,7 +14,7 @@ from layerzero.checkpoint import CheckpointError, load, save
 from layerzero.checkpoint.__main__ import verify
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.models import Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 
 
 def _save_beside_another(root: Path) -> str:
@@ -38,7 +38,7 @@ def _save_beside_another(root: Path) -> str:
         dist.barrier()
         go_on.set()
         path = handle.wait()
-        assert all(not finding.damages for finding in verify(path))
+        assert all(not damages for _, damages in verify(path))
         dist.barrier()
         dist.barrier()
         return ""
@@ -54,8 +54,8 @@ def _save_beside_another(root: Path) -> str:
     return str(refused.value)
 
 
-def test_the_second_is_refused_and_the_first_is_whole(tmp_path: Path) -> None:
-    reason = run_ranks(2, _save_beside_another, tmp_path / "run")[1]
+def test_the_second_is_refused_and_the_first_is_whole(tmp_path: Path, ranks: KeptRanks) -> None:
+    reason = ranks(2, _save_beside_another, tmp_path / "run")[1]
     assert f"{tmp_path / 'run'}: process " in reason
     assert "is saving here" in reason
     assert list(committed_steps(tmp_path / "run")) == [8, 9]
@@ -70,7 +70,7 @@ def _save_once(root: Path) -> None:
     save(root, ZeRO3(Mlp()), step=3)
 
 
-def test_what_a_killed_run_held_is_free(tmp_path: Path) -> None:
+def test_what_a_killed_run_held_is_free(tmp_path: Path, ranks: KeptRanks) -> None:
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
-    run_ranks(2, _save_once, tmp_path)
+    ranks(2, _save_once, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]

@@ -19,7 +19,8 @@ from layerzero.checkpoint import get_model_state_dict
 from layerzero.comm import collectives
 from layerzero.comm.collectives import reduce_scatter
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup, make_shard_group
+from layerzero.flat.groups import make_shard_group
+from layerzero.flat.placement import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.ops import ordered_sum_
 from tests.harness.internals import root_state

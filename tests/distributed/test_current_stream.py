@@ -17,7 +17,7 @@ import torch.distributed as dist
 from layerzero.comm import collectives, streams
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
 

@@ -18,7 +18,7 @@ from layerzero.checkpoint import DeltaError, DeltaStream, apply_delta
 from tests.distributed.test_delta import expected
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from delta_folder import DeltaReader, DeltaWriter
@@ -51,6 +51,7 @@ def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
 
 
 def _folder(root: str) -> None:
+    fsync = os.fsync
     os.fsync = lambda _: None  # type: ignore[assignment]  # Disks differ; not what is tested here.
     model, stream = model_and_stream()
     writer = DeltaWriter(root, stream)
@@ -117,22 +118,24 @@ def _folder(root: str) -> None:
     change(model)
     writer.write(1)
     everyone_read(1, "another stream, step 1")
+    os.fsync = fsync
 
 
-def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path) -> None:
-    run_ranks(2, _folder, str(tmp_path / "deep" / "root"))
+def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path, ranks: KeptRanks) -> None:
+    ranks(2, _folder, str(tmp_path / "deep" / "root"))
 
 
-def _sizes(root: str) -> None:
+@on_ranks(2)
+def test_a_folder_takes_few_bytes(tmp_path: Path) -> None:
     model, stream = model_and_stream(width=400, patch_bytes="1MB")
     full = sum(2 * value.numel() for value in expected(model).values())
-    writer = DeltaWriter(root, stream)
+    writer = DeltaWriter(tmp_path, stream)
     for share in (0.02, 0.02):
         change(model, share)
         written = writer.write(stream.round + 1)
         on_disk = sum(
             os.path.getsize(os.path.join(folder, name))
-            for folder, _, names in os.walk(root)
+            for folder, _, names in os.walk(tmp_path)
             for name in names
             if f"r{dist.get_rank():05d}" in name and name.startswith(f"{stream.round:010d}")
         )
@@ -142,20 +145,17 @@ def _sizes(root: str) -> None:
         assert 0.03 * full < total.item() <= 0.08 * full
 
 
-def test_a_folder_takes_few_bytes(tmp_path: Path) -> None:
-    run_ranks(2, _sizes, str(tmp_path))
-
-
-def _broken_wire(folder: str) -> None:
+@on_ranks(1)
+def test_a_broken_wire_interrupts_the_round(tmp_path: Path) -> None:
     """The consumer closes in the middle: the round is interrupted, and the next one repeats it."""
     model, stream = model_and_stream(patch_bytes=50)
     tensors = zeros_like(expected(model))
     for patch in stream.full():
         apply_delta(tensors, patch)
     change(model)
-    with Listener(f"{folder}/s", "AF_UNIX") as listener:
+    with Listener(f"{tmp_path}/s", "AF_UNIX") as listener:
         wires: list[Any] = []
-        thread = threading.Thread(target=lambda: wires.append(Client(f"{folder}/s", "AF_UNIX")))
+        thread = threading.Thread(target=lambda: wires.append(Client(f"{tmp_path}/s", "AF_UNIX")))
         thread.start()
         sender = listener.accept()
         thread.join()
@@ -180,7 +180,3 @@ def _broken_wire(folder: str) -> None:
     for patch in stream.changes():
         apply_delta(tensors, patch)
     check(tensors, model, "after a broken wire")
-
-
-def test_a_broken_wire_interrupts_the_round(tmp_path: Path) -> None:
-    run_ranks(1, _broken_wire, str(tmp_path))

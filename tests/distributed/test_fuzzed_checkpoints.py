@@ -135,9 +135,9 @@ def check_case(seed: int, template: Path, root: Path, trainer: Trainer) -> str |
         arguments["scheduler"] = trainer.scheduler
 
     def verifies() -> None:
-        for finding in verify(resolve(root)):
-            if finding.damages:
-                raise CheckpointError(" ".join(finding.damages))
+        for _, damages in verify(resolve(root)):
+            if damages:
+                raise CheckpointError(" ".join(damages))
 
     _, problem = outcome(verifies)
     if problem is None:

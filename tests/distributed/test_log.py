@@ -30,18 +30,31 @@ class Model(nn.Module):
 
 
 @on_ranks(2)
-def test_the_log_tells_what_a_rank_may_skip() -> None:
+def test_the_log_names_modules_that_are_not_units_like_others() -> None:
     with logged("layerzero") as texts:
-        for optional in ((), (2, 5)):
-            model = Model()
-            layers = [model.layers[index] for index in optional]
-            ZeRO3(model, auto_wrap_policy={Block}, optional_modules=layers)
+        ZeRO3(Model(), auto_wrap_policy={Block})
+        model = Model()
+        layers = model.layers
+        ZeRO3(
+            model,
+            auto_wrap_policy=lambda module, fqn: (
+                {"hook_module": layers[1]} if module is model.norm else isinstance(module, Block)
+            ),
+            optional_modules=[layers[2], layers[5]],
+            ignored_modules=[layers[7]],
+            ignored_parameters=[model.head.weight],
+        )
     if dist.get_rank() > 0:
         assert texts == [], "one rank speaks"
         return
-    without, with_some = texts
-    assert "may skip" not in without
-    assert "\n  a rank may skip: layers.2, layers.5\n" in with_some
+    plain, special = texts
+    for part in (
+        "\n  a rank may skip: layers.2, layers.5\n",
+        "\n  ignored: head.weight, layers.7\n",
+        "\n  hook modules, which gather: layers.1 for norm\n",
+    ):
+        assert part in special, special
+        assert part.split(":")[0] not in plain
 
 
 @on_ranks(2)

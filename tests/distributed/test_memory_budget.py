@@ -19,6 +19,7 @@ from tests.harness.counted_memory import _threads_counted
 from tests.harness.models import tensors_of
 from tests.harness.planned_models import CASES, Block, Tower
 from tests.harness.ranks import run_ranks
+from tests.harness.recording import logged
 from tests.harness.traffic import SentBytes
 
 HUGE = "1TB"
@@ -251,7 +252,9 @@ def _leaves_nothing(_: None) -> None:
     assert len(stack()) == 2
     with torch.no_grad():
         models[1](*batch)
-    train(models[0], 4)
+    with logged("layerzero.memory_budget.learner") as lines:
+        train(models[0], 4)
+    assert lines == [str(models[0].memory_choice)][dist.get_rank() :]
     assert models[0].memory_choice is not None and models[1].memory_choice is None
     assert len(stack()) == 1
     # A model goes while it learns.

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
-from layerzero.optim import SGD as FlatSGD
-from layerzero.optim import AdamW, Lion, WholeTensorOptimizer
+from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.distributed import test_experts as experts
 from tests.harness.checks import named
 from tests.harness.fault_at import differences, snapshot
@@ -33,8 +32,6 @@ OPTIMIZERS: dict[str, Make] = {
     "flat AdamW": lambda p: AdamW(p, lr=0.1),
     "flat 8 bit": lambda p: AdamW(p, lr=0.1, state="8bit"),
     "flat bfloat16": lambda p: AdamW(p, lr=0.1, state="bfloat16"),
-    "flat SGD": lambda p: FlatSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "flat Lion": lambda p: Lion(p, lr=0.1),
     "whole": lambda p: WholeTensorOptimizer(p, torch.optim.AdamW, lr=0.1),
 }
 SETTINGS: list[dict[str, Any]] = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import CheckpointError, ParameterShard
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, FrozenParts, Mlp, OddShapes, TiedAcrossUnits, loss_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.saved_models import (
+    OPTIMIZERS,
+    State,
+    assert_same,
+    build,
+    everything,
+    train,
+)
 
-State = dict[str, Any]
-Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.05),
-    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.05, amsgrad=True),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
-}
 SETTINGS: list[tuple[type[nn.Module], str, State]] = [
     (Mlp, "adamw", {}),
     (Mlp, "momentum", {"zero3_size": 1, "outer": "zero1"}),
@@ -43,104 +41,65 @@ GROUPS = "param_groups"
 FULL = theirs.StateDictOptions(full_state_dict=True)
 
 
-def _build(
-    make: type[nn.Module], kind: str, seed: int = 0, **options: Any
-) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    """Two groups with options of their own, the vectors and the rest."""
-    torch.manual_seed(seed)
-    model = ZeRO3(make(), auto_wrap_policy={Block}, **options)
-    vectors = [p for p in model.parameters() if len(p.layerzero.shape) < 2]
-    others = [p for p in model.parameters() if len(p.layerzero.shape) >= 2]
-    groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
-    return model, OPTIMIZERS[kind](groups)
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss_of(model(torch.randn(3, WIDTH, generator=generator))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _expected(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
-    """Gathered by our own functions."""
-    full = checkpoint.get_model_state_dict(model, full=True)
-    return full, checkpoint.get_optimizer_state_dict(model, optimizer, full=True)
-
-
-def _assert_same(actual: tuple[State, State], expected: tuple[State, State], what: str) -> None:
-    assert_same_parameters(actual[0], expected[0], what=what)
-    # torch makes lists of tuples where it spreads full tensors.
-    given = [{k: list(v) if k == "betas" else v for k, v in g.items()} for g in actual[1][GROUPS]]
-    wanted = [
-        {k: list(v) if k == "betas" else v for k, v in g.items()} for g in expected[1][GROUPS]
-    ]
-    assert given == wanted, what
-    assert actual[1]["state"].keys() == expected[1]["state"].keys(), what
-    for name, state in expected[1]["state"].items():
-        assert_same_parameters(actual[1]["state"][name], state, what=f"{what}: {name}")
-
-
 def _write(folder: str) -> list[tuple[State, State]]:
-    found, everything = [], {}
+    found, saved = [], {}
     for number, (make, kind, options) in enumerate(SETTINGS):
-        model, optimizer = _build(make, kind, **options)
-        _train(model, optimizer)
-        expected = _expected(model, optimizer)
+        model, optimizer = build(make, 0, kind, in_groups=True, **options)
+        train(model, optimizer)
+        expected = everything(model, optimizer)
         what = f"{make.__name__} {kind}"
         full = theirs.get_state_dict(model, optimizer, options=FULL)
         assert all(type(value) is Tensor for value in full[0].values()), what
-        _assert_same(full, expected, what)
+        assert_same(full, expected, what)
         weights, state = theirs.get_state_dict(model, optimizer)
-        everything[str(number)] = [weights, state, optimizer.state_dict()]
+        saved[str(number)] = [weights, state, optimizer.state_dict()]
         found.append(expected)
-    dcp.save(everything, checkpoint_id=folder)
+    dcp.save(saved, checkpoint_id=folder)
     return found
 
 
 def _read(folder: str, expected: list[tuple[State, State]]) -> None:
     world_size = dist.get_world_size()
     size = 2 if world_size == 4 else None
-    built, everything = [], {}
+    built, saved = [], {}
     for number, (make, kind, _) in enumerate(SETTINGS):
-        model, optimizer = _build(make, kind, 1, zero3_size=size)
+        model, optimizer = build(make, 1, kind, in_groups=True, zero3_size=size)
         weights, state = theirs.get_state_dict(model, optimizer)
         # The optimizer's own, without names, goes into one that has state.
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         other = OPTIMIZERS[kind](groups)
-        _train(model, other, 1)
-        everything[str(number)] = [weights, state, other.state_dict()]
+        train(model, other, 1)
+        saved[str(number)] = [weights, state, other.state_dict()]
         built.append((model, optimizer, other))
-    dcp.load(everything, checkpoint_id=folder)
+    dcp.load(saved, checkpoint_id=folder)
     for number, (model, optimizer, other) in enumerate(built):
-        weights, state, own = everything[str(number)]
+        weights, state, own = saved[str(number)]
         theirs.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         other.load_state_dict(own)
         what = f"{SETTINGS[number]} on {world_size} ranks"
-        _assert_same(_expected(model, optimizer), expected[number], what)
-        _assert_same(_expected(model, other), expected[number], f"{what}, without names")
+        assert_same(everything(model, optimizer), expected[number], what)
+        assert_same(everything(model, other), expected[number], f"{what}, without names")
 
 
-@pytest.mark.parametrize("world_sizes", [[1, 3], pytest.param([4], marks=pytest.mark.slow)])
 def test_torchs_functions_save_on_two_ranks_and_load_on_any_number(
-    tmp_path: Path, world_sizes: list[int]
+    tmp_path: Path, ranks: KeptRanks
 ) -> None:
-    expected = run_ranks(2, _write, str(tmp_path))[0]
-    for world_size in world_sizes:
-        run_ranks(world_size, _read, str(tmp_path), expected)
+    expected = ranks(2, _write, str(tmp_path))[0]
+    for world_size in (3, 4):
+        ranks(world_size, _read, str(tmp_path), expected)
 
 
-def _full_and_broadcast() -> None:
+@on_ranks(2)
+def test_full_state_dicts_of_torch_are_whole_and_load_from_one_rank_or_all() -> None:
     for make, kind, options in SETTINGS[:4]:
         what = f"{make.__name__} {kind}"
-        model, optimizer = _build(make, kind, **options)
-        _train(model, optimizer)
-        expected = _expected(model, optimizer)
+        model, optimizer = build(make, 0, kind, in_groups=True, **options)
+        train(model, optimizer)
+        expected = everything(model, optimizer)
         first = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, state = theirs.get_state_dict(model, optimizer, options=first)
         if dist.get_rank() == 0:
-            _assert_same((weights, state), expected, what)
+            assert_same((weights, state), expected, what)
         else:
             assert not weights and not state
         # An unsharded model and optimizer take what came out.
@@ -159,7 +118,7 @@ def _full_and_broadcast() -> None:
                 options=FULL,
             )
             again = theirs.get_state_dict(plain, twin)
-            _assert_same(again, expected, f"{what}, unsharded")
+            assert_same(again, expected, f"{what}, unsharded")
         # From the first rank to all; from every rank's full tensors; without saying so.
         all_weights, all_state = theirs.get_state_dict(model, optimizer, options=FULL)
         for given, how in (
@@ -170,53 +129,50 @@ def _full_and_broadcast() -> None:
             ((all_weights, all_state), FULL),
             ((all_weights, all_state), theirs.StateDictOptions()),
         ):
-            other, other_optimizer = _build(make, kind, 1)
+            other, other_optimizer = build(make, 1, kind, in_groups=True)
             own_weights, own_state = copy.deepcopy(given)
             theirs.set_model_state_dict(other, own_weights, options=how)
             theirs.set_optimizer_state_dict(other, other_optimizer, own_state, options=how)
-            _assert_same(_expected(other, other_optimizer), expected, f"{what} {how}")
-        _train(model, optimizer, 1)
-        _train(other, other_optimizer, 1)
+            assert_same(everything(other, other_optimizer), expected, f"{what} {how}")
+        train(model, optimizer, 1)
+        train(other, other_optimizer, 1)
         # `replicate` and one group sum in other orders; the rest of the settings are bitwise.
         if not options:
-            _assert_same(_expected(other, other_optimizer), _expected(model, optimizer), what)
-
-
-def test_full_state_dicts_of_torch_are_whole_and_load_from_one_rank_or_all() -> None:
-    run_ranks(2, _full_and_broadcast)
+            assert_same(everything(other, other_optimizer), everything(model, optimizer), what)
 
 
 def _flat(folder: str) -> None:
     flat = theirs.StateDictOptions(flatten_optimizer_state_dict=True)
     full_flat = theirs.StateDictOptions(flatten_optimizer_state_dict=True, full_state_dict=True)
-    model, optimizer = _build(Mlp, "adamw", 1)
+    model, optimizer = build(Mlp, 1, in_groups=True)
     if dist.get_world_size() == 2:
-        _train(model, optimizer)
-        expected = _expected(model, optimizer)
+        train(model, optimizer)
+        expected = everything(model, optimizer)
         state = theirs.get_optimizer_state_dict(model, optimizer, options=full_flat)
         for name, own in expected[1]["state"].items():
             for key, value in own.items():
                 assert_bitwise(state[f"state.{name}.{key}"], value, f"{name} {key}")
         state = theirs.get_optimizer_state_dict(model, optimizer, options=flat)
         dcp.save({"optimizer": state}, checkpoint_id=folder)
-        torch.save(expected, f"{folder}/expected") if dist.get_rank() == 0 else None
+        torch.save(tuple(expected), f"{folder}/expected") if dist.get_rank() == 0 else None
         return
     state = theirs.get_optimizer_state_dict(model, optimizer, options=flat)
     dcp.load({"optimizer": state}, checkpoint_id=folder)
     theirs.set_optimizer_state_dict(model, optimizer, state, options=flat)
     expected = torch.load(f"{folder}/expected")
-    _assert_same((expected[0], _expected(model, optimizer)[1]), expected, "flat")
+    assert_same((expected[0], everything(model, optimizer)[1]), expected, "flat")
 
 
-def test_flattened_optimizer_state_loads_on_other_ranks(tmp_path: Path) -> None:
-    run_ranks(2, _flat, str(tmp_path))
-    run_ranks(3, _flat, str(tmp_path))
+def test_flattened_optimizer_state_loads_on_other_ranks(tmp_path: Path, ranks: KeptRanks) -> None:
+    ranks(2, _flat, str(tmp_path))
+    ranks(3, _flat, str(tmp_path))
 
 
-def _per_rank() -> None:
-    model, optimizer = _build(Mlp, "adamw")
-    _train(model, optimizer)
-    expected = _expected(model, optimizer)
+@on_ranks(2)
+def test_a_rank_keeps_saving_and_loading_its_own_state() -> None:
+    model, optimizer = build(in_groups=True)
+    train(model, optimizer)
+    expected = everything(model, optimizer)
     before = {p: dict(state) for p, state in optimizer.state.items()}
     state = optimizer.state_dict()
     for parameter, own in before.items():
@@ -245,12 +201,12 @@ def _per_rank() -> None:
         },
         "param_groups": copied["param_groups"],
     }
-    _train(model, optimizer, 1)
+    train(model, optimizer, 1)
     for what, given in {"a copy": copied, "a file": read, "bare pieces": bare}.items():
-        other, other_optimizer = _build(Mlp, "adamw", 1)
+        other, other_optimizer = build(Mlp, 1, in_groups=True)
         other.load_state_dict(expected[0])
         other_optimizer.load_state_dict(given)
-        _assert_same(_expected(other, other_optimizer), expected, what)
+        assert_same(everything(other, other_optimizer), expected, what)
     with pytest.raises(ValueError, match="read from a file"):
         next(v for v in read["state"][number].values() if v.ndim).full_tensor()
 
@@ -263,22 +219,31 @@ def _per_rank() -> None:
     pickled.seek(0)
     loaded = torch.load(pickled, weights_only=False)
     loaded.load_state_dict(other_optimizer.state_dict())
-    _train(other, other_optimizer, 1)
+    train(other, other_optimizer, 1)
     schedule.step()
     assert other_optimizer.state_dict()["param_groups"][0]["lr"] == 0.025
 
 
-def test_a_rank_keeps_saving_and_loading_its_own_state() -> None:
-    run_ranks(2, _per_rank)
+class _Late(torch.optim.SGD):
+    """Keeps more from its second step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "seen" in state:
+                state["slow"] = parameter.detach().clone()
+            state["seen"] = 1
+        return super().step(closure)
 
 
-def _refused(folder: str) -> None:
-    model, optimizer = _build(Mlp, "adamw")
-    _train(model, optimizer)
-    expected = _expected(model, optimizer)
+@on_ranks(2)
+def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, optimizer = build(in_groups=True)
+    train(model, optimizer)
+    expected = everything(model, optimizer)
     groups = [{"params": group["params"]} for group in optimizer.param_groups]
     momentum = OPTIMIZERS["momentum"]([dict(group) for group in groups])
-    _train(model, momentum, 1)
+    train(model, momentum, 1)
     model.load_state_dict(expected[0])
     saved = {"adamw": optimizer.state_dict(), "momentum": momentum.state_dict()}
     by_name = theirs.get_optimizer_state_dict(model, optimizer)
@@ -291,11 +256,11 @@ def _refused(folder: str) -> None:
         theirs.set_optimizer_state_dict(model, momentum, by_name)
     with pytest.raises(CheckpointError, match="another optimizer class"):
         checkpoint.set_optimizer_state_dict(model, momentum, by_name)
-    checkpoint.save(folder, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
     with torch.no_grad():
         model.head.weight.zero_()
     with pytest.raises(CheckpointError, match="another optimizer class"):
-        checkpoint.load(folder, model, momentum)
+        checkpoint.load(tmp_path, model, momentum)
     assert not model.head.weight.any(), "nothing was loaded"
     plain_sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="SGD keeps nothing"):
@@ -325,26 +290,10 @@ def _refused(folder: str) -> None:
     # AdamW takes what Adam kept, and a class may add state after its first step.
     torch.optim.Adam([dict(group) for group in groups]).load_state_dict(saved["adamw"])
     late = _Late(model.parameters(), lr=0.1)
-    _train(model, late, 2)
+    train(model, late, 2)
     fresh = _Late(model.parameters(), lr=0.1)
     fresh.load_state_dict(late.state_dict())
     assert "slow" in next(iter(fresh.state.values()))
-
-
-class _Late(torch.optim.SGD):
-    """Keeps more from its second step on."""
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if "seen" in state:
-                state["slow"] = parameter.detach().clone()
-            state["seen"] = 1
-        return super().step(closure)
-
-
-def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path))
 
 
 class Flat(torch.optim.SGD):
@@ -357,7 +306,8 @@ class Flat(torch.optim.SGD):
         return loss
 
 
-def _not_elementwise(folder: str) -> None:
+@on_ranks(2)
+def test_state_that_no_other_ranks_could_load_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     optimizer = Flat(model.parameters(), lr=0.1)
     batch = torch.ones(2, WIDTH)
@@ -371,7 +321,7 @@ def _not_elementwise(folder: str) -> None:
     optimizer.step(closure)
     state = optimizer.state_dict()
     with pytest.raises(CheckpointException, match="cannot be resharded"):
-        dcp.save({"optimizer": state}, checkpoint_id=folder)
+        dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
     with pytest.raises(NotImplementedError, match=r"optimizer state 'd' of .*torch\.save"):
         theirs.get_optimizer_state_dict(model, optimizer, options=FULL)
     file = io.BytesIO()
@@ -385,19 +335,12 @@ def _not_elementwise(folder: str) -> None:
     again.step(closure)
 
 
-def test_state_that_no_other_ranks_could_load_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    run_ranks(2, _not_elementwise, str(tmp_path))
-
-
-def _unequal() -> None:
-    model, optimizer = _build(Mlp, "adamw")
-    _train(model, optimizer)
+@on_ranks(2)
+def test_ranks_that_would_gather_different_tensors_raise() -> None:
+    model, optimizer = build(in_groups=True)
+    train(model, optimizer)
     weights = model.state_dict()
     if dist.get_rank() == 1:
         del weights["head.weight"]
-    with pytest.raises(CheckpointError, match=r"number of entries .*on rank 0.*on rank 1"):
+    with pytest.raises(CheckpointError, match=r"differ between ranks: 15 on rank 0, 14 on rank 1"):
         theirs._gather_state_dict(weights)
-
-
-def test_ranks_that_would_gather_different_tensors_raise() -> None:
-    run_ranks(2, _unequal)

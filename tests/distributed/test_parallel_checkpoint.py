@@ -18,7 +18,7 @@ from tests.distributed.test_parallel_manager import (
     batches,
 )
 from tests.harness.checks import assert_bitwise, assert_close_in_float64
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks
 from tests.harness.reference import seeded
 
 
@@ -59,10 +59,10 @@ def _read(path: str, many: list[dict[str, int]], full: dict[str, Any], losses: T
 
 
 @pytest.mark.slow
-def test_checkpoints_load_into_any_sizes(tmp_path: Path) -> None:
+def test_checkpoints_load_into_any_sizes(tmp_path: Path, ranks: KeptRanks) -> None:
     path = str(tmp_path / "checkpoint")
-    full, losses = run_ranks(4, _write, path, in_float64=True)[0]
-    run_ranks(
+    full, losses = ranks(4, _write, path, in_float64=True)[0]
+    ranks(
         4,
         _read,
         path,
@@ -71,4 +71,4 @@ def test_checkpoints_load_into_any_sizes(tmp_path: Path) -> None:
         losses,
         in_float64=True,
     )
-    run_ranks(2, _read, path, [{"tp_size": 2}, {"cp_size": 2}], full, losses, in_float64=True)
+    ranks(2, _read, path, [{"tp_size": 2}, {"cp_size": 2}], full, losses, in_float64=True)

@@ -25,8 +25,8 @@ from layerzero.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from layerzero.flat import layout
-from layerzero.optim import SGD, AdamW, WholeTensorOptimizer, decay_groups, global_norm
+from layerzero.flat import rows
+from layerzero.optim import AdamW, WholeTensorOptimizer, decay_groups, global_norm
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import sharded
 from tests.harness.internals import inner_units
@@ -43,7 +43,7 @@ KINDS: dict[str, Any] = {
     "torch's AdamW": lambda of: torch.optim.AdamW(of, lr=0.01, foreach=True),
     "torch's SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
     "AdamW": lambda of: AdamW(of, lr=0.01),
-    "SGD": lambda of: SGD(of, lr=0.1, momentum=0.9, state="bfloat16"),
+    "AdamW of bfloat16": lambda of: AdamW(of, lr=0.01, state="bfloat16"),
 }
 
 
@@ -414,7 +414,7 @@ def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
     for least in (None, 1):
         with pytest.MonkeyPatch.context() as patch:
             if least is not None:
-                patch.setattr(layout, "_LEAST_SPARED", least)
+                patch.setattr(rows, "_LEAST_SPARED", least)
             model = sharded(case, layout="elements" if least is None else "rows")
         counts = [len(unit.handles) for unit in inner_units(model)[1:]]
         assert counts == ([1, 1] if least is None else [3, 3])

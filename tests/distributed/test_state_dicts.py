@@ -29,7 +29,7 @@ from layerzero.checkpoint import (
     stream_full,
 )
 from layerzero.optim import decay_groups
-from layerzero.state_dict import stream
+from layerzero.state_dict import full_tensors
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.internals import inner_units
 from tests.harness.models import (
@@ -42,10 +42,9 @@ from tests.harness.models import (
     TiedAcrossUnits,
     loss_of,
 )
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations
-
-State = dict[str, Any]
+from tests.harness.saved_models import State, assert_same_optimizer, build, train
 
 
 class Tagged(Mlp):
@@ -57,35 +56,9 @@ class Tagged(Mlp):
         self.register_buffer("scratch", torch.randn(2), persistent=False)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss_of(model(torch.randn(3, WIDTH, generator=generator))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _wrapped(
-    make: type[nn.Module] = Tagged, seed: int = 0, **options: Any
-) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = ZeRO3(make(), auto_wrap_policy={Block}, **options)
-    bias = [p for name, p in model.named_parameters() if "bias" in name]
-    other = [p for name, p in model.named_parameters() if "bias" not in name]
-    groups = [{"params": other}, {"params": bias, "weight_decay": 0.0, "lr": 0.02}]
-    return model, torch.optim.AdamW([g for g in groups if g["params"]], lr=0.05)
-
-
 def _full(model: ZeRO3) -> dict[str, Tensor]:
     with model.summon_full_params(writeback=False):
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def _same_optimizer_state(actual: State, expected: State) -> None:
-    assert actual["param_groups"] == expected["param_groups"]
-    assert actual["state"].keys() == expected["state"].keys()
-    for name, state in expected["state"].items():
-        assert_same_parameters(actual["state"][name], state, what=f"state of {name}")
 
 
 class Renamed(nn.Module):
@@ -108,11 +81,12 @@ class Renamed(nn.Module):
         return self.module.named_parameters(prefix, recurse)
 
 
-def _names_of_its_own() -> None:
-    model, optimizer = _wrapped(Renamed)
+@on_ranks(2)
+def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
+    model, optimizer = build(Renamed, in_groups=True)
     grouped = {id(p) for group in decay_groups(model) for p in group["params"]}
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
-    _train(model, optimizer)
+    train(model, optimizer)
     expected = {name.removeprefix("module."): value for name, value in _full(model).items()}
     full = get_model_state_dict(model, full=True)
     assert_same_parameters(full, expected)
@@ -122,22 +96,20 @@ def _names_of_its_own() -> None:
     options = torch_helpers.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     assert get_model_state_dict(model, options=options).keys() == trained
     FrozenParts().load_state_dict(full)
-    other, _ = _wrapped(Renamed, seed=1)
+    other, _ = build(Renamed, 1, in_groups=True)
     set_model_state_dict(other, full)
     assert_same_parameters(_full(other), _full(model))
-
-
-def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
-    run_ranks(2, _names_of_its_own)
 
 
 MODELS = [Tagged, TiedAcrossUnits, OddShapes, FrozenParts, MixedDtypes]
 
 
-def _full_dicts() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_full_state_dicts_go_out_and_in(world_size: int) -> None:
     for make in MODELS:
-        model, optimizer = _wrapped(make)
-        _train(model, optimizer)
+        model, optimizer = build(make, in_groups=True)
+        train(model, optimizer)
         expected = _full(model)
         full = get_model_state_dict(model, full=True)
         assert_same_parameters(full, expected, what=make.__name__)
@@ -154,30 +126,26 @@ def _full_dicts() -> None:
         file = io.BytesIO()
         torch.save(plain.state_dict(), file)
         file.seek(0)
-        other, other_optimizer = _wrapped(make, seed=1, zero3_size=1)
+        other, other_optimizer = build(make, 1, in_groups=True, zero3_size=1)
         other.load_state_dict(torch.load(file))
         assert_same_parameters(_full(other), expected, what=make.__name__)
         set_optimizer_state_dict(other, other_optimizer, state)
         again = get_optimizer_state_dict(other, other_optimizer, full=True)
-        _same_optimizer_state(again, state)
-        _train(model, optimizer, 1)
-        _train(other, other_optimizer, 1)
+        assert_same_optimizer(again, state)
+        train(model, optimizer, 1)
+        train(other, other_optimizer, 1)
         assert_same_parameters(_full(other), _full(model), what=make.__name__)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_full_state_dicts_go_out_and_in(world_size: int) -> None:
-    run_ranks(world_size, _full_dicts)
-
-
-def _torch_helpers() -> None:
+@on_ranks(2)
+def test_the_options_of_torch_mean_what_they_mean_there() -> None:
     """torch's own functions, on our model."""
-    model, optimizer = _wrapped()
-    _train(model, optimizer)
+    model, optimizer = build(Tagged, in_groups=True)
+    train(model, optimizer)
     expected = _full(model)
     shards = torch_helpers.get_model_state_dict(model)
     assert all(type(v) is ParameterShard for n, v in shards.items() if n != "mean")
-    other, _ = _wrapped(seed=1)
+    other, _ = build(Tagged, 1, in_groups=True)
     torch_helpers.set_model_state_dict(other, shards)
     assert_same_parameters(_full(other), expected)
     options = torch_helpers.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -186,27 +154,26 @@ def _torch_helpers() -> None:
     state = get_optimizer_state_dict(model, optimizer, options=options)
     assert bool(state) == (dist.get_rank() == 0)
     broadcast = torch_helpers.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    other, other_optimizer = _wrapped(seed=1)
+    other, other_optimizer = build(Tagged, 1, in_groups=True)
     set_model_state_dict(other, full, options=broadcast)
     set_optimizer_state_dict(other, other_optimizer, state, options=broadcast)
     assert_same_parameters(_full(other), expected)
-    _same_optimizer_state(
+    assert_same_optimizer(
         get_optimizer_state_dict(other, other_optimizer, full=True),
         get_optimizer_state_dict(model, optimizer, full=True),
     )
-    frozen, _ = _wrapped(FrozenParts)
+    frozen, _ = build(FrozenParts, in_groups=True)
     kept = get_model_state_dict(
         frozen, options=torch_helpers.StateDictOptions(ignore_frozen_params=True)
     )
+    with pytest.raises(ValueError, match="rank0_only needs full=True"):
+        get_model_state_dict(model, rank0_only=True)
     assert list(kept) == [name for name, p in frozen.named_parameters() if p.requires_grad]
 
 
-def test_the_options_of_torch_mean_what_they_mean_there() -> None:
-    run_ranks(2, _torch_helpers)
-
-
-def _shards_alone() -> None:
-    model, _ = _wrapped()
+@on_ranks(2)
+def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
+    model, _ = build(Tagged, in_groups=True)
     expected = _full(model)
     shards = model.state_dict()
     copied = copy.deepcopy(shards)
@@ -241,12 +208,9 @@ def _shards_alone() -> None:
     assert not any(_full(model)[f"blocks.0.{name}"].any() for name in inner)
 
 
-def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
-    run_ranks(2, _shards_alone)
-
-
-def _loading_while_resident() -> None:
-    model, _ = _wrapped()
+@on_ranks(2)
+def test_weights_that_are_resident_when_others_are_loaded_are_not_used_again() -> None:
+    model, _ = build(Tagged, in_groups=True)
     batch = torch.randn(2, WIDTH)
     zeros = {name: torch.zeros(v.shape) for name, v in model.state_dict().items()}
     model(batch)  # the last unit stays
@@ -256,10 +220,6 @@ def _loading_while_resident() -> None:
     assert not model(batch).any()
 
 
-def test_weights_that_are_resident_when_others_are_loaded_are_not_used_again() -> None:
-    run_ranks(2, _loading_while_resident)
-
-
 def _fsdp(seed: int, make: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = make()
@@ -267,12 +227,6 @@ def _fsdp(seed: int, make: type[nn.Module]) -> tuple[nn.Module, torch.optim.Opti
         if isinstance(module, Block):
             fully_shard(module)
     fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _ours(seed: int, make: type[nn.Module], **options: Any) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = ZeRO3(make(), auto_wrap_policy={Block}, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
@@ -286,17 +240,17 @@ def _write(folder: str, engine: str) -> tuple[State, State]:
         get, get_state = torch_helpers.get_model_state_dict, torch_helpers.get_optimizer_state_dict
         options: State = {"options": _FULL}
     else:
-        model, optimizer = _ours(0, Tagged)
+        model, optimizer = build(Tagged, 0)
         get, get_state = get_model_state_dict, get_optimizer_state_dict
         options = {"full": True}
-    _train(model, optimizer)
+    train(model, optimizer)
     both = {"model": get(model), "optimizer": get_state(model, optimizer)}
     dcp.save(both, checkpoint_id=folder)
     return get(model, **options), get_state(model, optimizer, **options)
 
 
 def _read(folder: str, engine: str, expected: tuple[State, State], sizes: list[int]) -> None:
-    for size in sizes:
+    for size in sizes if engine == "layerzero" else [0]:
         if engine == "fully_shard":
             model, optimizer = _fsdp(1, Tagged)
             get = torch_helpers.get_model_state_dict
@@ -307,7 +261,7 @@ def _read(folder: str, engine: str, expected: tuple[State, State], sizes: list[i
             )
             options: State = {"options": _FULL}
         else:
-            model, optimizer = _ours(1, Tagged, zero3_size=size)
+            model, optimizer = build(Tagged, 1, zero3_size=size)
             get, get_state = get_model_state_dict, get_optimizer_state_dict
             put, put_state = set_model_state_dict, set_optimizer_state_dict
             options = {"full": True}
@@ -321,36 +275,35 @@ def _read(folder: str, engine: str, expected: tuple[State, State], sizes: list[i
             assert_same_parameters(state["state"][name], own, what=f"size {size}, {name}")
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("fully_shard", "layerzero"), ("layerzero", "fully_shard"), ("layerzero", "layerzero")],
-)
-def test_distributed_checkpoints_load_under_either_engine(
-    tmp_path: Path, writer: str, reader: str
-) -> None:
-    expected = run_ranks(2, _write, str(tmp_path), writer)[0]
-    run_ranks(2, _read, str(tmp_path), reader, expected, [2, 1])
-    run_ranks(3, _read, str(tmp_path), reader, expected, [3])
+def test_distributed_checkpoints_load_under_either_engine(tmp_path: Path, ranks: KeptRanks) -> None:
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    expected = ranks(2, _write, theirs, "fully_shard")[0]
+    ranks(2, _read, theirs, "layerzero", expected, [2, 1])
+    expected = ranks(2, _write, ours, "layerzero")[0]
+    ranks(3, _read_both, ours, expected)
 
 
-def _in_place_and_async(folder: str) -> None:
+def _read_both(folder: str, expected: tuple[State, State]) -> None:
+    _read(folder, "fully_shard", expected, [])
+    _read(folder, "layerzero", expected, [3])
+
+
+@on_ranks(2)
+def test_distributed_checkpoints_load_in_place_and_save_in_the_background(tmp_path: Path) -> None:
     for make in MODELS:
-        model, _ = _ours(0, make)
+        model, _ = build(make, 0)
         expected = _full(model)
-        path = f"{folder}/{make.__name__}"
+        path = f"{tmp_path}/{make.__name__}"
         dcp.async_save({"model": model.state_dict()}, checkpoint_id=path).result()
-        other, _ = _ours(1, make)
+        other, _ = build(make, 1)
         # The shards are the parameters' memory: nothing else is to be done.
         dcp.load({"model": other.state_dict()}, checkpoint_id=path)
         assert_same_parameters(_full(other), expected, what=make.__name__)
 
 
-def test_distributed_checkpoints_load_in_place_and_save_in_the_background(tmp_path: Path) -> None:
-    run_ranks(2, _in_place_and_async, str(tmp_path))
-
-
-def _templates() -> None:
-    model, _ = _ours(0, Tagged)
+@on_ranks(2)
+def test_a_fresh_optimizer_shows_its_state_to_be_and_stays_fresh() -> None:
+    model, _ = build(Tagged, 0)
     before = _full(model)
     for make, keys in (
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"momentum_buffer"}),
@@ -379,12 +332,9 @@ def _templates() -> None:
     assert_same_parameters(_full(model), before)
 
 
-def test_a_fresh_optimizer_shows_its_state_to_be_and_stays_fresh() -> None:
-    run_ranks(2, _templates)
-
-
-def _groups() -> None:
-    model, optimizer = _wrapped()
+@on_ranks(1)
+def test_groups_are_known_by_their_parameters() -> None:
+    model, optimizer = build(Tagged, in_groups=True)
     state = get_optimizer_state_dict(model, optimizer)
     turned = torch.optim.AdamW(
         [{"params": list(group["params"])} for group in reversed(optimizer.param_groups)]
@@ -402,21 +352,15 @@ def _groups() -> None:
     set_optimizer_state_dict(model, optimizer, state, strict=False)
 
 
-def test_groups_are_known_by_their_parameters() -> None:
-    run_ranks(1, _groups)
-
-
-def _streams() -> None:
-    for make in MODELS:
-        for options in (
-            {},
-            {"zero3_size": 1},
-            {"zero3_size": 2},
-            {"zero3_size": 2, "outer": "replicate"},
-        ):
-            if dist.get_world_size() % options.get("zero3_size", 1):
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
+    many = ({}, {"zero3_size": 1}, {"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"})
+    for row, make in enumerate(MODELS):
+        for column, options in enumerate(many):
+            if dist.get_world_size() % options.get("zero3_size", 1) or (row + column) % 2:
                 continue
-            model, _ = _ours(0, make, **options)
+            model, _ = build(make, 0, **options)
             expected = get_model_state_dict(model, full=True)
             shown = [name for name, _ in model.named_parameters()]
             for bucket in (1, 200, "1GB"):
@@ -427,7 +371,7 @@ def _streams() -> None:
             for name, value in stream_full(model, 64, dtype=torch.bfloat16):
                 if name in shown and expected[name].is_floating_point():
                     assert_bitwise(value, expected[name].bfloat16(), name)
-    model, optimizer = _ours(0, Mlp)
+    model, optimizer = build(Mlp, 0)
     name, parameter = next(iter(model.named_parameters()))
     with recorded_operations(model) as operations:
         ((found, value),) = stream_full(model, only={name})
@@ -436,12 +380,7 @@ def _streams() -> None:
     unit = next(unit for unit in inner_units(model) if any(name in h.fqns for h in unit.handles))
     assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}
     next(stream_full(model, 1))  # stopped early
-    _train(model, optimizer)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
-    run_ranks(world_size, _streams)
+    train(model, optimizer)
 
 
 def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
@@ -454,19 +393,20 @@ def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
         time.sleep(0.01)
 
 
-def _peak_of_stream() -> None:
+@on_ranks(2)
+def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
     """Buckets alive at once, seen where each is made."""
     torch.manual_seed(0)
     one = 64 * 64 * 4
     made: list[weakref.ref[Tensor]] = []
-    gather = stream._gather
+    gather = full_tensors._gather
 
     def noted(*args: Any) -> Any:
         full, work = gather(*args)
         made.append(weakref.ref(full))
         return full, work
 
-    stream._gather = noted
+    full_tensors._gather = noted
     for policy in ({nn.Linear}, None):  # buckets of a unit, and of a part of one
         made.clear()
         layers = [nn.Linear(64, 64, bias=False) for _ in range(16)]
@@ -481,13 +421,9 @@ def _peak_of_stream() -> None:
         assert most == 2  # the one in use, and the next on its way
         assert peak <= 5 * one
         assert not _alive(made, 0)
-    stream._gather = gather
+    full_tensors._gather = gather
     with pytest.raises(ValueError, match="bucket_bytes"):
         stream_full(model, 0)
-
-
-def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
-    run_ranks(2, _peak_of_stream)
 
 
 class CopiesByName(Mlp):
@@ -499,8 +435,9 @@ class CopiesByName(Mlp):
             own[name].copy_(value)
 
 
-def _own_load() -> None:
-    model, _ = _wrapped(CopiesByName)
+@on_ranks(2)
+def test_a_module_that_copies_into_its_own_state_dict_loads() -> None:
+    model, _ = build(CopiesByName, in_groups=True)
     torch.manual_seed(3)
     values = Mlp().state_dict()
     model(torch.ones(2, WIDTH))  # the last unit stays full
@@ -516,14 +453,11 @@ def _own_load() -> None:
     assert_same_parameters(_full(model), before)
 
 
-def test_a_module_that_copies_into_its_own_state_dict_loads() -> None:
-    run_ranks(2, _own_load)
-
-
-def _as_a_file(folder: str) -> None:
-    path = Path(folder) / str(dist.get_rank())
+@on_ranks(2)
+def test_what_writes_or_records_a_whole_model_is_refused_with_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / str(dist.get_rank())
     path.mkdir()
-    model, _ = _wrapped()
+    model, _ = build(Tagged, in_groups=True)
     calls = {
         "save_file": lambda: safetensors.torch.save_file(model.state_dict(), path / "a"),
         "save_model": lambda: safetensors.torch.save_model(model, str(path / "b")),
@@ -548,7 +482,3 @@ def _as_a_file(folder: str) -> None:
             record()
     assert not list(path.iterdir())
     loss_of(model(batch)).backward()  # the model is as it was
-
-
-def test_what_writes_or_records_a_whole_model_is_refused_with_a_recipe(tmp_path: Path) -> None:
-    run_ranks(2, _as_a_file, str(tmp_path))

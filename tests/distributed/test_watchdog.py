@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from layerzero.flat import groups
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
+from tests.harness.recording import logged
 
 TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
@@ -79,7 +81,7 @@ def test_both_kinds_of_verbs_train_alike(deterministic: bool) -> None:
     assert run_ranks(2, _trains, True, False) == run_ranks(2, _trains, False, deterministic)
 
 
-def _swaps() -> str:
+def _swaps() -> tuple[str, str]:
     torch.manual_seed(0)
     model = wrapped(Chain(), forward_prefetch=False)
     train(model, 2)
@@ -90,13 +92,18 @@ def _swaps() -> str:
         while True:
             train(model, 1)
 
-    return error_of(keep_training)
+    with logged("layerzero.watch.watchdog", logging.ERROR) as lines:
+        message = error_of(keep_training)
+        while not lines:  # The watchdog's thread logs after it has failed the model.
+            time.sleep(0.01)
+    return message, lines[0]
 
 
 def test_gathers_of_equal_size_in_swapped_order_are_found() -> None:
     """Nothing hangs there: without the comparison two units would use each other's weights."""
-    messages = run_ranks(2, _swaps)
+    messages, lines = zip(*run_ranks(2, _swaps), strict=True)
     assert messages[0] == messages[1]
+    assert all("rank 0 and rank 1 issued different collectives" in line for line in lines)
     assert "issued different collectives" in messages[0]
     assert "rank 0: all-gather of blocks.1" in messages[0]
     assert "rank 1: all-gather of blocks.2" in messages[0]

@@ -205,6 +205,11 @@ def _edits() -> None:
         for parameter in pair.plain.parameters():
             parameter.add_(0.25)
 
+    def by_another_optimizer() -> None:
+        """Of the same parameters, with the gradients that the step before has left."""
+        for model in (pair.model, pair.plain):
+            SGD(model.parameters(), lr=0.5).step()
+
     with torch.no_grad():
         for edit in (
             lambda: on_all(in_place),
@@ -213,6 +218,7 @@ def _edits() -> None:
             loaded,
             summoned,
             replaced,
+            by_another_optimizer,
         ):
             edit()
             with torch.enable_grad():

@@ -74,11 +74,6 @@ def _inside_backward(model: ZeRO3) -> Any:
     return model(x).sum().backward()
 
 
-def _twice(model: ZeRO3, *classes: Any) -> Any:
-    first = classes[0](model.parameters())
-    return first, classes[1](list(model.parameters())[:2])
-
-
 whole = functools.partial(WholeTensorOptimizer, optimizer_class=SGD, lr=0.1)
 
 REFUSED: dict[str, tuple[Make, Any, str]] = {
@@ -104,26 +99,6 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
         lambda m: whole([{"params": m.parameters()}, {"params": [m.module.head.weight]}]),
         ValueError,
         "'head.weight' was given twice",
-    ),
-    "two of whole tensors": (
-        lambda m: _twice(m, whole, whole),
-        ValueError,
-        "stem.weight' was given to two optimizers: WholeTensorOptimizer has it already",
-    ),
-    "one of shards": (
-        lambda m: _twice(m, functools.partial(AdamW, lr=0.1), whole),
-        ValueError,
-        "stem.weight' was given to two optimizers: AdamW has it already",
-    ),
-    "one of shards, later": (
-        lambda m: [_train(m, each) for each in _twice(m, whole, functools.partial(SGD, lr=0.1))],
-        ValueError,
-        "SGD: parameter 'stem.weight' was given to two optimizers: WholeTensorOptimizer has",
-    ),
-    "a native one, later": (
-        lambda m: _twice(m, whole, functools.partial(layerzero.optim.AdamW, lr=0.1)),
-        ValueError,
-        "stem.weight' was given to two optimizers: WholeTensorOptimizer has it already",
     ),
     "no class": (
         lambda m: WholeTensorOptimizer(m.parameters(), nn.Linear),

@@ -40,8 +40,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero.comm import collectives, pending
 from layerzero.flat import groups
-from layerzero.flat.groups import ShardGroup
 from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import ShardGroup
 from tests.gpu.link import Link
 from tests.harness.internals import inner_units
 

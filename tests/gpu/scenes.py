@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.comm import collectives
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from tests.gpu.mirror import Mirror, Wires, fake_world, one_rank_group
 from tests.gpu.mirror_runs import Pair, build
 from tests.harness.internals import root_state

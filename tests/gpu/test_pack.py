@@ -343,10 +343,7 @@ def test_a_large_layer_packs_at_the_bandwidth_of_a_copy(
     assert copy_ms >= 0.9 * pack_ms, f"copy {copy_ms:.3f} ms, pack {pack_ms:.3f} ms"
 
 
-STATES = {step_reference.ADAMW: 3, step_reference.SGD: 1, step_reference.LION: 1}
-
-
-def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool) -> StepTensors:
+def random_step(dtype: torch.dtype, state: torch.dtype, aligned: bool) -> StepTensors:
     """A flat parameter of a few ranges, on the CPU; aligned: as layouts make them."""
     table: list[list[int]] = []
     main = grad = place = blocks = 0
@@ -358,7 +355,7 @@ def random_step(kind: int, dtype: torch.dtype, state: torch.dtype, aligned: bool
         blocks += (index + numel - 1) // 256 - index // 256 + 1
         main, grad, place = main + numel, grad + numel, place + numel
     # Two states in odd cases: such a step of AdamW has kernels of its own.
-    count = STATES[kind] - (aligned and kind == step_reference.ADAMW)
+    count = 2 if aligned else 3
     full = torch.float64 if dtype == torch.float64 else torch.float32
     states = [torch.zeros(place, dtype=state if full != torch.float64 else full)] * count
     scales = [torch.zeros(blocks)] * count if states[0].dtype == torch.uint8 else []
@@ -384,28 +381,27 @@ def on_device(step: StepTensors, device: torch.device) -> StepTensors:
 def test_steps_have_the_bits_of_the_reference(
     cuda: torch.device, dtype: torch.dtype, state: torch.dtype
 ) -> None:
-    for kind in STATES:
-        for aligned in (True, False):
-            wanted = [random_step(kind, dtype, state, aligned) for _ in range(3)]
-            ours = [on_device(step, cuda) for step in wanted]
-            for _ in range(3):
-                flat_step_(kind, ours, 2.0, 7)
-                step_reference.flat_step_(
-                    kind, *step_reference.join_steps(wanted), 2.0, 7, step_reference.WITH_ENDS
-                )
-            for step, other in zip(ours, wanted, strict=True):
-                written = [step.main, *step.states, *step.scales]
-                truth = [other.main, *other.states, *other.scales]
-                for got, want in zip(written, truth, strict=True):
-                    assert_same_bits(got.cpu(), want)
+    for aligned in (True, False):
+        wanted = [random_step(dtype, state, aligned) for _ in range(3)]
+        ours = [on_device(step, cuda) for step in wanted]
+        for _ in range(3):
+            flat_step_(ours, 2.0, 7)
+            step_reference.flat_step_(
+                *step_reference.join_steps(wanted), 2.0, 7, step_reference.WITH_ENDS
+            )
+        for step, other in zip(ours, wanted, strict=True):
+            written = [step.main, *step.states, *step.scales]
+            truth = [other.main, *other.states, *other.scales]
+            for got, want in zip(written, truth, strict=True):
+                assert_same_bits(got.cpu(), want)
 
 
 def test_a_step_does_not_wait_for_the_device(cuda: torch.device) -> None:
-    step = random_step(step_reference.ADAMW, torch.float32, torch.uint8, True)
+    step = random_step(torch.float32, torch.uint8, True)
     ours = on_device(step, cuda)
-    flat_step_(step_reference.ADAMW, [ours])
+    flat_step_([ours])
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
-    flat_step_(step_reference.ADAMW, [ours])
+    flat_step_([ours])
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from layerzero import ZeRO3
 from layerzero.comm.gloo import messages
 from layerzero.comm.pending import Pending
 from layerzero.errors import CorruptionError
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 
 SITES = ("wire", "full buffer", "main shard", "optimizer state")
 REPLICA = "copy of a main shard"

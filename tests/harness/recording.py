@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from layerzero import ZeRO3
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from tests.harness.internals import inner_units, root_state
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
 from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
-from layerzero.state_dict.stream import stream_full
+from layerzero.state_dict.full_tensors import stream_full
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 

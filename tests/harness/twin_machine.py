@@ -21,8 +21,7 @@ from torch import nn
 import layerzero
 from layerzero import BackwardPrefetch, ReductionPolicy, ZeRO3, checkpoint
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim import SGD as FlatSGD
-from tests.harness.checks import HAS_FMA, assert_bitwise, assert_norm, assert_within
+from tests.harness.checks import assert_bitwise, assert_norm, assert_within
 from tests.harness.compare import follow
 from tests.harness.fault_at import FaultAt
 from tests.harness.models import WIDTH, Block
@@ -62,7 +61,6 @@ class TwinMachine:
         self.settings = self._settings(net)
         self.model = ZeRO3(net, **self.settings)
         self.saved: tuple[Path, Any] | None = None
-        self._kind = self.rng.choice([torch.optim.SGD, FlatSGD if HAS_FMA else torch.optim.SGD])
         self.terms = Terms()
         """Of the twin's gradients."""
         self._make_optimizers()
@@ -75,10 +73,8 @@ class TwinMachine:
         self.log: list[str] = []
 
     def _make_optimizers(self) -> None:
-        self.optimizer: Any = None  # Two of this package may not have the same parameters.
-        self.optimizer = self._kind(self.model.parameters(), **_OPTIONS)
-        is_flat = self._kind is FlatSGD
-        self.twin_optimizer = torch.optim.SGD(self.twin.parameters(), fused=is_flat, **_OPTIONS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **_OPTIONS)
+        self.twin_optimizer = torch.optim.SGD(self.twin.parameters(), **_OPTIONS)
         self.saved = None
 
     def _settings(self, net: Net) -> dict[str, Any]:
@@ -197,8 +193,6 @@ class TwinMachine:
 
     def _zero(self) -> None:
         which = self.rng.choice([self.optimizer, self.model])
-        if isinstance(self.optimizer, FlatSGD):
-            self.optimizer.zero_grad()
         which.zero_grad()
         self.twin.zero_grad()
         self.terms = Terms()

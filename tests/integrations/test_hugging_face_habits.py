@@ -135,6 +135,9 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     assert ZeRO3Trainer(model, arguments(folder), zero3=options).sharded_model is one.sharded_model
     with pytest.raises(ValueError, match=r"an earlier trainer sharded this LlamaForCausalLM"):
         ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
+    with watched("layerzero.integrations.transformers.trainer") as lines:
+        ZeRO3Trainer(model, arguments(folder, bf16=True))
+    assert [line[:23] for line in lines] == ["bf16=True has no effect"][dist.get_rank() :]
 
 
 @on_ranks(2, timeout=120)

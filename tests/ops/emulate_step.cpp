@@ -63,7 +63,7 @@ void fill(Block& block, int dtype, int64_t numel) {
 }
 
 struct Setting {
-  int kind, form, dtype, phase, num_states;
+  int form, dtype, phase, num_states;
 };
 
 StepFlat flat_of(const Setting& setting, Memory& memory, const std::vector<int64_t>& table,
@@ -127,7 +127,7 @@ void run_plain(const StepCall& call, const StepFlat& flat, const std::vector<dou
     const double* const options = rows.data() + range[kRow] * kRowColumns;
     const StepRow<T> row =
         step_row<T>(options, call.factor == nullptr ? T(1) : static_cast<T>(*call.factor));
-    const int num_states = states_of(call.kind, call.num_states, row);
+    const int num_states = row.flag ? 3 : 2;
     const bool has_ends = call.form == kFullForm && call.phase == kStepWithEnds;
     for (int64_t begin = 0; begin < range[kNumel];) {
       const int64_t block =
@@ -148,19 +148,15 @@ void run_plain(const StepCall& call, const StepFlat& flat, const std::vector<dou
           } else {
             const auto code = static_cast<uint8_t>(memory[place]);
             const float scale = flat.scales[state][block];
-            s[state] = state_is_signed(call.kind, state) ? quant_value<true>(code, scale)
-                                                         : quant_value<false>(code, scale);
+            s[state] =
+                state == 0 ? quant_value<true>(code, scale) : quant_value<false>(code, scale);
           }
         }
         T p = load_as<T>(flat.main, call.dtype, range[kMain] + end);
         T g = load_as<T>(flat.grad, call.dtype, range[kGrad] + end);
         if (call.grad_scale != 1.0f) g = g / static_cast<T>(call.grad_scale);
         const bool last = has_ends && end >= range[kNumel] / 8 * 8;
-        if (call.kind == kSgd) {
-          sgd_element<T>(row, g, p, s[0], last);
-        } else if (call.kind == kLion) {
-          lion_element<T>(row, g, p, s[0]);
-        } else if (has_ends) {
+        if (has_ends) {
           if (row.flag)
             adamw_element<T, true, false>(row, g, p, s[0], s[1], s[2], last);
           else
@@ -196,9 +192,8 @@ void run_plain(const StepCall& call, const StepFlat& flat, const std::vector<dou
                 bfloat_at_random(static_cast<float>(value), random);
           else
             reinterpret_cast<uint8_t*>(flat.states[s])[place] =
-                state_is_signed(call.kind, s)
-                    ? quant_code<true>(static_cast<float>(value), quant_inverse(scale), random)
-                    : quant_code<false>(static_cast<float>(value), quant_inverse(scale), random);
+                s == 0 ? quant_code<true>(static_cast<float>(value), quant_inverse(scale), random)
+                       : quant_code<false>(static_cast<float>(value), quant_inverse(scale), random);
         }
       }
       begin = end;
@@ -273,9 +268,8 @@ struct Case {
 template <class T>
 void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) {
   const float factor = 0.25f;
-  const StepCall call{
-      &factor,      5, 2.0f, setting.kind, setting.form, setting.dtype, setting.num_states,
-      setting.phase};
+  const StepCall call{&factor,      5, 2.0f, setting.form, setting.dtype, setting.num_states,
+                      setting.phase};
   std::vector<Case> cases;
   for (int i = 0; i < num_flats; ++i)
     cases.emplace_back(setting, num_ranges, num_rows, i % 2 == 0, sizeof(T));
@@ -303,8 +297,8 @@ void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) 
     for (int s = 0; s < setting.num_states; ++s)
       good = good && same(one.states[s], two.states[s]) && same(one.scales[s], two.scales[s]);
     if (good) continue;
-    std::printf("FAILED: kind %d, form %d, dtype %d, phase %d, %d states\n", setting.kind,
-                setting.form, setting.dtype, setting.phase, setting.num_states);
+    std::printf("FAILED: form %d, dtype %d, phase %d, %d states\n", setting.form, setting.dtype,
+                setting.phase, setting.num_states);
     std::exit(1);
   }
 }
@@ -312,20 +306,17 @@ void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) 
 }  // namespace
 
 int main() {
-  for (int kind = kAdamW; kind <= kLion; ++kind)
-    for (int form = kFullForm; form <= kQuantForm; ++form)
-      for (int dtype : {LZ_FLOAT32, LZ_FLOAT16, LZ_BFLOAT16})
-        for (const bool many : {false, true})
-          for (int phase = 0; phase <= kStepWithoutEnds; ++phase)
-            for (int num_states : {1, 2, 3}) {
-              if ((kind == kAdamW) != (num_states > 1)) continue;
-              const int num_flats = many && phase == 0 ? 40 : 2;
-              check<float>({kind, form, dtype, phase, num_states}, num_flats,
-                           1 + static_cast<int>(below(num_flats == 40 ? 3 : 12)),
-                           phase == 0 && num_flats == 2 ? 70 : 3);
-            }
-  for (int kind = kAdamW; kind <= kLion; ++kind)
-    check<double>({kind, kFullForm, LZ_FLOAT64, 0, kind == kAdamW ? 3 : 1}, 2, 9, 3);
+  for (int form = kFullForm; form <= kQuantForm; ++form)
+    for (int dtype : {LZ_FLOAT32, LZ_FLOAT16, LZ_BFLOAT16})
+      for (const bool many : {false, true})
+        for (int phase = 0; phase <= kStepWithoutEnds; ++phase)
+          for (int num_states : {2, 3}) {
+            const int num_flats = many && phase == 0 ? 40 : 2;
+            check<float>({form, dtype, phase, num_states}, num_flats,
+                         1 + static_cast<int>(below(num_flats == 40 ? 3 : 12)),
+                         phase == 0 && num_flats == 2 ? 70 : 3);
+          }
+  check<double>({kFullForm, LZ_FLOAT64, 0, 3}, 2, 9, 3);
   std::printf("emulated %lld launches, checked %lld elements, %lld segments in wide accesses\n",
               static_cast<long long>(num_launches), static_cast<long long>(num_checked),
               static_cast<long long>(num_wide));

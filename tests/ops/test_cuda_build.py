@@ -20,9 +20,9 @@ ONE_OF_THEM = ("100",)
 ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
 NUM_PAIRS = len(ELEMENT_SIZES) ** 2
 NUM_WINDOWS = 2
-# AdamW of float32 and bfloat16, SGD and Lion of float32, each with states in three dtypes; and two
-# that look everything up, for float32 and float64.
-NUM_OWN_STEPS = 4 * 3
+# Of float32 and bfloat16, each with states in three dtypes; and two that look everything up, for
+# float32 and float64.
+NUM_OWN_STEPS = 2 * 3
 NUM_STEPS = NUM_OWN_STEPS + 2
 MAX_REGISTERS = {"11pack_kernel": 64, "18ordered_sum_kernel": 64}
 """Of a step's: 80, three blocks on a multiprocessor, which its loads of many elements at once fill;
@@ -120,11 +120,11 @@ def check_machine_code(nvcc: str, library: Path) -> None:
             access: len(re.findall(rf"\b{access}\.E\S*\.128\b", code)) for access in ("LDG", "STG")
         }
         assert not re.search(r"\b(LDL|STL)\b", code), f"{name} has a stack"
-        step = re.search(r"step_kernel\S*IfLi(\d)ELi(\d)ELi(\d)E", name)
+        step = re.search(r"step_kernel\S*IfLi(\d)ELi(\d)E", name)
         if step is not None:
             # Main (and copies) in float32 and the gradient; float32 states as well.
-            kind, form, dtype = map(int, step.groups())
-            states = (2 if kind == 0 else 1) if form == 0 else 0
+            form, dtype = map(int, step.groups())
+            states = 2 if form == 0 else 0
             parts = (1 if dtype == 0 else 0) + states
             loads = parts + (dtype == 0)
             assert wide["LDG"] >= 2 * loads and wide["STG"] >= 2 * parts, (name, wide)

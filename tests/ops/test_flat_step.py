@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from layerzero.ops import sum_squares
 from tests.harness.checks import assert_close_in_float64
 from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
 
-KINDS = {R.ADAMW: 3, R.SGD: 1, R.LION: 1}
 NUMEL = 3000
 EMPTY = torch.empty(0)
 # A part of a block, a small range, a large one, and one whose random bits change half way (2**32).
@@ -27,11 +25,11 @@ TABLE = [
 ]
 
 
-def call_step(implementation: str, kind: int, *given: Any) -> None:
+def call_step(implementation: str, *given: Any) -> None:
     """A step of one flat parameter, given as `StepTensors` has it."""
     count = len(R.StepTensors._fields)
     joined = R.join_steps([R.StepTensors(*given[:count])])
-    call(implementation, "flat_step_", kind, *joined, *given[count:])
+    call(implementation, "flat_step_", *joined, *given[count:])
 
 
 def adamw_row(
@@ -43,27 +41,16 @@ def adamw_row(
     return [*options, sign, float(amsgrad), float(step)]
 
 
-def rows_of(kind: int, step: int) -> torch.Tensor:
-    rows = {
-        R.ADAMW: [
-            adamw_row(1e-2, 0.9, 0.99, 0.1, step, True, 1.0),
-            adamw_row(1e-3, 0.4, 0.95, 0.0, step + 4, False, -1.0),
-        ],
-        R.SGD: [
-            [0.1, 0.9, 0.9, -1e-2, 0.0, float(step == 1), 0, 0, 1.0, 0, step],
-            [0.0, 0.8, 1.0, -1e-2, 1.0, 0.0, 0, 0, -1.0, 0, step],
-        ],
-        R.LION: [
-            [0.999, 0.9, 0.1, 0.99, 0.01, -1e-2, 0, 0, 1.0, 0, step],
-            [1.0, 0.8, 0.2, 0.9, 0.1, -1e-3, 0, 0, -1.0, 0, step],
-        ],
-    }
-    return torch.tensor(rows[kind], dtype=torch.float64)
+def rows_of(step: int) -> torch.Tensor:
+    rows = [
+        adamw_row(1e-2, 0.9, 0.99, 0.1, step, True, 1.0),
+        adamw_row(1e-3, 0.4, 0.95, 0.0, step + 4, False, -1.0),
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def run_steps(
     implementation: str,
-    kind: int,
     dtype: torch.dtype,
     state_dtype: torch.dtype,
     factor: float | None,
@@ -72,29 +59,29 @@ def run_steps(
     """All that three steps write."""
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(NUMEL, generator=generator).to(dtype)
-    states = [torch.zeros(NUMEL, dtype=state_dtype) for _ in range(KINDS[kind])]
+    states = [torch.zeros(NUMEL, dtype=state_dtype) for _ in range(3)]
     scales = [torch.zeros(40) for _ in states] if state_dtype == torch.uint8 else []
     table, factors = torch.tensor(TABLE), EMPTY if factor is None else torch.tensor([factor])
     for step in (1, 2, 3):
         grad = (torch.randn(NUMEL + 10, generator=generator) * 10.0 ** (step - 2)).to(dtype)
-        given = (main, grad, states, scales, table, rows_of(kind, step), factors)
-        call_step(implementation, kind, *given, grad_scale, 3, R.WITH_ENDS)
+        given = (main, grad, states, scales, table, rows_of(step), factors)
+        call_step(implementation, *given, grad_scale, 3, R.WITH_ENDS)
     return [main, *states, *scales]
 
 
-def settings() -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
-    for kind, dtype in product(KINDS, DTYPES):
+def settings() -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    for dtype in DTYPES:
         smaller = (torch.float32, torch.bfloat16, torch.uint8)
         for state in (torch.float64,) if dtype == torch.float64 else smaller:
-            yield kind, dtype, state
+            yield dtype, state
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
-    for kind, dtype, state in settings():
+    for dtype, state in settings():
         for factor, scale in [(None, 1.0), (0.7, 1024.0)]:
-            wanted = run_steps("reference", kind, dtype, state, factor, scale)
-            got = run_steps(implementation, kind, dtype, state, factor, scale)
+            wanted = run_steps("reference", dtype, state, factor, scale)
+            got = run_steps(implementation, dtype, state, factor, scale)
             for ours, theirs in zip(got, wanted, strict=True):
                 assert_same_bits(ours, theirs)
 
@@ -108,7 +95,7 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
             states = [torch.zeros(NUMEL, dtype=dtype) for _ in range(3)]
             scales = [torch.zeros(40) for _ in states]
             # A row of its own, two, or those of the one before.
-            rows = rows_of(R.ADAMW, 1 + i // 2)
+            rows = rows_of(1 + i // 2)
             table = torch.tensor(TABLE[1:])[: i + 1]
             tensors = (torch.randn(NUMEL), torch.randn(NUMEL + 10), states, scales)
             steps.append(R.StepTensors(*tensors, table, rows, torch.tensor([0.5])))
@@ -116,9 +103,9 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
 
     together, apart = made(), made()
     joined = R.join_steps(together)
-    call(implementation, "flat_step_", R.ADAMW, *joined, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", *joined, 1.0, 3, R.WITH_ENDS)
     for step in apart:
-        call_step(implementation, R.ADAMW, *step, 1.0, 3, R.WITH_ENDS)
+        call_step(implementation, *step, 1.0, 3, R.WITH_ENDS)
     for ours, theirs in zip(together, apart, strict=True):
         written, wanted = ([s.main, *s.states, *s.scales] for s in (ours, theirs))
         for got, want in zip(written, wanted, strict=True):
@@ -128,8 +115,8 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
     for place in range(6):
         shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
         with pytest.raises(ValueError, match="flat_step_"):
-            call(implementation, "flat_step_", R.ADAMW, *shorter, 1.0, 3, R.WITH_ENDS)
-    call(implementation, "flat_step_", R.ADAMW, *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
+            call(implementation, "flat_step_", *shorter, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -154,7 +141,7 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             sign = -1.0 if maximize else 1.0
             row = adamw_row(1e-2, beta1, 0.99, 0.1, step, amsgrad, sign)
             rows = torch.tensor([row], dtype=torch.float64)
-            given = (R.ADAMW, ours, grad, states, [], table, rows, EMPTY)
+            given = (ours, grad, states, [], table, rows, EMPTY)
             call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         assert_same_bits(ours, theirs.detach())
         kept = optimizer.state[theirs]
@@ -176,7 +163,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         main, grad = torch.randn(numel), torch.randn(numel)
         states = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
         scales = [torch.zeros(500) for _ in states] if dtype == torch.uint8 else []
-        given = (R.ADAMW, main, grad, states, scales, table, rows, EMPTY)
+        given = (main, grad, states, scales, table, rows, EMPTY)
         call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         return [main, *states, *scales, sum_squares(grad).reshape(1)]
 
@@ -213,7 +200,7 @@ def test_rounding_at_random_is_right_on_average() -> None:
         for dtype in (torch.bfloat16, torch.uint8):
             state, scale = torch.zeros(numel, dtype=dtype), torch.zeros(-(-numel // 256))
             values[::256] = 4.0  # The largest of each block.
-            R.store_states(R.LION, [values], [state], [scale], row, 1, 0)
+            R.store_states([values], [state], [scale], row, 1, 0)
             wide = state.float()
             if dtype == torch.uint8:
                 wide = R.dequantize(state, torch.full((numel,), 4.0), signed=True)
@@ -242,30 +229,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
     states = [torch.zeros(10), torch.zeros(10)]
     table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0]])
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
-    good = [R.ADAMW, main, grad, states, [], table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
+    good = [main, grad, states, [], table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
     amsgrad = rows.clone()
     amsgrad[0, R.FLAG] = 1.0
     outside = table.clone()
     outside[0, R.GRAD] = 1
     for place, value in [
-        (0, 7),
-        (2, grad.double()),
-        (3, [states[0]]),
-        (3, [states[0], states[1].bfloat16()]),
-        (3, [states[0], torch.zeros(9)]),
-        (5, outside),
-        (5, table.int()),
-        (6, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
-        (6, rows.float()),
-        (6, amsgrad),
+        (1, grad.double()),
+        (2, [states[0]]),
+        (2, [states[0], states[1].bfloat16()]),
+        (2, [states[0], torch.zeros(9)]),
+        (4, outside),
+        (4, table.int()),
+        (5, torch.zeros(0, R.ROW_COLUMNS, dtype=torch.float64)),
+        (5, rows.float()),
+        (5, amsgrad),
     ]:
         arguments = [*good]
         arguments[place] = value
         with pytest.raises(ValueError, match="flat_step_"):
             call_step(implementation, *arguments)
-    momentum = [R.SGD, main, grad, [], [], table, rows_of(R.SGD, 2), *good[7:]]
-    with pytest.raises(ValueError, match="row 0 needs 1 states, got 0"):
-        call_step(implementation, *momentum)
     assert torch.equal(main, torch.ones(10)) and not states[0].any()
     call_step(implementation, *good)
     assert not torch.equal(main, torch.ones(10))
@@ -281,7 +264,7 @@ def test_the_ops_pass_opcheck() -> None:
     joined = R.join_steps(
         [tensors, tensors._replace(main=torch.ones(10), states=[torch.ones(10)] * 2)]
     )
-    arguments = (R.ADAMW, *joined, 1.0, 0, R.WITH_ENDS)
+    arguments = (*joined, 1.0, 0, R.WITH_ENDS)
     torch.library.opcheck(torch.ops.layerzero.flat_step_.default, arguments)
     squares = (torch.zeros(1, dtype=torch.float64), torch.ones(5))
     torch.library.opcheck(torch.ops.layerzero.sum_squares_.default, squares)
@@ -289,4 +272,4 @@ def test_the_ops_pass_opcheck() -> None:
 
 def test_the_tensors_are_named_as_in_the_schema() -> None:
     names = [each.name for each in torch.ops.layerzero.flat_step_.default._schema.arguments]
-    assert names == ["kind", *R.StepTensors._fields, "grad_scale", "seed", "phase"]
+    assert names == [*R.StepTensors._fields, "grad_scale", "seed", "phase"]

@@ -139,7 +139,7 @@ def test_a_dtype_of_a_later_format_is_not_called_damage(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors: damaged: a has the unsupported dtype F4"
     ):
-        read_head(path, is_ours=True)
+        read_head(path, Manifest(1, 1, {path.name: FileRecord(path.stat().st_size, 0)}, {}))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
 ENGINE = ["version", "notices", "config", "ops", "flat", "watch", "comm", "step", "build"]
 LAYERS = [
     *ENGINE,
+    "migrate",
     "experts",
     "optional",
     "optim",

@@ -20,7 +20,6 @@ import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
 from layerzero.plan.resolve import resolve
 from layerzero.plan.shard import is_of_adapter
-from layerzero.plan.units import planned_units
 from tests.harness.models import Block
 from tests.harness.plan_models import Layer, Model
 
@@ -235,7 +234,7 @@ def test_explain_shows_the_units_and_what_each_pattern_matched() -> None:
     text = plan("embed", "layers.{*}", "layers.{1-2}.attn", "head").explain(Model())
     assert lines(text)[:2] == [
         "8 units of Model",
-        "prefetched along recorded orders: 3 units in forward, 3 in backward",
+        "prefetched along recorded orders: 1 units in forward, 1 in backward",
     ]
     rows = table(text)
     block = sum(p.numel() for p in Block().parameters())
@@ -257,24 +256,22 @@ def test_a_later_pattern_wins_and_ignored_wins_over_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "hooks", "heads", "largest"),
+    ("patterns", "outermost"),
     [
-        (["layers.{*}", "layers.0", "head"], {}, ["head", "layers.0", "layers.1", "layers.2"], 1),
-        (["layers.{*}", "layers.{*}.experts.{*}"], {}, ["layers.0", "layers.1", "layers.2"], 3),
-        (["layers.0", "layers.0.attn"], {}, ["layers.0"], 2),
-        # A unit around a series is a step of its own, and so is one around units of its pattern.
-        (["layers.0", "layers.0.experts.{*}"], {}, ["layers.0.experts.0", "layers.0.experts.1"], 1),
-        (["re:layers.0(.attn)?"], {}, ["layers.0.attn"], 1),
-        (["layers.0", "layers.0.bank"], {"layers.0.bank": "layers.0"}, ["layers.0"], 2),
-        (["embed", "head"], {"head": "embed"}, ["embed"], 2),
+        (["layers.{*}", "layers.0", "head"], ["layers.0", "layers.1", "layers.2", "head"]),
+        (["layers.{*}", "layers.{*}.experts.{*}"], ["layers.0", "layers.1", "layers.2"]),
+        (["layers.{*}", "layers.0", "*experts.{*}"], ["layers.0", "layers.1", "layers.2"]),
+        (["layers.0", "layers.0.attn"], ["layers.0"]),
+        (["re:layers.0(.attn)?"], ["layers.0"]),
+        # Members take the place of a unit around a series.
+        (["layers.0", "layers.0.experts.{*}"], ["layers.0.experts.0", "layers.0.experts.1"]),
     ],
 )
-def test_units_that_are_gathered_together_are_a_step(patterns, hooks, heads, largest) -> None:
-    each, model = plan(*patterns, hook_modules=hooks), Model()
-    found = planned_units(each, model, resolve(each, model))
-    assert sorted(found.heads) == heads
-    assert found.largest_step == largest
-    assert [found.depth(steps) for steps in (0, 1)] == [0, 2 * largest - 1]
+def test_the_outermost_units_are_recomputed_but_for_one_around_a_series(
+    patterns, outermost
+) -> None:
+    found = resolve(plan(*patterns), Model()).outermost_units()
+    assert [unit.fqn for unit in found] == outermost
 
 
 def test_optional_modules_are_the_outermost_that_have_units() -> None:
@@ -417,9 +414,11 @@ def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> N
     [
         *[(f"layers.0.{name}.weight", True) for name in (
             "lora_A", "loraA", "LoraA", "LORA_down", "LoRA", "my_lora", "qlora", "gateLora", "lora",
-            "lora0", "w1_lora_B.default", "qLoRA")],
+            "lora0", "w1_lora_B.default", "qLoRA", "adalora", "adalora_E", "AdaLoRA", "dyloraB",
+            "adaln_lora", "randlora_lambda")],
         *[(f"{name}.weight", False) for name in (
-            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "coloralpha", "lo_ra")],
+            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "FLORA",
+            "coloralpha", "lo_ra", "florae")],
     ],
 )  # fmt: skip
 def test_adapters_are_known_by_a_word_of_their_name(name: str, expected: bool) -> None:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from layerzero.flat.layout import FlatLayout, GradientLayout, round_up, split_by_rows
+from layerzero.flat.layout import FlatLayout, GradientLayout, round_up
+from layerzero.flat.rows import build, split
 
 Model = list[tuple[int, int]]
 """(elements, elements of a row) of each parameter of a unit."""
@@ -34,7 +35,7 @@ QWEN_30B, GPT_OSS_20B, GPT_OSS_120B = (
 
 
 def test_the_drawing_in_the_module_is_right() -> None:
-    layout = FlatLayout.build([5, 32, 3], 2, alignment=2, rows=[1, 4, 1])
+    layout = build([5, 32, 3], 2, 2, 1, [1, 4, 1])
     assert (layout.starts, layout.shard_numel) == ((0, 6, 38), 22)
     assert [layout.owned_range(1, rank) for rank in (0, 1)] == [(0, 16), (16, 32)]
 
@@ -63,16 +64,16 @@ def test_borders_lie_on_rows_for_random_shapes() -> None:
         rows = [generator.choice([1, 1, 3, 8, 48, 64, 100, 2880, 4099]) for _ in range(count)]
         numels = [row * generator.choice([0, 1, 2, 7, 64, 300]) for row in rows]
         alignment, slices = generator.choice([1, 4, 16, 128]), generator.choice([1, 2, 3])
-        layout = FlatLayout.build(numels, group_size, alignment, slices, rows)
+        layout = build(numels, group_size, alignment, slices, rows)
         _check(layout, rows)
-        parts = split_by_rows(numels, group_size, alignment, slices, rows)
+        parts = split(numels, group_size, alignment, slices, rows)
         assert sorted(index for part in parts for index in part) == [*range(count)] or parts == [[]]
         assert all(part == sorted(part) for part in parts)
 
 
 def test_every_part_of_a_gradient_has_whole_rows_with_frozen_parameters() -> None:
     rows = [8, 1, 48, 16]
-    layout = FlatLayout.build([800, 40, 4800, 320], 8, 4, 1, rows)
+    layout = build([800, 40, 4800, 320], 8, 4, 1, rows)
     for trainable in ([0, 1, 2, 3], [2], [0, 3]):
         gradients = GradientLayout.build(layout, trainable)
         for rank in range(8):
@@ -85,17 +86,17 @@ def test_rows_of_one_element_lie_as_elements_do() -> None:
     for numels in ([5, 20, 3], [1, 0, 1, 7, 0], [0, 0], []):
         for group_size in (1, 2, 7):
             plain = FlatLayout.build(numels, group_size, 4)
-            assert FlatLayout.build(numels, group_size, 4, rows=[1] * len(numels)) == plain
+            assert build(numels, group_size, 4, 1, [1] * len(numels)) == plain
 
 
 def _padding(unit: Model, group_size: int, multiple: int = 1) -> tuple[int, float]:
     """(number of buffers, padded elements over the elements)."""
     numels = [numel for numel, _ in unit]
     rows = [row if row == 1 else row * multiple for _, row in unit]
-    parts, padded = split_by_rows(numels, group_size, 16, 1, rows), 0
+    parts, padded = split(numels, group_size, 16, 1, rows), 0
     for part in parts:
         taken = [numels[index] for index in part], [rows[index] for index in part]
-        layout = FlatLayout.build(taken[0], group_size, 16, 1, taken[1])
+        layout = build(taken[0], group_size, 16, 1, taken[1])
         _check(layout, taken[1])
         padded += layout.padded_numel
     return len(parts), padded / sum(numels) - 1

@@ -22,13 +22,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, units
-from layerzero.build.migrate import (
-    to_backward_prefetch,
-    to_offload,
-    to_precision,
-    to_unit_arguments,
-)
 from layerzero.build.wrap import plan_units
+from layerzero.migrate import to_backward_prefetch, to_offload, to_policy, to_precision
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 
 
@@ -60,7 +55,7 @@ def _by_torch(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[str
 
 
 def _by_us(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[str]:
-    plans, _ = plan_units(root, policy, ignored, ())
+    plans, _ = plan_units(root, to_policy(policy), ignored, ())
     return sorted(plan.fqn for plan in plans[1:])
 
 
@@ -120,15 +115,20 @@ def test_arguments_that_a_custom_policy_gives_are_ours() -> None:
             }
         return {} if isinstance(module, nn.ModuleList) else False
 
-    plans, _ = plan_units(Mlp(depth=1), CustomPolicy(choose), (), ())
-    (unit,) = plans[1:]
-    assert to_unit_arguments(unit.arguments, unit.module) == {
-        "reshard_after_forward": False,
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=False),
-        "offload": OffloadPolicy(params=True),
-    }
-    with pytest.raises(ValueError, match=r"HYBRID_SHARD.*for one unit.*outer=\"replicate\""):
-        to_unit_arguments({"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD}, Block())
+    # Our functions may return them, too.
+    for policy in (CustomPolicy(choose), lambda module, fqn: choose(module)):
+        plans, _ = plan_units(Mlp(depth=1), to_policy(policy), (), ())
+        *_, unit = plans
+        half = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        assert unit.arguments == {
+            "reshard_after_forward": False,
+            "mixed_precision": half,
+            "offload": OffloadPolicy(params=True),
+        }
+    hybrid = {"sharding_strategy": fsdp.ShardingStrategy.HYBRID_SHARD}
+    policy = to_policy(CustomPolicy(lambda module: hybrid if isinstance(module, Block) else False))
+    with pytest.raises(ValueError, match=r"blocks.0: .*HYBRID_SHARD.*unit.*outer=\"replicate\""):
+        plan_units(Mlp(), policy, (), ())
 
 
 def test_dtypes_and_other_choices_of_torch_are_ours() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch import events, watchdog
 from layerzero.watch.events import EventPool
 from layerzero.watch.thread import run_periodically

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.watch import watchdog
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog

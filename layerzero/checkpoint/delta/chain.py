@@ -77,33 +77,27 @@ def check_link(patch: Patch, mark: Mark, anchor: Mark) -> bool:
             f"full() of stream {link.stream} from every rank first"
         )
     found = anchor.positions.get(link.sender)
+    if found is None and link.after == 0:
+        return True
     if found is None:
-        if link.after == 0:
-            return True
-        raise DeltaError(
-            f"{patch.where}: comes after patch {link.after}, and none of rank {link.sender} was "
-            "applied to these tensors; apply its full() first"
+        problem = f"none of rank {link.sender} was applied to these tensors"
+    elif found.chain != link.chain:
+        problem = (
+            f"it is of another stream than the patches of rank {link.sender} before (another "
+            "DeltaStream object, or another run)"
         )
-    if found.chain != link.chain:
-        raise DeltaError(
-            f"{patch.where}: of another stream than the patches of rank {link.sender} before "
-            "(another DeltaStream object, or another run); apply its full() first"
-        )
-    if found.part is not None:
-        raise DeltaError(
-            f"{patch.where}: full() of rank {link.sender} was applied up to part {found.part + 1} "
-            "only; apply all of its parts first"
-        )
-    if found.number >= link.number:
-        raise DeltaError(
-            f"{patch.where}: repeated, the tensors are at patch {found.number} of this rank"
-        )
-    if found.number < link.after:
-        raise DeltaError(
-            f"{patch.where}: patches were lost, the tensors are at patch {found.number} of this "
-            f"rank and it comes after patch {link.after}; apply full() of the rank"
-        )
-    return False
+    elif found.part is not None:
+        problem = f"full() of the rank was applied up to part {found.part + 1} only"
+    elif found.number >= link.number:
+        problem = f"it is repeated, the tensors are at patch {found.number} of this rank"
+    elif found.number < link.after:
+        problem = f"patches were lost, the tensors are at patch {found.number} of this rank"
+    else:
+        return False
+    raise DeltaError(
+        f"{patch.where}: comes after patch {link.after}, and {problem}; apply full() of "
+        f"rank {link.sender} to begin again"
+    )
 
 
 def _check_part(patch: Patch, anchor: Mark) -> None:

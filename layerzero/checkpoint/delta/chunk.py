@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from layerzero.checkpoint.delta.patch import DeltaError
 from layerzero.checkpoint.delta.pieces import Piece, Source
-from layerzero.ops.delta import UNKNOWN, bits_of, cast, find_changed, infinity_bits
+from layerzero.ops.delta import UNKNOWN, bits_of, cast, differs, find_changed, infinity_bits
 
 _BLOCK = 1 << 20
 """Elements handled at once where intermediate results take memory."""
@@ -99,12 +99,6 @@ class Chunk:
         if self.unknown is not None:
             self.unknown[places] = False
 
-    def take_from(self, target: slice, other: Chunk, source: slice) -> None:
-        """Copy what is known of elements `source` of another chunk to those at `target`."""
-        self.snapshot[target] = other.snapshot[source].to(self.snapshot.device)
-        if self.unknown is not None:
-            self.unknown[target] = False if other.unknown is None else other.unknown[source]
-
     def changed(self, start: int, room: int, scratch: Scratch, settles: bool) -> Found:
         """At most `room` elements from `start` on that receivers do not have.
 
@@ -142,19 +136,16 @@ class Chunk:
         stop = min(self.numel, start + room)
         block = slice(start, stop)
         new = cast(main[block], self.dtype)
-        differs = bits_of(new) != bits_of(self.snapshot[block].to(new.device))
-        differs = differs.any(1) if differs.ndim > 1 else differs
-        places = (differs | self.unknown[block].to(new.device)).nonzero().view(-1)
+        found = differs(new, self.snapshot[block].to(new.device))
+        places = (found | self.unknown[block].to(new.device)).nonzero().view(-1)
         return Found(places + start, new[places], stop, False)
 
     def current(self, begin: int, end: int) -> torch.Tensor:
         """The values now of elements [begin, end). Some receiver may get them: those that differ
         from the snapshot become unknown."""
         new = self._cast(self.source.read(), begin, end)
-        present = new.to(self.snapshot.device)
-        differs = bits_of(present) != bits_of(self.snapshot[begin:end])
-        differs = differs.any(1) if differs.ndim > 1 else differs
-        self.forget(differs.nonzero().view(-1) + begin)
+        found = differs(new.to(self.snapshot.device), self.snapshot[begin:end])
+        self.forget(found.nonzero().view(-1) + begin)
         return new
 
     def known_bytes(self, places: torch.Tensor) -> torch.Tensor | None:
@@ -207,23 +198,3 @@ class Chunk:
     def _piece_at(self, place: int) -> Piece:
         pieces = self.source.pieces
         return next((p for p in pieces if 0 <= place - p.offset < p.numel), pieces[0])
-
-
-def carry_over(former: Iterable[Chunk], chunks: Iterable[Chunk]) -> None:
-    """Copy the parts of snapshots that stay on this rank. Elements that come from other ranks are
-    unknown, and so are sent again."""
-    places: dict[str, list[tuple[Chunk, Piece]]] = {}
-    for chunk in former:
-        for piece in chunk.source.pieces:
-            places.setdefault(piece.names[0], []).append((chunk, piece))
-    for chunk in chunks:
-        for piece in chunk.source.pieces:
-            for old, was in places.get(piece.names[0], ()):
-                begin = max(was.start, piece.start)
-                numel = min(was.start + was.numel, piece.start + piece.numel) - begin
-                if was.extent == piece.extent and old.dtype == chunk.dtype and numel > 0:
-                    source, target = begin - was.start + was.offset, begin - piece.start
-                    target += piece.offset
-                    chunk.take_from(
-                        slice(target, target + numel), old, slice(source, source + numel)
-                    )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.delta.apply import crc_of
-from layerzero.checkpoint.delta.chunk import Chunk, Scratch, carry_over
+from layerzero.checkpoint.delta.chunk import Chunk, Scratch
 from layerzero.checkpoint.delta.patch import Link, Patch
 from layerzero.checkpoint.delta.pieces import Piece, sources_of, whole_parameters
 from layerzero.config import parse_nbytes
@@ -99,6 +99,7 @@ class DeltaStream:
         self._buffers = buffers
         self._patch_nbytes = parse_nbytes(patch_bytes, "patch_bytes", least=widest)
         self._on_host = on_host
+        self._chunks: list[Chunk] = []
         self._chunks = self._make_chunks(self._check("DeltaStream"))
         for chunk in self._chunks:
             chunk.take_snapshot()
@@ -243,8 +244,15 @@ class DeltaStream:
         names = Names(self._model)
         # Kept alive, so that nothing else gets the id of one of them.
         self._handles, self._whole = list(handles), self._whole_tensors(names)
-        sources = sources_of(self._model, names, self._buffers)
-        return [Chunk(source, self._dtype, self._on_host) for source in sources]
+        # What was resharded begins as unknown to receivers, and is sent again.
+        former = {chunk.source.pieces: chunk for chunk in self._chunks}
+        chunks = []
+        for source in sources_of(self._model, names, self._buffers):
+            chunk, old = Chunk(source, self._dtype, self._on_host), former.get(source.pieces)
+            if old is not None and old.snapshot.dtype == chunk.dtype:
+                chunk.snapshot, chunk.unknown = old.snapshot, old.unknown
+            chunks.append(chunk)
+        return chunks
 
     def _whole_tensors(self, names: Names) -> list[torch.Tensor]:
         buffers = [b for b, _ in named_buffers(self._model)] if self._buffers else []
@@ -260,8 +268,7 @@ class DeltaStream:
         ):
             return
         self._forget_pending()
-        former, self._chunks = self._chunks, self._make_chunks(handles)
-        carry_over(former, self._chunks)
+        self._chunks = self._make_chunks(handles)
         self.round += 1
         if not self._anchor and self._chunks:
             self._anchor = self._chunks[0].source.pieces[0].names

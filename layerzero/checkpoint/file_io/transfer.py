@@ -357,16 +357,10 @@ def _tallies(
     ]
 
 
-def pack_tallies(tallies: Sequence[Tally]) -> bytes:
-    return np.array(tallies, dtype=np.int64).tobytes()
-
-
-def sum_tallies(packed: Sequence[bytes]) -> dict[tuple[int, int], tuple[int, int]]:
+def sum_tallies(by_rank: Iterable[Iterable[Tally]]) -> dict[tuple[int, int], tuple[int, int]]:
     """(bytes, CRC) of each (tensor, replica), combined from the tallies of all ranks."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    for each in packed:
-        for number, replica, nbytes, crc in np.frombuffer(each, dtype=np.int64).reshape(-1, 4):
-            key = int(number), int(replica)
-            old = found.get(key, (0, 0))
-            found[key] = old[0] + int(nbytes), old[1] ^ int(crc)
+    for number, replica, nbytes, crc in itertools.chain.from_iterable(by_rank):
+        old = found.get((number, replica), (0, 0))
+        found[number, replica] = old[0] + nbytes, old[1] ^ crc
     return found

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,9 +58,9 @@ def index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
 
 
-def announce(entries: Iterable[Entry]) -> bytes:
-    """This rank's announcements, encoded."""
-    rows = [
+def announce(entries: Iterable[Entry]) -> list[list[Any]]:
+    """This rank's announcements, as JSON values."""
+    return [
         [
             entry.kind,
             entry.name,
@@ -73,10 +73,11 @@ def announce(entries: Iterable[Entry]) -> bytes:
         for entry in entries
         if entry.announces
     ]
-    return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[str, str], int]]:
+def merge(
+    announced: Sequence[Sequence[Sequence[Any]]],
+) -> tuple[list[Announcement], dict[tuple[str, str], int]]:
     """All tensors of the checkpoint; and the writing rank of each that several ranks have whole.
 
     Args:
@@ -87,8 +88,8 @@ def merge(announced: Sequence[bytes]) -> tuple[list[Announcement], dict[tuple[st
     """
     found: dict[tuple[str, str], Announcement] = {}
     writers: dict[tuple[str, str], int] = {}
-    for rank, text in enumerate(announced):
-        for kind, name, aliases, dtype, shape, order, is_whole in json.loads(text):
+    for rank, rows in enumerate(announced):
+        for kind, name, aliases, dtype, shape, order, is_whole in rows:
             new = Announcement(
                 kind, name, tuple(aliases), DTYPES[dtype], tuple(shape), tuple(order), is_whole
             )

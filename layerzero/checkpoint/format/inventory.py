@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.optim.decay import original_ndim
 from layerzero.state_dict.errors import CheckpointError
@@ -33,8 +34,6 @@ from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import get_unit
 
 MODEL, OPTIMIZER = "model", "optimizer"
-OF_OPTIMIZER = "optimizer"
-"""Key of a saved group's optimizer, if it has a name."""
 _STATE_SEPARATOR = "/"
 
 
@@ -79,32 +78,21 @@ def replica_of(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> in
     return replica
 
 
-class _Place(NamedTuple):
-    extent: Extent
-    start: int
-    stop: int
-    replica: int
-    order: tuple[int, int]
-    is_first: bool
-
-
 class Places:
     """Positions of this rank's shards in the full parameters."""
 
     def __init__(self, names: Names) -> None:
-        self._found: dict[int, _Place] = {}
+        self._entries: dict[int, Entry] = {}
         for number, handle in enumerate(names.handles):
             for index, parameter in enumerate(handle.sharded_params):
                 info = get_info(parameter)
                 assert info is not None, "sharded parameters have ParameterInfo"
-                start, stop = info.range
-                self._found[id(parameter)] = _Place(
-                    extent_of(info),
-                    start,
-                    stop,
-                    replica_of(handle, info, names),
-                    (number, index),
-                    names.announces(parameter),
+                self._entries[id(parameter)] = Entry(
+                    *(MODEL, info.fqn, (), extent_of(info), *info.range, parameter),
+                    order=(number, index),
+                    is_whole=False,
+                    announces=names.announces(parameter),
+                    replica=replica_of(handle, info, names),
                 )
         self._num_handles = len(names.handles)
 
@@ -115,41 +103,26 @@ class Places:
         parameter: torch.Tensor,
         tensor: torch.Tensor,
         index: int,
+        has_owner: bool = False,
     ) -> Entry:
         """The entry of `tensor`, which is `parameter`, or state of it.
 
-        A tensor shaped like a sharded parameter is a shard; any other is whole on every rank.
+        A tensor shaped like a sharded parameter is a shard; any other is whole on every rank, or,
+        with `has_owner`, on this rank alone.
         """
-        found = self._found.get(id(parameter))
-        is_whole = found is None or tensor.shape != parameter.shape
-        if is_whole:
-            order = (self._num_handles, index) if found is None else found.order
-            announces = found is None or found.is_first
-            place = _Place(Extent.whole(tensor.shape), 0, tensor.numel(), 0, order, announces)
-        else:
-            assert found is not None
-            place = found
-        return Entry(
-            kind=kind,
-            name=names[0],
-            aliases=names[1:],
-            extent=place.extent,
-            start=place.start,
-            stop=place.stop,
+        found = self._entries.get(id(parameter))
+        order = (self._num_handles, index) if found is None else found.order
+        entry = Entry(
+            *(kind, names[0], names[1:], Extent.whole(tensor.shape), 0, tensor.numel()),
             tensor=tensor.detach().reshape(-1),
-            order=place.order,
-            is_whole=is_whole,
-            announces=place.is_first,
-            replica=place.replica,
+            order=order,
+            is_whole=True,
+            announces=has_owner or found is None or found.announces,
+            replica=0,
         )
-
-
-def as_whole(entry: Entry, tensor: torch.Tensor) -> Entry:
-    """The entry of a whole tensor that no other rank has, at the place of its parameter."""
-    extent = Extent.whole(tensor.shape)
-    whole = replace(entry, extent=extent, start=0, stop=tensor.numel(), replica=0)
-    flat = tensor.detach().reshape(-1)
-    return replace(whole, tensor=flat, is_whole=True, announces=True)
+        if found is None or has_owner or tensor.shape != parameter.shape:
+            return entry
+        return replace(found, kind=kind, name=entry.name, aliases=names[1:], tensor=entry.tensor)
 
 
 def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]:
@@ -224,25 +197,24 @@ def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> Opt
         is_whole = keeps_whole_states(optimizer)
         states: Any = optimizer.state
         for index, parameter in enumerate(parameters_with_state(optimizer)):
-            found = names.of(parameter)
-            assert found is not None, "`optimizer_groups` has raised for others"
+            owner = names.first(parameter)
             for key, value in states.get(parameter, {}).items():
-                where = f"optimizer state {key!r} of {found[0]}"
+                where = f"optimizer state {key!r} of {owner}"
                 is_tensor = isinstance(value, torch.Tensor)
                 _check_key(key, where)
                 # Containers of shards cannot be put together for other ranks.
                 rest, tensors = take_tensors(value, key) if is_whole or is_tensor else (value, {})
                 if not is_tensor:
-                    parts.values.setdefault(found[0], {})[key] = encode(rest, where)
+                    parts.values.setdefault(owner, {})[key] = encode(rest, where)
                 for own_key, tensor in tensors.items():
-                    name = (f"{found[0]}{_STATE_SEPARATOR}{own_key}",)
-                    entry = places.entry(OPTIMIZER, name, parameter, tensor, index)
+                    name = (f"{owner}{_STATE_SEPARATOR}{own_key}",)
                     if is_whole:
                         _check_key(own_key, where)
-                        entry = as_whole(entry, tensor)
                     else:
                         _check_shape(tensor, parameter, where)
-                    parts.entries.append(entry)
+                    parts.entries.append(
+                        places.entry(OPTIMIZER, name, parameter, tensor, index, has_owner=is_whole)
+                    )
                     listed = scalar_key(optimizer_name, own_key)
                     if _is_number(own_key, tensor, parameter) and listed not in parts.scalar_keys:
                         parts.scalar_keys.append(listed)

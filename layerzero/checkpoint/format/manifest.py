@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ _SEAL = b',"crc32":"%08x"}'
 """The end of the file: the checksum of all bytes before."""
 _MAX_DEPTH = 200
 """Levels of lists and objects in one another; Python's recursion takes about a thousand."""
-_Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,12 @@ class Manifest:
         """The groups of each optimizer; the name of a single one is ""."""
         found: dict[str, list[dict[str, Any]]] = {}
         for group in self.optimizer_groups or ():
-            found.setdefault(group.get("optimizer", ""), []).append(group)
+            found.setdefault(group.get(OF_OPTIMIZER, ""), []).append(group)
         return found
+
+    def crc_of(self, name: str) -> int | None:
+        """The CRC-32 of a tensor's bytes; None if there is no such tensor."""
+        return next((each[name] for each in self.tensors.values() if name in each), None)
 
     def to_bytes(self) -> bytes:
         # Not `asdict`, which copies every value.
@@ -100,16 +103,22 @@ class Manifest:
             )
         try:
             values = _parse(body + b"}")
-        except ValueError as error:
-            raise CheckpointError(f"{where}: damaged: {error}") from error
-        version = values.pop("version", None)
-        is_known = type(version) is int and 1 <= version <= VERSION
-        if values.pop("format", None) != FORMAT or not is_known:
-            raise CheckpointError(
-                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version!r:.40}"
-            )
-        try:
-            _check_values(values)
+            version = values.pop("version", None)
+            is_known = type(version) is int and 1 <= version <= VERSION
+            if values.pop("format", None) != FORMAT or not is_known:
+                raise CheckpointError(
+                    f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version "
+                    f"{version!r:.40}"
+                )
+            if missing := sorted(_REQUIRED - values.keys()):
+                raise ValueError(f"has no field {missing}")
+            if unknown := sorted(values.keys() - _FIELDS.keys()):
+                raise ValueError(f"has unknown fields {unknown}")
+            for name, value in values.items():
+                if not _fits(value, _FIELDS[name]):
+                    raise ValueError(
+                        f"the field {name!r} is not what a save writes: {value!r:.100}"
+                    )
         except ValueError as error:
             raise CheckpointError(f"{where}: damaged: {error}") from error
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
@@ -154,7 +163,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         ValueError: it is something else.
     """
     try:
-        values = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        values = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
     if not isinstance(values, dict):
@@ -172,83 +181,48 @@ def _parse(text: bytes) -> dict[str, Any]:
     return values
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text:.40} is too large")
+        raise ValueError(f"the number {text:.40} is not finite")
     return value
 
 
-def _check_values(values: dict[str, Any]) -> None:
-    """Check fields of a manifest: all there are, with the types that `Manifest` says.
-
-    Raises:
-        ValueError: names the first field that is wrong.
-    """
-    unknown = sorted(values.keys() - _FIELDS.keys())
-    missing = sorted(_REQUIRED - values.keys())
-    if unknown or missing:
-        raise ValueError(f"has no field {missing}" if missing else f"has unknown fields {unknown}")
-    for name, value in values.items():
-        if not _FIELDS[name](value):
-            raise ValueError(f"the field {name!r} is not what a save writes: {value!r:.100}")
-
-
-def _is_int_below(limit: int) -> _Check:
-    return lambda value: type(value) is int and 0 <= value < limit
-
-
-def _is_a(kind: type) -> _Check:
-    return lambda value: isinstance(value, kind)
-
-
-def _list_of(check: _Check) -> _Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _object_of(check: _Check) -> _Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda value: value is None or check(value)
-
-
-_is_count, _is_crc = _is_int_below(1 << 63), _is_int_below(1 << 32)
-_is_text, _is_anything = _is_a(str), _is_a(object)
-
-
-def _is_file_record(value: Any) -> bool:
-    is_record = isinstance(value, dict) and value.keys() == {"nbytes", "crc32"}
-    return is_record and _is_count(value["nbytes"]) and _is_crc(value["crc32"])
-
-
-def _is_group(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() <= {"params", "options", "optimizer"}
-        and _list_of(_is_text)(value.get("params"))
-        and isinstance(value.get("options"), dict)
-        and _is_text(value.get("optimizer", ""))
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind, written as in `_FIELDS`."""
+    if isinstance(kind, tuple):
+        return any(_fits(value, each) for each in kind)
+    if isinstance(kind, range):
+        return type(value) is int and value in kind
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
+    if not isinstance(kind, dict):
+        return value is kind is None or (kind is not None and isinstance(value, kind))
+    if not isinstance(value, dict) or not (str in kind or value.keys() <= kind.keys()):
+        return False
+    required = kind.keys() - {str, OF_OPTIMIZER}
+    return required <= value.keys() and all(
+        _fits(each, kind[str] if str in kind else kind[key]) for key, each in value.items()
     )
 
 
-_FIELDS: dict[str, _Check] = {
-    "step": _is_count,
-    "world_size": _is_count,
-    "files": _object_of(_is_file_record),
-    "tensors": _object_of(_object_of(_is_crc)),
-    "optimizer_groups": _or_none(_list_of(_is_group)),
-    "optimizer_scalars": _list_of(_is_text),
-    "optimizer_values": _object_of(_object_of(_is_anything)),
-    "scheduler": _or_none(_object_of(_is_anything)),
-    "scheduler_names": _or_none(_list_of(_is_text)),
-    "extras": _list_of(_is_anything),
-    "extra_states": _object_of(_is_anything),
-    "aliases": _object_of(_is_text),
+_COUNT, _CRC = range(1 << 63), range(1 << 32)
+OF_OPTIMIZER = "optimizer"
+"""Key of a saved group's optimizer, if it has a name."""
+_FIELDS: dict[str, Any] = {
+    "step": _COUNT,
+    "world_size": _COUNT,
+    "files": {str: {"nbytes": _COUNT, "crc32": _CRC}},
+    "tensors": {str: {str: _CRC}},
+    "optimizer_groups": (None, [{"params": [str], "options": dict, OF_OPTIMIZER: str}]),
+    "optimizer_scalars": [str],
+    "optimizer_values": {str: dict},
+    "scheduler": (None, dict),
+    "scheduler_names": (None, [str]),
+    "extras": [object],
+    "extra_states": dict,
+    "aliases": {str: str},
 }
+"""The kind of each field: a class; a range of ints; [kind] a list; {str: kind} an object with any
+names; {name: kind, ...} one with these; (kind, kind) one of several."""
 _REQUIRED = {"step", "world_size", "files", "tensors"}

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 
 
 def exchange(

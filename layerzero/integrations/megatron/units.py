@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from layerzero import MixedPrecision
-from layerzero.integrations.engine import WrapPolicy, make_chooser
+from layerzero.integrations.engine import WrapPolicy, make_chooser, to_policy
 from layerzero.integrations.megatron.ranks import MegatronRanks
 
 
@@ -38,7 +38,8 @@ class MegatronPolicy:
     """An auto-wrap policy: the user's or transformer layers, plus tied embeddings and experts."""
 
     def __init__(self, policy: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> None:
-        self._choose = make_chooser({TransformerLayer} if policy is None else policy, module)
+        policy = {TransformerLayer} if policy is None else to_policy(policy)
+        self._choose = make_chooser(policy, module)
         self._special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
 
     def __call__(self, module: nn.Module, fqn: str) -> Any:

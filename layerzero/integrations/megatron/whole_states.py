@@ -93,10 +93,4 @@ def load_whole_states(
             f"whole optimizer state was not loaded: {some(missing)}; pass the result of "
             "optimizer_sharded_state_dict(..., is_loading=True) to dist_checkpointing.load"
         )
-    keeps_dtype = {
-        (parameter, key)
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, (torch.Tensor, dict, list, tuple))
-    }
-    put_state(optimizer, options, states, keeps_dtype)
+    put_state(optimizer, options, states, exact=True)

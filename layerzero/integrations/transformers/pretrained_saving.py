@@ -46,7 +46,7 @@ from layerzero.config import parse_nbytes
 from layerzero.integrations.engine import get_info, summoned
 
 Tensors = dict[str, torch.Tensor]
-_LINKED = b"linked"
+_LINKED = "linked"
 
 
 def save_pretrained(
@@ -93,7 +93,7 @@ def save_pretrained(
         weights = None if weights_from is None else Path(weights_from)
         writer = _FolderWriter(path, module, FolderPlan.of(model), nbytes, weights)
 
-    def write() -> bytes:
+    def write() -> None:
         failure: Exception | None = None
         for name, tensor in stream_full(model, only=writer.wanted):
             # The stream is consumed to its end even after a failure, because it is collective.
@@ -104,7 +104,6 @@ def save_pretrained(
                     failure = error
         if failure is not None:
             raise failure
-        return b""
 
     try:
         if together.from_first(f"preparation of {path}", writer.prepare) != _LINKED:
@@ -231,7 +230,7 @@ class _FolderWriter:
         self.wanted = {streamed for streamed, name in plan.names.items() if name}
         self.nbytes = plan.nbytes
 
-    def prepare(self) -> bytes:
+    def prepare(self) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._folder))
         if isinstance(self._module, PreTrainedModel):
@@ -245,7 +244,7 @@ class _FolderWriter:
             write_durably(self._temporary / file.name, file.head, file.nbytes)
         if self._files.index is not None:
             write_durably(self._temporary / self._files.index_name, self._files.index)
-        return b""
+        return ""
 
     def _link(self, weights: Path) -> bool:
         assert self._temporary is not None
@@ -284,7 +283,7 @@ class _FolderWriter:
             while view:
                 view = view[opened.write(view) or 0 :]
 
-    def commit(self) -> bytes:
+    def commit(self) -> None:
         """Move files to their final names, and remove other weight files of an earlier save."""
         assert self._temporary is not None
         for path in self._temporary.iterdir():
@@ -299,7 +298,6 @@ class _FolderWriter:
             ):
                 path.unlink()
         sync_folder(self._folder)
-        return b""
 
     def discard(self) -> None:
         if self._temporary is not None:
@@ -367,16 +365,15 @@ class _AdapterWriter:
                 stack.enter_context(summoned(encoder, "save_pretrained", writeback=False))
             yield
 
-    def prepare(self) -> bytes:
+    def prepare(self) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
-        return b""
+        return ""
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         self._held |= dict.fromkeys(self._names[name], tensor.to("cpu", copy=True))
 
-    def commit(self) -> bytes:
+    def commit(self) -> None:
         type(self._module).save_pretrained(self._module, self._folder, state_dict=self._held)
-        return b""
 
     def discard(self) -> None:
         self._held.clear()

@@ -15,7 +15,7 @@ from torch import nn
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.gather_texts import gather_texts
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
@@ -39,21 +39,20 @@ class Given(NamedTuple):
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.groups for parameter in group["params"]]
 
-    def check(self, held: Collection[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def check(self, held: Collection[nn.Parameter]) -> None:
         """
         Args:
             held: parameters that the optimizer has already.
 
         Raises:
-            TypeError, ValueError: a parameter is none of the model's, occurs twice, or belongs to
-                another optimizer; names it.
+            TypeError, ValueError: a parameter is none of the model's, or occurs twice; names it.
             RuntimeError: inside forward or backward.
         """
         if self.root is not None:
             self.root.check_between_steps(
                 f"{_NAME}: made inside forward or backward; make it between steps"
             )
-        check_parameters(optimizer, self.parameters, [*held], takes_ignored=False)
+        check_parameters(_NAME, self.parameters, [*held], takes_ignored=False)
         seen: set[nn.Parameter] = set()
         for parameter in self.parameters:
             if parameter in seen or parameter in held:

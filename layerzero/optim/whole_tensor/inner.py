@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from layerzero.optim.adamw import AdamW
 from layerzero.optim.checks import name_of
-from layerzero.optim.flat_optimizer import FlatOptimizer
 from layerzero.optim.whole_tensor.owners import info_of
 
 Group = dict[str, Any]
@@ -58,7 +58,7 @@ class Factory(NamedTuple):
                 "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
                 f"{got}; pass the class, and its options by keyword"
             )
-        if issubclass(cls, FlatOptimizer):
+        if issubclass(cls, AdamW):
             raise TypeError(
                 f"WholeTensorOptimizer: layerzero.optim.{cls.__name__} works on shards; pass "
                 "model.parameters() to it directly"

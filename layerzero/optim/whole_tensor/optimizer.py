@@ -21,7 +21,7 @@ from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
-from layerzero.optim.checks import claim, forget
+from layerzero.optim import attach
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of, stand_in_for
@@ -104,10 +104,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         try:
             self._extend(given, self.param_groups, prototype)
         except BaseException:
-            forget(self)
+            attach.attached.discard(self)
             raise
         self._is_made = True
-        claim(self)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
         """The data-parallel rank that owns the whole tensor of a sharded parameter.
@@ -144,7 +143,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         try:
             factory.check((torch.optim.LBFGS, WholeTensorOptimizer))
             limit = parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
-            given.check(self._members, self)
+            given.check(self._members)
             prototype = factory.make_prototype(given.groups)
             first = f"{factory.cls.__qualname__}, bucket_bytes={limit}"
             rows = [first, *given.rows(self._cost, factory.options)]

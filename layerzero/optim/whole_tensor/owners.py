@@ -21,9 +21,9 @@ from torch import nn
 
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
-from layerzero.flat.groups import ShardGroup, describe_group, make_shard_group, mesh_groups
+from layerzero.flat.groups import describe_group, make_shard_group, mesh_groups
 from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
-from layerzero.flat.placement import Placement
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.optim.whole_tensor.plan import Move, Piece, WholeTensor, assign_owners
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState

@@ -1,4 +1,4 @@
-"""Streams full tensors, gathered a bucket at a time, for export and for full state dicts.
+"""Collects full tensors, a bucket at a time: of a model, and in place of the shards in state dicts.
 
     bucket 1: gather ====|                    a bucket: one flat parameter, or as many neighbouring
     bucket 2:      gather ====| yield 1 ...   parameters of it as fit into half the bytes
@@ -9,31 +9,53 @@ Two buckets exist at a time: the one whose tensors are in use, and the next one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import json
+import weakref
+import zlib
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, broadcast
+from layerzero.comm.collectives import all_gather, broadcast, gather_small
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
+from layerzero.flat.placement import Placement
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.owners import unit_of
 from layerzero.state_dict.preconditions import root_state_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
-from layerzero.step.root import RootState, root_of
+from layerzero.step.root import RootState
+from layerzero.step.root import root_of as root_of_unit
+
+_BUCKET_NBYTES = 1 << 30
+"""Bound on the full tensors that a state dict's shards are gathered in."""
+
+
+class Shard(Protocol):
+    """This rank's part of a parameter, or of a tensor shaped like one."""
+
+    local: torch.Tensor
+    sharded_param: weakref.ref[nn.Parameter] | None
+    """Its sharded parameter; None if the shard was read from a file."""
+
+
+_Shard = TypeVar("_Shard", bound=Shard)
 
 
 @dataclass(frozen=True)
 class FlatSource:
     """A flat tensor in the layout of a handle, sharded like its main shard."""
 
+    root: RootState
     handle: FlatParamHandle
-    label: str
-    """Name in messages."""
     dtype: torch.dtype
     """Dtype of the full tensors."""
     shard: Callable[[], torch.Tensor]
@@ -97,22 +119,17 @@ def _stream_model(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     names = Names(model)
 
-    def name_of(parameter: torch.Tensor) -> str:
-        found = names.of(parameter)
-        assert found is not None, "the handles belong to the model"
-        return found[0]
-
     def is_wanted(name: str) -> bool:
         return only is None or name in only
 
     sources = []
     for handle in names.handles:
-        of_all = source_of_weights(handle, dtype)
-        wanted = [i for i in of_all.present if is_wanted(name_of(handle.sharded_params[i]))]
+        of_all = _source_of_weights(handle, dtype)
+        wanted = [i for i in of_all.present if is_wanted(names.first(handle.sharded_params[i]))]
         sources.append(replace(of_all, present=wanted))
     yield from (
-        (name_of(source.handle.sharded_params[index]), full)
-        for source, index, full in stream_sources(sources, nbytes)
+        (names.first(source.handle.sharded_params[index]), full)
+        for source, index, full in _stream(sources, nbytes)
     )
     sharded = {id(p) for handle in names.handles for p in handle.sharded_params}
     for parameter, found in names.parameters:
@@ -123,7 +140,7 @@ def _stream_model(
             yield found[0], buffer.detach()
 
 
-def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None) -> FlatSource:
+def _source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None) -> FlatSource:
     """The main shard of a handle; cast to `dtype`, if given and if the shard is floating-point."""
     own = handle.main_shard.dtype
     target = dtype if dtype is not None and own.is_floating_point else own
@@ -132,23 +149,29 @@ def source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None = None)
         handle.reset_sharded_params(handle.fqns[0])
         return handle.main_shard.detach().to(target)
 
-    return FlatSource(handle, handle.fqns[0], target, shard, range(len(handle.fqns)))
+    root = _root_of(handle.sharded_params[0])
+    assert root is not None, "the model of the handle exists"
+    return FlatSource(root, handle, target, shard, range(len(handle.fqns)))
 
 
-def stream_sources(
+def _root_of(sharded_param: nn.Parameter) -> RootState | None:
+    unit = unit_of(sharded_param)
+    return None if unit is None else root_of_unit(unit)
+
+
+def _stream(
     sources: Sequence[FlatSource], nbytes: int
 ) -> Iterator[tuple[FlatSource, int, torch.Tensor]]:
     """Yield (source, parameter index, full tensor), gathering one bucket ahead. Collective."""
     buckets = [bucket for source in sources for bucket in _cut(source, nbytes // 2)]
-    coming = _gather(_root_of(buckets[0]), buckets[0]) if buckets else None
+    coming = _gather(buckets[0].source.root, buckets[0]) if buckets else None
     try:
         for number, bucket in enumerate(buckets):
             assert coming is not None
             full, work = coming
             following = buckets[number + 1] if number + 1 < len(buckets) else None
-            coming = None if following is None else _gather(_root_of(following), following)
+            coming = None if following is None else _gather(following.source.root, following)
             work.wait()
-            state = _root_of(bucket)
             handle = bucket.source.handle
             for index in bucket.indices:
                 start = handle.layout.starts[index] - bucket.start
@@ -159,18 +182,12 @@ def stream_sources(
                     view = split.wrap(view).full_tensor()  # Collective over the mesh.
                 yield bucket.source, index, view
                 del view
-            state.context.before_free()
+            bucket.source.root.context.before_free()
             del full
     finally:
         if coming is not None:
             coming[1].wait()  # Stopped early: the gather must not write to freed memory.
-            _root_of(buckets[0]).context.before_free()
-
-
-def _root_of(bucket: _Bucket) -> RootState:
-    unit = unit_of(bucket.source.handle.sharded_params[0])
-    assert unit is not None, "the model of the sources exists"
-    return root_of(unit)
+            buckets[0].source.root.context.before_free()
 
 
 def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:
@@ -214,7 +231,7 @@ def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
                 earlier.wait()
             is_last = group is placement.owner_groups[-1]
             gathered = full if is_last else shard.new_empty(shard.numel() * group.size)
-            operation = state.operations.next("stream", source.label, group)
+            operation = state.operations.next("stream", source.handle.fqns[0], group)
             pending = [all_gather(gathered, shard, group, operation)]
             shard = gathered
         if not placement.owner_groups:
@@ -238,7 +255,7 @@ def _broadcasts(
         hops = list(zip(placement.owner_groups, coordinates, strict=True))
         for number, (group, place) in enumerate(hops):
             is_last = number + 1 == len(hops)
-            operation = state.operations.next("stream", bucket.source.label, group)
+            operation = state.operations.next("stream", bucket.source.handle.fqns[0], group)
             if not is_last and placement.shard_group.rank != coordinates[-1]:
                 continue  # Only the owner's outer peers take part in the first hop.
             sent = broadcast(part, group, operation, place)
@@ -268,3 +285,86 @@ class _Several:
     def wait(self) -> None:
         for each in self._pending:
             each.wait()
+
+
+def root_of(shard: Shard) -> RootState:
+    sharded_param = None if shard.sharded_param is None else shard.sharded_param()
+    root = None if sharded_param is None else _root_of(sharded_param)
+    if root is None:
+        raise ValueError(
+            f"{shard} belongs to no model in this process: it was read from a file, or its model "
+            "was deleted. Load it into a model first"
+        )
+    return root
+
+
+def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:
+    """Yield every shard with its full tensor. Collective over the ranks that share the model."""
+    handles = [handle for unit in root.units for handle in unit.handles]
+    places = {
+        id(sharded_param): (number, index)
+        for number, handle in enumerate(handles)
+        for index, sharded_param in enumerate(handle.sharded_params)
+    }
+    # A parameter may have several shards (weights, optimizer state, tied weights). A layer takes
+    # one shard for each parameter, by its index, so that it can be gathered like the flat one.
+    layers: list[dict[torch.dtype, list[dict[int, _Shard]]]] = [{} for _ in handles]
+    for shard in shards:
+        assert shard.sharded_param is not None
+        number, index = places[id(shard.sharded_param())]
+        own = layers[number].setdefault(shard.local.dtype, [])
+        layer = next((each for each in own if index not in each), None)
+        if layer is None:
+            own.append(layer := {})
+        layer[index] = shard
+    sources, layer_of, described = [], {}, dict[Placement, list[Any]]()
+    for handle, by_dtype in zip(handles, layers, strict=True):
+        of_handle = described.setdefault(handle.placement, [])
+        for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+            for layer in own:
+                parts = {index: shard.local for index, shard in layer.items()}
+                read = partial(flat_of, handle, dtype, parts)
+                sources.append(FlatSource(root, handle, dtype, read, sorted(layer)))
+                layer_of[id(sources[-1])] = layer
+                of_handle.append([handle.fqns[0], str(dtype), sorted(layer)])
+    for placement, rows in described.items():
+        _agree(root, placement, rows)
+    for source, index, value in _stream(sources, _BUCKET_NBYTES):
+        yield layer_of[id(source)][index], value
+
+
+def flat_of(
+    handle: FlatParamHandle, dtype: torch.dtype, parts: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """A tensor like the main shard, [shard_numel], with this rank's `parts` of some parameters.
+
+    Args:
+        parts: by index of the parameter, in the shapes of the sharded ones.
+    """
+    flat = torch.zeros_like(handle.main_shard, dtype=dtype)
+    ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
+    for index, part in parts.items():
+        owned = ranges[index]
+        flat[owned.offset : owned.offset + owned.numel] = part.reshape(-1)
+    return flat
+
+
+def _agree(root: RootState, placement: Placement, rows: Sequence[Any]) -> None:
+    """Raise CheckpointError on all ranks if ranks would gather different tensors. Collective."""
+    count = sum(len(indices) for _, _, indices in rows)
+    own = [dist.get_rank(), count, zlib.crc32(json.dumps(rows).encode())]
+    table = torch.tensor(own, device=root.device)
+    for group in placement.groups:
+        table = gather_small(table, group, root.operations.next("exchange", "state dict", group))
+    # Experts may be other ones there.
+    for group in root.tensor_parallel_groups if placement.data_parallel is None else ():
+        operation = root.operations.next_tensor_parallel("exchange", "state dict", group)
+        table = gather_small(table, group, operation)
+    first, *others = sorted(table.view(-1, 3).tolist())
+    for rank, number, digest in others:
+        if digest != first[2]:
+            raise CheckpointError(
+                f"state dict: sharded entries differ between ranks: {first[1]} on rank {first[0]}, "
+                f"{number} on rank {rank}; pass the state dict of the same models and optimizers "
+                "on every rank"
+            )

@@ -1,19 +1,23 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
-Imported once such an argument is given. Does not import `torch.distributed.fsdp`: a caller who
-passes one of its objects has imported it.
+Imported once an argument may be one of FSDP's (`in_our_terms` in zero3.py): construction takes ours
+alone. Does not import `torch.distributed.fsdp`: a caller who passes one of its objects has.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from layerzero.build.arguments import check_module
+from layerzero.build.wrap import Choice, ModelPolicy
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, is_of_fsdp
+from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
 
@@ -44,12 +48,32 @@ _OURS = {
 """Arguments of FSDP1 and `fully_shard` that `ZeRO3` lacks, and what to use instead."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], accepted: Collection[str]) -> None:
-    """Raise a TypeError for the first argument that `ZeRO3` does not have.
+def to_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `ZeRO3` by name, with those that were written for FSDP in our terms.
 
     Args:
-        accepted: names of the arguments it has.
+        unknown: keyword arguments that `ZeRO3` does not have.
+
+    Raises:
+        TypeError: there are such; names what to use instead.
+        ValueError: an argument of FSDP that has no counterpart.
+        RuntimeError: the module is wrapped already.
     """
+    check_module(given["module"])
+    _refuse_unknown(unknown, given)
+    policy = given["auto_wrap_policy"]
+    precision = to_precision(given["mixed_precision"], given["module"], policy is not None)
+    return {
+        **given,
+        "auto_wrap_policy": to_policy(policy),
+        "mixed_precision": precision.units,
+        "root_precision": precision.root,
+        "backward_prefetch": to_backward_prefetch(given["backward_prefetch"]),
+        "offload": to_offload(given["offload"]),
+    }
+
+
+def _refuse_unknown(unknown: Mapping[str, Any], accepted: Collection[str]) -> None:
     for name, value in unknown.items():
         advice = _OURS.get(name)
         if name == "sharding_strategy":
@@ -111,18 +135,6 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
     return Precision(of_units, of_root)
 
 
-def to_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `ZeRO3` that may be objects of FSDP, as ours."""
-    has_policy = given["auto_wrap_policy"] is not None
-    precision = to_precision(given["mixed_precision"], given["module"], has_policy)
-    return {
-        "mixed_precision": precision.units,
-        "root_precision": precision.root,
-        "backward_prefetch": to_backward_prefetch(given["backward_prefetch"]),
-        "offload": to_offload(given["offload"]),
-    }
-
-
 def to_offload(value: Any) -> Any:
     """Convert torch's `CPUOffload`, `OffloadPolicy` and `CPUOffloadPolicy`; return others as is."""
     if _is_torchs(value, "CPUOffload"):
@@ -137,19 +149,44 @@ def to_backward_prefetch(value: Any) -> Any:
     return BackwardPrefetch[value.name] if _is_torchs(value, "BackwardPrefetch") else value
 
 
-def to_unit_arguments(own: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Convert the arguments that a policy gave for one unit.
+# Policies ---------------------------------------------------------------------------------------
+
+
+def to_policy(policy: Any) -> Any:
+    """A policy in our terms, which gives units arguments in our terms; None if it is None."""
+    if isinstance(policy, (type, nn.Module)) or not (
+        callable(policy) or hasattr(policy, "_run_policy")
+    ):
+        return policy
+    try:
+        names = inspect.signature(policy).parameters if callable(policy) else ()
+    except (TypeError, ValueError):
+        names = ()
+    if hasattr(policy, "_run_policy") or "recurse" in names or "nonwrapped_numel" in names:
+        return TorchPolicy(policy)
+
+    @functools.wraps(policy)
+    def choose(module: nn.Module, fqn: str) -> Choice:
+        return _in_our_terms(policy(module, fqn), module, fqn)
+
+    return choose
+
+
+def _in_our_terms(own: Choice, module: nn.Module, fqn: str) -> Choice:
+    """Convert the answer of a policy for one module.
 
     Raises:
         ValueError: a sharding strategy that a single unit cannot have.
     """
+    if not isinstance(own, Mapping):
+        return own
     ours = dict(own)
     if "sharding_strategy" in ours:
         strategy = getattr(ours.pop("sharding_strategy"), "name", None)
         if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
             raise ValueError(
-                f"sharding_strategy={own['sharding_strategy']!r} for one unit: expected FULL_SHARD "
-                "or SHARD_GRAD_OP; for the whole model "
+                f"{fqn}: sharding_strategy={own['sharding_strategy']!r} for one unit: expected "
+                "FULL_SHARD or SHARD_GRAD_OP; for the whole model "
                 + _STRATEGIES.get(strategy or "", _OURS["sharding_strategy"])
             )
         ours.setdefault("reshard_after_forward", strategy == "FULL_SHARD")
@@ -162,39 +199,49 @@ def to_unit_arguments(own: Mapping[str, Any], module: nn.Module) -> dict[str, An
     return ours
 
 
-# Policies ---------------------------------------------------------------------------------------
+class TorchPolicy(ModelPolicy):
+    """A policy of `torch.distributed.fsdp.wrap`, or a function with the arguments of one.
 
-
-def run_torch_policy(
-    policy: Any,
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    ignored_parameters: set[nn.Parameter],
-) -> Mapping[int, Mapping[str, Any]]:
-    """Run a policy of `torch.distributed.fsdp.wrap`, or a function with the arguments of one.
-
-    Args:
-        ignored_modules: ignored modules and all modules inside them.
-        ignored_parameters: ignored parameters, including those of ignored modules.
-
-    Returns:
-        The arguments of each chosen module, keyed by id(module).
-
-    Raises:
-        TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
+    Chooses the same modules as in FSDP1.
     """
-    if callable(getattr(policy, "_run_policy", None)):
-        chosen = policy._run_policy(root, ignored_modules, {})
-        return {id(module): own for module, own in chosen.items()}
-    try:
-        inspect.signature(policy).bind(module=root, recurse=True, nonwrapped_numel=0)
-    except TypeError as error:
-        name = getattr(policy, "__name__", policy)
-        raise TypeError(
-            f"auto_wrap_policy: {name} {error}: bind the argument, as in functools.partial("
-            "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
-        ) from None
-    return {key: {} for key in _run_function(policy, root, ignored_modules, ignored_parameters)}
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        keywords = getattr(policy, "keywords", {})
+        listed = getattr(policy, "_module_classes", None) or keywords.get("transformer_layer_cls")
+        self.classes = tuple(listed or ())
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+    def choose(
+        self,
+        root: nn.Module,
+        ignored_modules: Iterable[nn.Module],
+        ignored_parameters: Iterable[nn.Parameter],
+    ) -> Mapping[int, Choice]:
+        """See `ModelPolicy`.
+
+        Raises:
+            TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
+        """
+        policy = self._policy
+        ignored = {module for top in ignored_modules for module in top.modules()}
+        if callable(getattr(policy, "_run_policy", None)):
+            chosen = policy._run_policy(root, ignored, {})
+            names = {module: clean_name(name) for name, module in root.named_modules()}
+            return {id(m): _in_our_terms(own, m, names[m]) for m, own in chosen.items()}
+        try:
+            inspect.signature(policy).bind(module=root, recurse=True, nonwrapped_numel=0)
+        except TypeError as error:
+            name = getattr(policy, "__name__", policy)
+            raise TypeError(
+                f"auto_wrap_policy: {name} {error}: bind the argument, as in functools.partial("
+                "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
+            ) from None
+        parameters = {parameter for module in ignored for parameter in module.parameters()}
+        parameters.update(ignored_parameters)
+        return {key: {} for key in _run_function(policy, root, ignored, parameters)}
 
 
 def _run_function(
