@@ -134,8 +134,8 @@ def _on_four_ranks(folder: Path) -> Counter[str]:
 def test_flipped_bits_are_found_on_other_numbers_of_ranks(
     ranks: KeptRanks, world_size: int
 ) -> None:
-    found = ranks(world_size, _flip_under, {"plain": 40, "8-bit": 20, "bf16": 20}, 2)[0]
-    assert found["main shard"] >= 10 and found["optimizer state"] >= 10, found
+    found = ranks(world_size, _flip_under, {"plain": 20, "8-bit": 10, "bf16": 10}, 2)[0]
+    assert found["main shard"] >= 5 and found["optimizer state"] >= 5, found
 
 
 @pytest.mark.soak

@@ -120,7 +120,6 @@ def test_training_has_these_bits_in_every_case(world_size: int, in_full: bool) -
     for number, kind in enumerate(_OPTIONS):
         for name in _NAMES if in_full else _NAMES[number :: len(_OPTIONS)]:
             _train_both(CASES[name], kind, 6)
-    _train_both(CASES["mlp"], "adamw", 12)
     _train_both(CASES["mlp"], "adamw", 6, offload=OffloadPolicy(params=True))
 
 

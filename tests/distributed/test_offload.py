@@ -106,7 +106,7 @@ def test_offloading_changes_no_bit(in_full: bool) -> None:
         _same_as_without([*POLICIES] if in_full else [policy], layers, some, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @on_ranks(6, timeout=300)
 def test_offloading_changes_no_bit_on_six_ranks(in_full: bool) -> None:
     runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]

@@ -51,7 +51,7 @@ def _batch(case: Case, step: int) -> Any:
     return case.batch(torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
-def _train(model: nn.Module, case: Case, optimizer: Optimizer, steps: int = 3) -> list[Tensor]:
+def _train(model: nn.Module, case: Case, optimizer: Optimizer, steps: int = 2) -> list[Tensor]:
     """Two micro-batches a step, the first without synchronization."""
     losses = []
     for step in range(steps):
@@ -276,10 +276,12 @@ def _by_name(model: nn.Module, optimizer: Optimizer) -> Values:
 
 
 def _load(folder: str) -> None:
-    """From each layout to each, with the models in turns."""
-    cases = _cases()
+    """From each layout to each for two of three numbers of ranks, with the models in turns."""
+    cases, world_size = _cases(), dist.get_world_size()
     for number, (saved, own) in enumerate(itertools.product(LAYOUTS, LAYOUTS)):
-        case, flat = cases[(number + dist.get_world_size()) % len(cases)]
+        if number % 3 == world_size % 3:
+            continue
+        case, flat = cases[(number + world_size) % len(cases)]
         expected = torch.load(f"{folder}/{case.name}.pt")
         what = f"{case.name} from {saved} to {own}"
         model, optimizer = _made(case, own, flat)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.recording import logged
 
 LIMIT_S = 2.0
 """The timeout of the models here."""
@@ -50,17 +51,7 @@ def pause(rank: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-@contextmanager
-def warnings_logged() -> Iterator[list[str]]:
-    """Messages of the warnings about slow waits; the list fills up inside."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    slow_waits._logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        slow_waits._logger.removeHandler(handler)
+warnings_logged = functools.partial(logged, slow_waits.__name__, logging.WARNING)
 
 
 def limits(model: ZeRO3) -> set[float]:

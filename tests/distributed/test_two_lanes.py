@@ -23,7 +23,7 @@ from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, waiting_nbytes
 from tests.harness.reference import batches_of, forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
@@ -93,24 +93,21 @@ def _all_trained(name: str, sums_of: list[tuple[dict[str, Any], list[str]]]) -> 
                 assert all(map(torch.equal, found, expected)), (name, lanes, sums, plain)
 
 
-def test_training_is_bitwise_the_same() -> None:
+def test_training_is_bitwise_the_same(ranks: KeptRanks) -> None:
     """On gloo, and where messages carry no names."""
-    run_ranks(2, _all_trained, "one group", SUMS, timeout=120)
+    ranks(2, _all_trained, "one group", SUMS, timeout=120)
 
 
 @pytest.mark.slow
-def test_training_of_whole_parameters_is_bitwise_the_same() -> None:
-    run_ranks(2, _all_trained, "whole parameters", SUMS[1:], timeout=120)
+def test_training_of_whole_parameters_is_bitwise_the_same(ranks: KeptRanks) -> None:
+    ranks(2, _all_trained, "whole parameters", SUMS[1:], timeout=120)
 
 
-def _trained_in_layers() -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=180)
+def test_training_in_layers_is_bitwise_the_same() -> None:
     _all_trained("replicate", SUMS[1:2])
     _all_trained("shard", SUMS[2:])
-
-
-@pytest.mark.slow
-def test_training_in_layers_is_bitwise_the_same() -> None:
-    run_ranks(4, _trained_in_layers, timeout=180)
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
@@ -177,14 +174,11 @@ def _separation() -> None:
         assert ranks[0] == ranks[1], name
 
 
-def _on_four_ranks() -> None:
+@on_ranks(4, timeout=180)
+def test_layers_and_experts_have_groups_of_their_own_and_the_same_bits() -> None:
     _all_trained("zero1", SUMS[1:])
     _experts()
     _separation()
-
-
-def test_layers_and_experts_have_groups_of_their_own_and_the_same_bits() -> None:
-    run_ranks(4, _on_four_ranks, timeout=180)
 
 
 def _groups_are_kept() -> None:
@@ -228,11 +222,13 @@ def test_every_two_accesses_are_ordered(lanes: str, uses: list) -> None:
         assert found == {use.__name__: [] for use in uses}
 
 
-@pytest.mark.parametrize("offload", ["sums in shards", "everything"])
-def test_every_two_accesses_are_ordered_with_the_host(offload: str) -> None:
-    settings = _with_lanes(OFFLOADED[offload], "both")
-    for found in run_fake_ranks((0, 1), 2, _races, settings, HOST_USES):
-        assert found == {use.__name__: [] for use in HOST_USES}
+def test_every_two_accesses_are_ordered_with_the_host() -> None:
+    """Each use with one of two policies, micro-batches with both."""
+    for offload, uses in (("sums in shards", HOST_USES[::2]), ("everything", HOST_USES[1::2])):
+        uses = [accumulation, *(use for use in uses if use is not accumulation)]
+        settings = _with_lanes(OFFLOADED[offload], "both")
+        for found in run_fake_ranks((0, 1), 2, _races, settings, uses):
+            assert found == {use.__name__: [] for use in uses}
 
 
 def _races_of_layers() -> list[tuple[str, str, list[str]]]:
@@ -240,8 +236,8 @@ def _races_of_layers() -> list[tuple[str, str, list[str]]]:
     for name in ("zero1", "replicate", "whole parameters"):
         for sums in ({}, {"accumulation": "sharded"}):
             settings = _with_lanes({**LAYERS[name], **sums}, "both")
-            for use, races in _races(settings, [plain_steps, accumulation]).items():
-                found.append((name, use, races))
+            use = accumulation if sums else plain_steps
+            found += [(name, *each) for each in _races(settings, [use]).items()]
     return found
 
 
@@ -410,14 +406,12 @@ def _on_two_ranks() -> None:
 
 
 def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
+    """On new ranks, which have made no group yet."""
     run_ranks(2, _on_two_ranks)
 
 
-def _alone() -> None:
+@on_ranks(1)
+def test_one_rank_alone_needs_no_groups() -> None:
     policy = ReductionPolicy(separate_groups=True, in_flight="1MB")
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, reduction=policy)
     train(model, 2)
-
-
-def test_one_rank_alone_needs_no_groups() -> None:
-    run_ranks(1, _alone)
