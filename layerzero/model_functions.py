@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from layerzero.step import hooks
-from layerzero.step.on_request import keep
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import Hold, ShardState, Unit, get_unit
@@ -30,6 +29,8 @@ class UnshardHandle:
 @remembers_failure
 def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle | None:
     """Implements `ZeRO3.unshard`."""
+    from layerzero.step.on_request import keep
+
     if not root.is_in_pass:
         root.before_call("unshard")
     root.backward.clear_abandoned()

@@ -43,7 +43,6 @@ from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
-from layerzero.step import on_request
 from layerzero.step.root import RootState, root_if_alive, root_of
 from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.wrapper import ModuleWrapper
@@ -296,7 +295,9 @@ class ZeRO3(Joinable, ModuleWrapper):
         Raises:
             RuntimeError: inside forward or backward.
         """
-        on_request.reduce_waiting(self._root_state)
+        from layerzero.step.on_request import reduce_waiting
+
+        reduce_waiting(self._root_state)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce gradients by `hook`, as FSDP1 does; torch's own hooks work unchanged.

@@ -23,7 +23,7 @@ from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.notices import outside, warn_once
-from layerzero.step import hooks, module_guards
+from layerzero.step import hooks, methods, module_guards
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
@@ -132,7 +132,7 @@ class Builder:
         for name in was_meta if self.topology.tensor_parallel_groups else ():
             self._copy_over_mesh(visit, name)
         if keeps:
-            hooks.run_in_float32(visit.module)
+            methods.run_in_float32(visit.module)
         if self.given.sync_module_states:
             for name, buffer in visit.module._buffers.items():
                 if buffer is not None:

@@ -1,10 +1,10 @@
 """Connects the engine to a step: wraps module methods, and hooks outputs in the autograd graph.
 
-Methods are wrapped on the instance instead of using module hooks, because the engine must see
-exceptions (module hooks are skipped on KeyboardInterrupt) and methods other than `forward`. The
-call object is a local variable of the wrapper, so calls of one unit never share bookkeeping. Its
-backward hooks are on the outputs' nodes in the graph, so it does not matter what happens to the
-output tensors afterwards.
+Methods are wrapped on the instance (methods.py) instead of using module hooks, because the engine
+must see exceptions (module hooks are skipped on KeyboardInterrupt) and methods other than
+`forward`. The call object is a local variable of the wrapper, so calls of one unit never share
+bookkeeping. Its backward hooks are on the outputs' nodes in the graph, so it does not matter what
+happens to the output tensors afterwards.
 
 Note [A cast belongs to one call]
     `torch.autocast` casts a float32 parameter once and keeps the cast until its outermost context
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import GeneratorType
 from typing import Any
 
@@ -31,19 +31,14 @@ from torch._compile import _disable_dynamo
 from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
+from layerzero.step.methods import Method, method_of, put
 from layerzero.step.module_guards import check_compile, is_compiled
-from layerzero.step.on_request import keep_returned
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
 from layerzero.step.unit import TrainingState, Unit
 
-Method = Callable[..., Any]
-
 _LAZY = frozenset({GeneratorType, map, filter, zip})
 """Types of results that run the module's code after its forward has returned."""
-
-_INSTALLED = "_layerzero_installed"
-"""Attribute of a module: maps each method name to the former method, or None, and ours."""
 
 
 def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
@@ -70,7 +65,7 @@ def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
                 module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
             install(module, "_compiled_call_impl", unit, casts=casts)
 
-        _put(module.__dict__, "compile", compile_and_install)
+        put(module.__dict__, "compile", compile_and_install)
     if module._compiled_call_impl is not None:
         install(module, "_compiled_call_impl", unit, casts=casts)
     # `_call_impl` too: it runs the user's module hooks, which then see full parameters.
@@ -90,7 +85,7 @@ def install(
             it does not show its unsharded parameters, that is, when they are called directly.
         casts: whether to cast inputs and outputs by the unit's mixed precision.
     """
-    method = _method_of(module, name)
+    method = method_of(module, name)
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -100,65 +95,7 @@ def install(
             return _call_uncompiled(unit, method, args, kwargs, casts)
         return _call(unit, method, args, kwargs, casts)
 
-    _put(module.__dict__, name, forward)
-
-
-def _put(attributes: dict[str, Any], name: str, method: Method) -> None:
-    """Replace a method in a module's `__dict__`: setattr on the result of `torch.compile(module)`
-    would go to the module inside."""
-    installed = attributes.setdefault(_INSTALLED, {})
-    before = installed[name][0] if name in installed else attributes.get(name)
-    installed[name] = (before, method)
-    attributes[name] = method
-
-
-def patched_methods(module: nn.Module) -> list[str]:
-    """Names of our methods that other code has replaced since."""
-    installed = module.__dict__.get(_INSTALLED, {})
-    return [name for name, (_, ours) in installed.items() if module.__dict__.get(name) is not ours]
-
-
-def uninstall(module: nn.Module) -> None:
-    """Restore the methods from before wrapping; a compiled module is no longer compiled."""
-    for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
-        if before is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = before
-
-
-def _method_of(module: nn.Module, name: str) -> Method:
-    """`module.name`, without a reference to the module if possible."""
-    method: Method | None = module.__dict__.get(name)
-    if method is not None:
-        return method
-    bound = getattr(module, name)
-    function = getattr(bound, "__func__", None)
-    if function is None or getattr(bound, "__self__", None) is not module:
-        return bound
-    # Bound again at each call: a bound method stored on its own module is a cycle, and the
-    # module's memory would wait for the garbage collector.
-    is_of_class = getattr(type(module), name, None) is function
-    return _bind_late(function, weakref.ref(module), name if is_of_class else None)
-
-
-def _bind_late(
-    function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
-) -> Method:
-    """`function` bound at each call.
-
-    Args:
-        name: look it up on the class at each call instead, for libraries that patch classes; None:
-            `function` is not the class's own.
-    """
-
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        module = module_ref()
-        current = function if name is None else getattr(type(module), name)
-        return current(module, *args, **kwargs)
-
-    return method
+    put(module.__dict__, name, forward)
 
 
 def _call(
@@ -208,6 +145,8 @@ def _call(
             if tensor.grad_fn is not None:
                 _watch_gradient(tensor, call)
             elif unit.owns(tensor):
+                from layerzero.step.on_request import keep_returned
+
                 keep_returned(root, unit)
     return outputs
 
@@ -296,22 +235,3 @@ def _begin_backward(calls: list[ForwardCall], _: object) -> None:
     # where it returned another tensor, perhaps on another rank.
     for call in reversed(calls):
         root_of(call.unit).backward.on_output_gradient(call)
-
-
-def run_in_float32(module: nn.Module) -> None:
-    """Cast inputs of a module in a low-precision unit to float32, and its outputs back.
-
-    Outputs get the dtype of the last input that was cast, as in FSDP1; if none was, they stay.
-    """
-    method = _method_of(module, "forward")
-
-    @functools.wraps(method)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        dtypes = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
-        cast = [dtype for dtype in dtypes if dtype != torch.float32]
-        outputs = method(
-            *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
-        )
-        return cast_floating(outputs, cast[-1]) if cast else outputs
-
-    _put(module.__dict__, "forward", forward)

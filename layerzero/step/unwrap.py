@@ -10,7 +10,7 @@ from torch import nn
 from layerzero.comm.collectives import gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
-from layerzero.step import hooks, module_guards
+from layerzero.step import methods, module_guards
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import root_if_alive
 from layerzero.step.structure import Ignored
@@ -98,7 +98,7 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """
     modules = {id(module): module for unit in units for module in unit.owners}
     for module in modules.values():
-        patched = hooks.patched_methods(module)
+        patched = methods.patched_methods(module)
         if patched:
             raise RuntimeError(
                 f"{type(module).__name__}: {patched} were replaced after wrapping and call the "
@@ -118,7 +118,7 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
         for hook in unit.state_dict_hooks:
             hook.remove()
     for module in modules.values():
-        hooks.uninstall(module)
+        methods.uninstall(module)
         module_guards.remove(module)
         unset_unit(module)
     return full

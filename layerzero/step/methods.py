@@ -1,0 +1,95 @@
+"""Methods of ours on instances of the user's modules: put there, and taken away again."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero.step.tensors import cast_floating, find_tensors
+
+Method = Callable[..., Any]
+
+_INSTALLED = "_layerzero_installed"
+"""Attribute of a module: maps each method name to the former method, or None, and ours."""
+
+
+def put(attributes: dict[str, Any], name: str, method: Method) -> None:
+    """Replace a method in a module's `__dict__`: setattr on the result of `torch.compile(module)`
+    would go to the module inside."""
+    installed = attributes.setdefault(_INSTALLED, {})
+    before = installed[name][0] if name in installed else attributes.get(name)
+    installed[name] = (before, method)
+    attributes[name] = method
+
+
+def patched_methods(module: nn.Module) -> list[str]:
+    """Names of our methods that other code has replaced since."""
+    installed = module.__dict__.get(_INSTALLED, {})
+    return [name for name, (_, ours) in installed.items() if module.__dict__.get(name) is not ours]
+
+
+def uninstall(module: nn.Module) -> None:
+    """Restore the methods from before wrapping; a compiled module is no longer compiled."""
+    for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+
+def method_of(module: nn.Module, name: str) -> Method:
+    """`module.name`, without a reference to the module if possible."""
+    method: Method | None = module.__dict__.get(name)
+    if method is not None:
+        return method
+    bound = getattr(module, name)
+    function = getattr(bound, "__func__", None)
+    if function is None or getattr(bound, "__self__", None) is not module:
+        return bound
+    # Bound again at each call: a bound method stored on its own module is a cycle, and the
+    # module's memory would wait for the garbage collector.
+    is_of_class = getattr(type(module), name, None) is function
+    return _bind_late(function, weakref.ref(module), name if is_of_class else None)
+
+
+def _bind_late(
+    function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
+) -> Method:
+    """`function` bound at each call.
+
+    Args:
+        name: look it up on the class at each call instead, for libraries that patch classes; None:
+            `function` is not the class's own.
+    """
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        module = module_ref()
+        current = function if name is None else getattr(type(module), name)
+        return current(module, *args, **kwargs)
+
+    return method
+
+
+def run_in_float32(module: nn.Module) -> None:
+    """Cast inputs of a module in a low-precision unit to float32, and its outputs back.
+
+    Outputs get the dtype of the last input that was cast, as in FSDP1; if none was, they stay.
+    """
+    method = method_of(module, "forward")
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
+        cast = [dtype for dtype in dtypes if dtype != torch.float32]
+        outputs = method(
+            *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
+        )
+        return cast_floating(outputs, cast[-1]) if cast else outputs
+
+    put(module.__dict__, "forward", forward)
