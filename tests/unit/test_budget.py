@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 48_106,
-    "flat": 2_862,
-    "step": 4_768,
-    "comm": 1_521,
+    "": 46_891,
+    "flat": 2_855,
+    "step": 4_751,
+    "comm": 1_508,
     "watch": 1_097,
-    "build": 2_984,
+    "build": 2_666,
     "guards": 627,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
