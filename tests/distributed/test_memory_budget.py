@@ -18,7 +18,7 @@ from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import _threads_counted
 from tests.harness.models import tensors_of
 from tests.harness.planned_models import CASES, Block, Tower
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import logged
 from tests.harness.traffic import SentBytes
 
@@ -119,11 +119,13 @@ def _of_rank(keys: list[tuple[str, str]], shares: list[float]) -> dict[str, list
     return {f"{case}, {mode}": _climb(case, MODES[mode][1], shares) for case, mode in keys}
 
 
-def _sweep(keys: list[tuple[str, str]], shares: list[float], timeout: float) -> int:
+def _sweep(
+    ranks_of: KeptRanks, keys: list[tuple[str, str]], shares: list[float], timeout: float
+) -> int:
     count = 0
     for size in (2, 4):
         chosen = [key for key in keys if MODES[key[1]][0] == size]
-        ranks = run_ranks(size, _of_rank, chosen, shares, timeout=timeout)
+        ranks = ranks_of(size, _of_rank, chosen, shares, timeout=timeout)
         for name in ranks[0]:
             _check(name, [of[name] for of in ranks])
             full = max((of[name][0] for of in ranks), key=lambda own: own.held)
@@ -134,27 +136,27 @@ def _sweep(keys: list[tuple[str, str]], shares: list[float], timeout: float) -> 
 
 
 @pytest.mark.parametrize("case", ["tower", pytest.param("tied gpt", marks=pytest.mark.soak)])
-def test_the_budget_is_held_and_a_larger_one_gathers_less(case: str) -> None:
-    ranks = run_ranks(2, _of_rank, [(case, "2 ranks")], [0.0, 0.7, 1.0], timeout=60)
-    for name in ranks[0]:
-        _check(name, [of[name] for of in ranks])
-        least, some, most = ranks[0][name][1:]
+def test_the_budget_is_held_and_a_larger_one_gathers_less(case: str, ranks: KeptRanks) -> None:
+    each = ranks(2, _of_rank, [(case, "2 ranks")], [0.0, 0.7, 1.0], timeout=120)
+    for name in each[0]:
+        _check(name, [of[name] for of in each])
+        least, some, most = each[0][name][1:]
         assert least.choice is not None and not least.choice.kept
         assert some.choice is not None and some.choice.kept
         assert least.sent > some.sent > most.sent
 
 
 @pytest.mark.soak
-def test_the_budget_is_held_by_many_models_in_many_modes() -> None:
+def test_the_budget_is_held_by_many_models_in_many_modes(ranks: KeptRanks) -> None:
     cases = ["odd", "recomputed", "nested units", "many tokens", "gpt", "adapted", "words"]
     keys = list(itertools.product(cases, MODES))
-    assert _sweep(keys, [0.4], 300) == len(keys)
+    assert _sweep(ranks, keys, [0.4], 300) == len(keys)
 
 
 # Loops -----------------------------------------------------------------------------------------
 
 
-def _accumulating(_: None) -> tuple[list[Outcome], dict[str, Outcome]]:
+def _accumulating() -> tuple[list[Outcome], dict[str, Outcome]]:
     climbed = _climb("tower", {}, [0.0, 0.6, 1.0], micro_batches=3)
     native = {
         make.__name__: _train("tower", HUGE, {}, make_optimizer=make)
@@ -164,19 +166,19 @@ def _accumulating(_: None) -> tuple[list[Outcome], dict[str, Outcome]]:
 
 
 @pytest.mark.slow
-def test_micro_batches_add_up_where_the_budget_allows_it() -> None:
-    ranks = run_ranks(2, _accumulating, None, timeout=60)
-    _check("micro-batches", [climbed for climbed, _ in ranks])
-    free, least, *_ = ranks[0][0]
+def test_micro_batches_add_up_where_the_budget_allows_it(ranks: KeptRanks) -> None:
+    each = ranks(2, _accumulating, timeout=120)
+    _check("micro-batches", [climbed for climbed, _ in each])
+    free, least, *_ = each[0][0]
     assert least.choice is not None and least.choice.accumulation == "sharded"
     assert free.choice is not None and free.choice.accumulation == "unsharded"
-    for _, native in ranks:
+    for _, native in each:
         for name, own in native.items():
             assert own.choice is not None, own.error
             assert own.held <= own.choice.bound_bytes, name
 
 
-def _uneven(_: None) -> tuple[Outcome, Outcome]:
+def _uneven() -> tuple[Outcome, Outcome]:
     """The second rank has a batch eight times as large."""
     repeats = 1 + 7 * dist.get_rank()
     free = _train("many tokens", HUGE, {}, repeats_batch=repeats)
@@ -185,8 +187,8 @@ def _uneven(_: None) -> tuple[Outcome, Outcome]:
     return free, _train("many tokens", middle, {}, repeats_batch=repeats)
 
 
-def test_ranks_with_batches_of_other_sizes_choose_alike() -> None:
-    (free, middle), (larger_free, larger) = run_ranks(2, _uneven, None, timeout=60)
+def test_ranks_with_batches_of_other_sizes_choose_alike(ranks: KeptRanks) -> None:
+    (free, middle), (larger_free, larger) = ranks(2, _uneven, timeout=120)
     assert free.choice == larger_free.choice and middle.choice == larger.choice
     assert middle.choice is not None and middle.choice.kept
     assert free.learned < larger_free.learned <= larger.choice.least_bytes  # type: ignore[union-attr]
@@ -200,36 +202,27 @@ def _kept_blocks(module: nn.Module, fqn: str) -> Any:
     return isinstance(module, Block) and {"reshard_after_forward": False}
 
 
-def _refused(_: None) -> dict[str, str]:
+@on_ranks(2)
+def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
     free = _train("tower", HUGE, {})
     assert free.choice is not None
-    found = {
-        "one byte less": _train("tower", free.choice.least_bytes - 1, {}).error,
-        "shards": _train("tower", "1kB", {}).error,
-        "reshard": _train("tower", HUGE, {"reshard_after_forward": False}).error,
-        "prefetch": _train("tower", HUGE, {"forward_prefetch": 2}).error,
-        "unit": _train("tower", HUGE, {"auto_wrap_policy": _kept_blocks}).error,
-        "ranks differ": _train("tower", 10**9 + dist.get_rank(), {}).error,
-        "least": str(free.choice.least_bytes),
-    }
+    least = free.choice.least_bytes
+    for budget, arguments, message in (
+        (least - 1, {}, f"a step needs at least {least:,} bytes"),
+        ("1kB", {}, "for the shards and its largest unit alone"),
+        (HUGE, {"reshard_after_forward": False}, "leave out reshard_after_forward"),
+        (HUGE, {"forward_prefetch": 2}, "leave out reshard_after_forward"),
+        (HUGE, {"auto_wrap_policy": _kept_blocks}, "reshard_after_forward"),
+        (10**9 + dist.get_rank(), {}, "memory_budget"),
+    ):
+        assert message in _train("tower", budget, arguments).error
     for value in ("forty", "0GB", 0, -1, True, 4.5e9):
         with pytest.raises((TypeError, ValueError), match="memory_budget"):
             ZeRO3(Tower(), memory_budget=value)  # type: ignore[arg-type]
-    return found
 
 
-def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
-    for found in run_ranks(2, _refused, None, timeout=60):
-        least = f"{int(found['least']):,}"
-        assert f"a step needs at least {least} bytes" in found["one byte less"]
-        assert "for the shards and its largest unit alone" in found["shards"]
-        assert "leave out reshard_after_forward" in found["reshard"]
-        assert "leave out reshard_after_forward" in found["prefetch"]
-        assert "reshard_after_forward" in found["unit"]
-        assert "memory_budget" in found["ranks differ"]
-
-
-def _leaves_nothing(_: None) -> None:
+@on_ranks(2)
+def test_nothing_is_left_once_the_choice_is_made() -> None:
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
     resize = torch.UntypedStorage.resize_
     batch = (torch.randn(8, 96),)
@@ -268,10 +261,6 @@ def _leaves_nothing(_: None) -> None:
     assert "stay full between forward and backward" in text and "blocks.0" in text
 
 
-def test_nothing_is_left_once_the_choice_is_made() -> None:
-    run_ranks(2, _leaves_nothing, None, timeout=60)
-
-
 # Odd uses --------------------------------------------------------------------------------------
 
 
@@ -283,7 +272,12 @@ def _steps(model: nn.Module, count: int) -> None:
         optimizer.zero_grad()
 
 
-def _odd_uses(_: None) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3))]
+)
+@on_ranks(timeout=120)
+def test_odd_uses(world_size: int) -> None:
     def make(tower: Tower | None = None, **given: Any) -> ZeRO3:
         tower = tower or Tower()
         return ZeRO3(tower, auto_wrap_policy={Block}, memory_budget=HUGE, **given)
@@ -292,7 +286,7 @@ def _odd_uses(_: None) -> None:
         assert model.memory_choice is not None
         return len(model.memory_choice.kept)
 
-    everything = 4 if dist.get_world_size() > 1 else 0
+    everything = 4 if world_size > 1 else 0
     # Passes that fail, and evaluation.
     model = make()
     _steps(model, 2)
@@ -341,11 +335,3 @@ def _odd_uses(_: None) -> None:
     assert model.memory_choice is None
     _steps(model, 7)
     assert kept(model) == everything
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "num_ranks", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3))]
-)
-def test_odd_uses(num_ranks: int) -> None:
-    run_ranks(num_ranks, _odd_uses, None, timeout=120)

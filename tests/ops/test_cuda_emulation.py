@@ -88,7 +88,7 @@ def test_every_lane_of_a_step_stays_in_bounds_and_is_right() -> None:
     assert counts, done.stdout
     assert int(counts[1]) > 100
     assert int(counts[2]) > 1_000_000
-    assert int(counts[3]) > 1000, "few segments in wide accesses"
+    assert int(counts[3]) > 500, "few segments in wide accesses"
 
 
 @pytest.mark.slow
