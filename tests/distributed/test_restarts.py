@@ -26,7 +26,7 @@ def test_kills_and_one_rank_fewer_leave_the_losses_as_they_are(tmp_path: Path) -
     assert result.useful_steps >= 12 and result.lines >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_under_torchrun_too(tmp_path: Path) -> None:
     (hurt := tmp_path / "hurt").mkdir()
     (whole := tmp_path / "whole").mkdir()
