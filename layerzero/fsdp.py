@@ -425,8 +425,7 @@ class FSDPModule:
         root.give_up_step()
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
-        """Show full parameters of this module and those inside; as `ZeRO3.summon_full_params`,
-        which documents the options.
+        """Show full parameters of this module and those inside; options as of `ZeRO3`'s method.
 
         torch has no such method. Around `init_weights()` it gives the values of one process.
         """

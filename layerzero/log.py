@@ -113,9 +113,13 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
 
 
 def _hook_modules(module: nn.Module, plan: WrapPlan) -> list[str]:
-    hooks = [(plan.arguments[id(unit)].hook_module, unit.fqn) for unit in plan.units]
     names = {id(inside): clean_name(name) for name, inside in module.named_modules()}
-    found = [f"{names[id(hook)]} for {fqn}" for hook, fqn in hooks if hook is not None]
+    # A hook module may be around what is wrapped, without a name in it; the root has none either.
+    found = [
+        f"{names.get(id(hook)) or type(hook).__name__} for {unit.fqn}"
+        for unit in plan.units
+        if (hook := plan.arguments[id(unit)].hook_module) is not None
+    ]
     return [f"hook modules, which gather: {names_text(found)}"] if found else []
 
 

@@ -42,10 +42,7 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
     ),
     "flat_step_(Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
     "Tensor(c!)[] scales, Tensor[] table, Tensor[] rows, Tensor factor, float grad_scale, "
-    "int seed, int phase) -> ()": (
-        step_reference.flat_step_,
-        _fake_flat_step,
-    ),
+    "int seed, int phase) -> ()": (step_reference.flat_step_, _fake_flat_step),
     "checked_sum_(Tensor(a!) out, Tensor(b!) sums, Tensor[] parts, float scale, int skip=-1)"
     " -> ()": (checked.checked_sum_, _checks(reference.check_ordered_sum, 0, 2)),
     "word_sums_(Tensor(a!) out, Tensor[] xs) -> ()": (word_sums_, _checks(lambda: None)),

@@ -106,8 +106,8 @@ class AdamW(torch.optim.AdamW):
         # `GradScaler.step` then leaves it to this class to unscale and to look at `found_inf`.
         self._step_supports_amp_scaling = True
         self._forget()
-        torch.optim.AdamW.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
 
     def _forget(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import torch
@@ -44,10 +45,18 @@ def test_the_log_names_modules_that_are_not_units_like_others() -> None:
             ignored_modules=[layers[7]],
             ignored_parameters=[model.head.weight],
         )
+        around = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        for hook in (around, around[0]):  # outside what is wrapped, and the root itself
+            ZeRO3(
+                copy.deepcopy(around[0]) if hook is around else around[0],
+                auto_wrap_policy=lambda module, fqn, hook=hook: {"hook_module": hook},
+            )
     if dist.get_rank() > 0:
         assert texts == [], "one rank speaks"
         return
-    plain, special = texts
+    plain, special, *elsewhere = texts
+    for text in elsewhere:
+        assert "\n  hook modules, which gather: Sequential for 0\n" in text, text
     for part in (
         "\n  a rank may skip: layers.2, layers.5\n",
         "\n  ignored: head.weight, layers.7\n",
