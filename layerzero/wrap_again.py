@@ -37,7 +37,10 @@ def rewrap(model: ZeRO3) -> list[str]:
     """
     unit = get_unit(model)
     if not isinstance(model, ZeRO3) or unit is None or root_of(unit).units[0] is not unit:
-        raise ValueError(f"rewrap: expected the outermost ZeRO3 module, got {type(model).__name__}")
+        raise ValueError(
+            "rewrap: expected the outermost ZeRO3 module, which shares no unit with another, "
+            f"got {type(model).__name__}"
+        )
     root = root_of(unit)
     root.backward.clear_abandoned()
     root.before_call("rewrap")

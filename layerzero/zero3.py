@@ -197,6 +197,7 @@ class ZeRO3(Joinable, ModuleWrapper):
         self._become(module, sharded.root)
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
+        self.__dict__["_arguments"] = sharded.arguments
         self.__dict__["_kept_whole"] = sharded.kept_whole
         self.__dict__["_learner"] = None
         budget = sharded.arguments.memory_budget
@@ -204,6 +205,10 @@ class ZeRO3(Joinable, ModuleWrapper):
             from layerzero.memory_budget import Learner
 
             self.__dict__["_learner"] = Learner(sharded.root, sharded.placement, budget)
+        if sharded.shared_with:
+            from layerzero.shared_parts import join
+
+            join([*sharded.shared_with, self], ZeRO3, sharded.arguments)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
         keep_root(module, root, self)
@@ -521,6 +526,8 @@ class Sharded(NamedTuple):
     arguments: Arguments
     kept_whole: list[nn.Parameter]
     """Parameters that are not sharded."""
+    shared_with: list[ModuleWrapper]
+    """Living models that had some of the root's units; see shared_parts.py."""
 
 
 def shard_in_place(
@@ -545,6 +552,11 @@ def shard_in_place(
         module, given, lambda: in_our_terms(given, unknown), find_features
     )
     _refuse_what_is_the_outermost_ones(each.module for each in plan.units)
+    shared_with: list[ModuleWrapper] = []
+    if any(unit.existing is not None for unit in plan.units):
+        from layerzero.shared_parts import models_that_share
+
+        shared_with = models_that_share(module, plan.units, arguments)
     topology = agree_on_topology(plan, arguments)
     parts = Parts(name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
@@ -575,7 +587,7 @@ def shard_in_place(
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()
-    return Sharded(root, topology.placement, arguments, kept_whole)
+    return Sharded(root, topology.placement, arguments, kept_whole, shared_with)
 
 
 def in_our_terms(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -121,7 +121,7 @@ def _call(
         torch.set_autocast_cache_enabled(False)
     try:
         call = root.begin_call(unit)
-        if unit.index == 0 and root.moves_inputs:
+        if root.moves_inputs and root.is_in_outermost_call:
             args, kwargs = move((args, kwargs), root.device)
         if casts and unit.input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), unit.input_dtype)

@@ -54,7 +54,7 @@ class RootState:
     has_forward_checks: bool
     """Whether the next forward calls `check_first_forward`."""
     moves_inputs: bool
-    """Whether a call of the root unit moves its inputs to the model's device."""
+    """Whether a call that is in no other call moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
     _reducer_class: type[GradientReducer] = GradientReducer
@@ -154,6 +154,11 @@ class RootState:
         """Whether a forward or a backward runs."""
         return self.context.in_backward or self._call_depth > 0
 
+    @property
+    def is_in_outermost_call(self) -> bool:
+        """Whether a call runs that is in no other call, nor in a backward."""
+        return self._call_depth <= 1 and not self.context.in_backward
+
     def check_between_steps(self, what: str) -> None:
         """Refuse a call inside forward or backward, or after a collective failed.
 
@@ -218,7 +223,7 @@ class RootState:
     def end_call(self, call: ForwardCall, outputs: object) -> None:
         """The forward of `call` has returned `outputs`."""
         grad_enabled = torch.is_grad_enabled()
-        is_outermost = self._call_depth <= 1 and not self.context.in_backward
+        is_outermost = self.is_in_outermost_call
         try:
             for exit_call in self.extensions.exit_call:
                 exit_call(call, outputs, is_outermost)

@@ -72,6 +72,12 @@ class Structure:
         self._named = dict(self._named_parameters(modules))
         self._take_snapshot(modules)
 
+    @property
+    def _root(self) -> nn.Module:
+        root = self._root_ref()
+        assert root is not None, "its methods are called on a living model"
+        return root
+
     def check(self, what: str) -> None:
         """Check that the parameters are those that were wrapped. Not collective.
 
@@ -93,16 +99,12 @@ class Structure:
                     "optimizer"
                 )
             self._check_compiled()
-            root = self._root_ref()
-            assert root is not None, "its methods are called on a living model"
-            self._take_snapshot([*self._modules(root)])
+            self._take_snapshot([*self._modules(self._root)])
 
     def _check_compiled(self) -> None:
-        root = self._root_ref()
-        assert root is not None, "its methods are called on a living model"
         handles = [handle for unit in self._units for handle in unit.handles]
         if handles:
-            modules = root.named_modules()
+            modules = self._root.named_modules()
             present = (each for each in modules if not self.ignored.has(each[1]))
             check_compiled(present, handles[0].gradients.device)
 
@@ -121,9 +123,7 @@ class Structure:
         self._parameters.append(None)
 
     def _is_same(self) -> bool:
-        root = self._root_ref()
-        assert root is not None, "its methods are called on a living model"
-        dicts = [root.__dict__, *self._dicts]
+        dicts = [self._root.__dict__, *self._dicts]
         expected = self._parameters
         unsharded_params = {
             id(sharded_param): unsharded for sharded_param, unsharded in self._shown_full()
@@ -152,9 +152,7 @@ class Structure:
         unsharded_params = {
             id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
         }
-        root = self._root_ref()
-        assert root is not None, "its methods are called on a living model"
-        shown_now = self._named_parameters(self._modules(root))
+        shown_now = self._named_parameters(self._modules(self._root))
         now = {name: unsharded_params.get(id(shown), shown) for name, shown in shown_now}
         before = self._named
         came = {name: each for name, each in now.items() if name not in before}

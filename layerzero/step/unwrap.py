@@ -58,10 +58,11 @@ def left_units(module: nn.Module) -> list[Unit]:
     """Units inside `module` whose wrapper is gone, so that they may be wrapped again.
 
     Excludes nested units, which join the model wrapped around them: those of a wrapper inside
-    `module`, and those of a module inside it that was wrapped without keeping the wrapper.
+    `module`, and those of a module inside it that was wrapped without keeping the wrapper. And
+    those that `module` shares with another wrapped model; see shared_parts.py.
 
     Raises:
-        RuntimeError: some belong to a wrapped model that is not inside `module`.
+        RuntimeError: `module` is inside a wrapped model, or has a part of one that is no unit.
     """
     inside = {id(part) for part in modules_of(module)}
     wrapped = [p for p in module.modules() if (u := get_unit(p)) is not None and u.module is not p]
@@ -74,11 +75,14 @@ def left_units(module: nn.Module) -> list[Unit]:
             if outermost is not module and id(outermost) in inside:
                 continue
             if root.is_wrapped and not (unit in nested and outermost is module):
+                is_in_place = root.wrapper_ref() is outermost
+                is_part = any(part is module for part in modules_of(outermost))
+                if not (is_in_place or is_part) and id(unit.module) in inside:
+                    continue
                 raise RuntimeError(
-                    f"ZeRO3: this {type(module).__name__} contains {unit.label!r} of a wrapped "
-                    f"{type(outermost).__name__}: a module cannot be in two wrapped models. Put "
-                    "both into one module and wrap that (each part may still be called by "
-                    "itself), or delete the first wrapper before"
+                    f"ZeRO3: this {type(module).__name__} contains parameters of {unit.label!r} of "
+                    f"a wrapped {type(outermost).__name__}. Two models can share units only: wrap "
+                    "the part that both have before, or both models in one module"
                 )
         if unit not in nested:
             left.append(unit)

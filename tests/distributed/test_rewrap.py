@@ -179,23 +179,26 @@ class Both(nn.Module):
 
 
 @on_ranks(2)
-def test_one_backbone_is_in_one_wrapped_model_which_trains_its_parts_alone_or_together() -> None:
+def test_a_backbone_in_no_unit_of_its_own_is_in_one_wrapped_model() -> None:
     x = torch.randn(2, WIDTH)
-    for policy in (None, {Block}):
-        both = seeded(Both)
-        actor = ZeRO3(both.actor, auto_wrap_policy=policy)
-        before = list(actor.parameters())
-        with pytest.raises(RuntimeError, match=r"of a wrapped Head.*one module and wrap that"):
-            ZeRO3(both.critic, auto_wrap_policy=policy)
-        with pytest.raises(RuntimeError, match="of a wrapped Head"):
-            ZeRO3(actor.backbone)
-        assert all(a is b for a, b in zip(before, actor.parameters(), strict=True))
-        assert type(both.critic.out.weight) is nn.Parameter and both.critic.out.weight.ndim == 2
-        actor(x).sum().backward()
-        assert all(p.grad is not None for p in actor.parameters())
-        del actor, before
-        critic = ZeRO3(both.critic, auto_wrap_policy=policy)
-        assert_bitwise(critic(x), seeded(Both).critic(x), "after the first wrapper is gone")
+    both = seeded(Both)
+    actor = ZeRO3(both.actor)
+    before = list(actor.parameters())
+    with pytest.raises(RuntimeError, match=r"of a wrapped Head.*can share units only"):
+        ZeRO3(both.critic)
+    with pytest.raises(RuntimeError, match="of a wrapped Head"):
+        ZeRO3(actor.backbone)
+    assert all(a is b for a, b in zip(before, actor.parameters(), strict=True))
+    assert type(both.critic.out.weight) is nn.Parameter and both.critic.out.weight.ndim == 2
+    actor(x).sum().backward()
+    assert all(p.grad is not None for p in actor.parameters())
+    del actor, before
+    critic = ZeRO3(both.critic)
+    assert_bitwise(critic(x), seeded(Both).critic(x), "after the first wrapper is gone")
+
+
+@on_ranks(2)
+def test_one_wrapped_model_trains_its_parts_alone_or_together() -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
 
     def together(model: nn.Module, batch: Tensor) -> Tensor:

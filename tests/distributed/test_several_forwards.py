@@ -1,6 +1,7 @@
 """A forward call is an object: several may wait for their backward, in any order."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from layerzero import BackwardPrefetch, ZeRO3
+from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
     Shared,
@@ -287,16 +288,97 @@ def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
     trained_alike(_ActorCritic, Block, nn.Linear, run=_in_turn_over_one_trunk, regrouped=True)
 
 
+_BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _over_one_trunk() -> nn.ModuleList:
+    """Three models over one trunk; two heads are no unit of their own."""
+    trunk = nn.Sequential(Block(), Block())
+    heads = (nn.Linear(WIDTH, 3), Block(), nn.Linear(WIDTH, 2))
+    return nn.ModuleList(nn.Sequential(trunk, head) for head in heads)
+
+
+def _trained(models: Sequence[nn.Module], wrapper: ZeRO3) -> dict[str, list[Tensor]]:
+    """Each by an optimizer of its own: in turn, in one backward, and with one micro-batch kept."""
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in models]
+    batches = [torch.randn(2, WIDTH) + dist.get_rank() for _ in range(4)]
+    seen: dict[str, list[Tensor]] = {"losses": [], "norms": [], "weights": []}
+
+    def backward(loss: Tensor) -> None:
+        seen["losses"].append(loss.detach())
+        loss.backward()
+
+    def step(index: int) -> None:
+        clip = torch.nn.utils.clip_grad_norm_
+        seen["norms"].append(clip(models[index].parameters(), 0.1))
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    for batch in batches[:2]:
+        for index, model in enumerate(models):
+            backward(loss_of(model(batch)))
+            step(index)
+    backward(sum(loss_of(model(batches[2])) for model in models))
+    with wrapper.no_sync():
+        backward(loss_of(models[0](batches[3])))
+    with torch.no_grad():
+        models[2](batches[3])
+    backward(loss_of(models[1](batches[3])))
+    for index in range(len(models)):
+        step(index)
+    seen["weights"] = [p.detach().clone() for model in models for p in model.parameters()]
+    return seen
+
+
 @on_ranks(2)
-def test_two_models_over_one_wrapped_part_are_refused() -> None:
-    trunk = ZeRO3(Block())
-    first = ZeRO3(nn.Sequential(trunk, nn.Linear(WIDTH, 1)))
-    for again in (nn.Sequential(trunk, Block()), nn.Sequential(trunk.module, Block())):
-        with pytest.raises(RuntimeError, match="a module cannot be in two wrapped models"):
-            ZeRO3(again)
-    loss_of(first(torch.ones(2, WIDTH))).backward()
+def test_models_over_one_trunk_train_as_parts_of_one_model() -> None:
+    for wraps_trunk, options in ((True, {}), (False, {"mixed_precision": _BF16})):
+        torch.manual_seed(0)
+        parts = _over_one_trunk()
+        if wraps_trunk:
+            trunk = ZeRO3(parts[0][0], auto_wrap_policy={Block}, **options)
+            for part in parts:
+                part[0] = trunk
+        models = [ZeRO3(part, auto_wrap_policy={Block}, **options) for part in parts]
+        torch.manual_seed(0)
+        whole = ZeRO3(_over_one_trunk(), auto_wrap_policy={Block, nn.Sequential}, **options)
+        torch.manual_seed(dist.get_rank())
+        ours = _trained(models, models[0])
+        torch.manual_seed(dist.get_rank())
+        for name, expected in _trained(list(whole.module), whole).items():
+            for number, (a, b) in enumerate(zip(ours[name], expected, strict=True)):
+                assert_bitwise(a, b, f"{name} {number}, {wraps_trunk=}")
+
+
+@on_ranks(2)
+def test_models_over_one_trunk_live_and_fail_apart() -> None:
+    parts, x = _over_one_trunk(), torch.ones(2, WIDTH)
+    first = ZeRO3(parts[0], auto_wrap_policy={Block})
+    with pytest.raises(ValueError, match=r"same accumulation|same reduction.*expected"):
+        ZeRO3(parts[1], auto_wrap_policy={Block}, accumulation="sharded")
+    with pytest.raises(ValueError, match=r"shares '0.0' with .*same forward_prefetch"):
+        ZeRO3(parts[1], auto_wrap_policy={Block}, forward_prefetch=False)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    first.step_in_backward(optimizer)
+    with pytest.raises(NotImplementedError, match="an optimizer in step_in_backward, which only"):
+        ZeRO3(parts[1], auto_wrap_policy={Block})
+    first.step_in_backward(None)
+    before, expected = list(first.parameters()), first(x).detach()
+    second = ZeRO3(parts[1], auto_wrap_policy={Block})
+    assert all(map(operator.is_, first.parameters(), before)), "optimizers keep theirs"
+    assert list(first.state_dict()) == [name for name, _ in parts[0].named_parameters()]
+    with pytest.raises(RuntimeError, match="shape"):
+        second(torch.ones(2, WIDTH + 1))
+    for model in (first, second):
+        loss_of(model(x)).backward()
+    assert_bitwise(first(x).detach(), expected, "a forward beside another model")
     del first
-    ZeRO3(nn.Sequential(trunk, Block()))(torch.ones(2, WIDTH))
+    loss_of(second(x)).backward()
+    third = ZeRO3(parts[2], auto_wrap_policy={Block})
+    del second
+    loss_of(third(x)).backward()
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        ZeRO3(parts[2])
 
 
 # Activation checkpointing: recomputation inside backward gives the same bits as no checkpoint -----

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_891,
+    "": 47_034,
     "flat": 2_855,
-    "step": 4_751,
+    "step": 4_758,
     "comm": 1_508,
     "watch": 1_097,
     "build": 2_666,

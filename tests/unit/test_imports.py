@@ -28,6 +28,7 @@ LAYERS = [
     "log",
     "memory_budget",
     "wrapper",
+    "shared_parts",
     "zero3",
     "fsdp",
     "wrap_again",

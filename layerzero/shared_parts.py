@@ -1,0 +1,98 @@
+"""Several models over one part that is wrapped, such as an actor and a critic on one trunk.
+
+A unit has one root, which records in which order it is called and decides in backward when it is
+done. So models that share a unit share a root: that of a container of them all, which is never
+called, and inside which they are what wrapped parts are inside a module that a user wraps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from layerzero.build.arguments import Arguments
+from layerzero.build.wrap import UnitPlan
+from layerzero.step.root import RootState, root_if_alive
+from layerzero.step.unwrap import modules_of
+from layerzero.wrapper import ModuleWrapper
+
+_OF_THE_ROOT = (
+    *("forward_prefetch", "backward_prefetch", "limit_all_gathers", "reduction", "timeout"),
+    *("on_nonfinite", "verify", "move_inputs", "memory_budget"),
+)
+"""Arguments of `ZeRO3` that a model has once, not each unit."""
+
+
+def models_that_share(
+    module: nn.Module, plans: Iterable[UnitPlan], given: Arguments
+) -> list[ModuleWrapper]:
+    """The living models that share units with `module` and are not inside it. Not collective.
+
+    Raises:
+        ValueError: such a model has another argument that they would have in common.
+        NotImplementedError: it has a `memory_budget`, a communication hook, or an optimizer that
+            steps in backward.
+        RuntimeError: it is in forward or backward.
+    """
+    inside = {id(part) for part in modules_of(module)}
+    found: dict[int, ModuleWrapper] = {}
+    for plan in plans:
+        root = None if plan.existing is None else root_if_alive(plan.existing)
+        if root is None or id(root.units[0].module) in inside:
+            continue
+        wrapper: Any = root.wrapper_ref()
+        members = wrapper.__dict__.get("_members") or (weakref.ref(wrapper),)
+        for model in filter(None, (reference() for reference in members)):
+            if id(model.module) not in inside and id(model) not in found:
+                found[id(model)] = model
+                _check(model, root, given, f"ZeRO3: shares {plan.label!r} with a wrapped ")
+    return list(found.values())
+
+
+def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -> None:
+    what += type(model.module).__name__
+    theirs = model.__dict__["_arguments"]
+    root.check_between_steps(f"{what}, which is in forward or backward")
+    for name in _OF_THE_ROOT:
+        ours, other = getattr(given, name), getattr(theirs, name)
+        if name == "reduction":  # Whether it is a mean is a unit's own.
+            ours = replace(ours, reduce=other.reduce)
+        if ours != other:
+            raise ValueError(
+                f"{what}, so both need the same {name}: expected {other!r}, got {ours!r}"
+            )
+    has = {
+        "a memory_budget": theirs.memory_budget is not None,
+        "a hook of register_comm_hook": bool(root.extensions.reduce),
+        "an optimizer in step_in_backward": root.reducer.uses_up_gradients,
+    }
+    for thing in (thing for thing, is_there in has.items() if is_there):
+        raise NotImplementedError(f"{what} that has {thing}, which only one model can have")
+
+
+def join(
+    models: Sequence[ModuleWrapper], wrap: Callable[..., ModuleWrapper], given: Arguments
+) -> None:
+    """Give models that share units one root, which lives as long as any of them. Collective.
+
+    Args:
+        wrap: `ZeRO3`, which lies above this file.
+        given: the arguments of one of them; the others have the same where they count.
+    """
+    modules = [model.module for model in models]
+    named = {f"{type(each).__name__}{index}": each for index, each in enumerate(modules)}
+    container = wrap(
+        nn.ModuleDict(named),
+        given.process_group,
+        zero3_size=given.zero3_size,
+        outer=given.outer,
+        device=given.device,
+        **{name: getattr(given, name) for name in _OF_THE_ROOT},
+    )
+    container.__dict__["_members"] = [weakref.ref(model) for model in models]
+    for model in models:
+        model.__dict__["_container"] = container
