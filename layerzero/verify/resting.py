@@ -45,6 +45,8 @@ class Resting:
 
     def version_of(self, tensor: torch.Tensor) -> int:
         """Of a main shard, those of its pieces as well, which count their own, and the engine's."""
+        if not self._of_shard:
+            self._find_homes()
         handle = self._of_shard.get(id(tensor))
         is_shard = handle is not None and handle.main_shard is tensor
         if handle is None or not is_shard:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -51,6 +52,18 @@ class CorruptionError(RuntimeError):
     """
 
 
+@dataclass
+class _Sent:
+    """A shard, at the version at which it was sent."""
+
+    shard_ref: weakref.ref[torch.Tensor]
+    version: int
+    checksum: Checksums
+    gathers: list[tuple[ShardGroup, Operation]] = field(default_factory=list)
+    is_void: bool = False
+    """Whether it was written since, so that these gathers are not checked."""
+
+
 class Verifier(Transport, Extension):
     """Keeps checksums of all that its model sends, receives and keeps, and compares them."""
 
@@ -63,8 +76,10 @@ class Verifier(Transport, Extension):
         """Whether the backward that comes next is checked."""
         self._wire = Wire(root.device, root.operations)
         self._resting = Resting(lambda: () if (root := root_ref()) is None else root.units)
-        self._checksums: dict[int, tuple[weakref.ref[torch.Tensor], int, Checksums]] = {}
-        """Of shards that were sent in this step, by id: the shard, its version, the checksum."""
+        self._sent: dict[int, _Sent] = {}
+        """Of each shard that was sent since a forward began, by id."""
+        self._unchecked: list[_Sent] = []
+        """The same, since the last check."""
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -85,7 +100,8 @@ class Verifier(Transport, Extension):
     # What is sent and received ------------------------------------------------------------
 
     def weights_written(self) -> None:
-        self._checksums.clear()
+        self._void_written()
+        self._sent.clear()
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
@@ -93,26 +109,40 @@ class Verifier(Transport, Extension):
         """`collectives.all_gather`, checked."""
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
-        sent, slices = self._checksum_of(shard), slices_of(full, group)
+        shown, slices = self._shown(shard), slices_of(full, group)
+        shown.gathers.append((group, operation))
         pending = collectives.all_gather(full, shard, group, operation)
-        pending.then(functools.partial(self._gathered, operation, group, sent, slices))
+        pending.then(functools.partial(self._gathered, operation, group, shown, slices))
         return pending
 
-    def _checksum_of(self, shard: torch.Tensor) -> Checksums:
+    def _shown(self, shard: torch.Tensor) -> _Sent:
         version = self._resting.version_of(shard)
-        known = self._checksums.get(id(shard))
-        if known is not None and known[0]() is shard and known[1] == version:
-            return known[2]
-        noted = self._resting.checksum_of(shard)
-        checksum = self._keep(word_sums([shard])) if noted is None else [noted]
-        self._checksums[id(shard)] = weakref.ref(shard), version, checksum
-        return checksum
+        known = self._sent.get(id(shard))
+        if known is None or known.shard_ref() is not shard or known.version != version:
+            noted = self._resting.checksum_of(shard)
+            checksum = self._keep(word_sums([shard])) if noted is None else [noted]
+            known = self._sent[id(shard)] = _Sent(weakref.ref(shard), version, checksum)
+            self._unchecked.append(known)
+        return known
+
+    def _void_written(self) -> None:
+        """Do not check gathers of shards that were written since, perhaps while they were sent.
+
+        Called at the same points of a step on every rank, where such gathers may be under way: a
+        use of the unit gathers it again, and what was received before is used no more.
+        """
+        for sent in self._unchecked:
+            shard = sent.shard_ref()
+            if shard is None or self._resting.version_of(shard) != sent.version:
+                sent.is_void = True
+                self._wire.forget(sent.gathers)
 
     def _gathered(
-        self, operation: Operation, group: ShardGroup, sent: Checksums, slices: list[torch.Tensor]
+        self, operation: Operation, group: ShardGroup, sent: _Sent, slices: list[torch.Tensor]
     ) -> None:
         """What peers sent is in `slices`."""
-        self._wire.note(operation, group, sent, self._keep(word_sums(slices)))
+        if not sent.is_void:
+            self._wire.note(operation, group, sent.checksum, self._keep(word_sums(slices)))
 
     def reduce_scatter(
         self,
@@ -194,6 +224,8 @@ class Verifier(Transport, Extension):
             return
         root = self._root
         self._wait_for_streams()
+        self._void_written()
+        self._unchecked.clear()
         placement = _placement(root.units)
         findings = self._changed(placement.rank)
         findings += find_different(
@@ -226,6 +258,8 @@ class Verifier(Transport, Extension):
         if torch.is_grad_enabled() or self._every > 1 or root.join is not None:
             return None
         self._wait_for_streams()
+        self._void_written()
+        self._unchecked.clear()
         used = self._wire.used()
         for group in _groups(root.units) if used else ():
             if group in used:
@@ -297,7 +331,7 @@ class Verifier(Transport, Extension):
 
     def after_abort(self) -> None:
         self._wire.undo()
-        self._checksums.clear()
+        self._sent.clear()
 
 
 def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:

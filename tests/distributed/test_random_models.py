@@ -280,13 +280,15 @@ class _Run:
             batches = self._batches()
             is_last = number + 1 == num_micro_batches
             flipped = self._some_names() if self._rng.random() < 0.2 else set()
+            if self._rng.random() < 0.2:
+                self._write_inside_next_forward(self._some_names())
             with self._model.no_sync() if waits and not is_last else contextlib.nullcontext():
                 _backward(self._forward(self._model, batches[dist.get_rank()], flipped))
             for batch in batches:
                 _backward(self._forward(self._twin, batch, flipped), self._divisor)
             if not is_last and self._rng.random() < 0.3:
                 self._act_on_gradients()
-        if self._clips:
+        if self._clips and any(each.grad is not None for each in self._twin.parameters()):
             norm = self._model.clip_grad_norm_(0.5)
             twin_norm = nn.utils.clip_grad_norm_(self._twin.parameters(), 0.5)
             assert_close_in_float64(norm, twin_norm, "norm")
@@ -310,6 +312,21 @@ class _Run:
             for parameter in chosen:
                 parameter.requires_grad_(not parameter.requires_grad)
         return output
+
+    def _write_inside_next_forward(self, names: set[str]) -> None:
+        """As momentum encoders do: when the model's next forward has begun, scale weights of units
+        whose own has not. The twin's, which runs after it, change with them."""
+        twins = dict(self._twin.named_parameters())
+
+        @torch.no_grad()
+        def scale(*_: object) -> None:
+            handle.remove()
+            for name, parameter in self._model.named_parameters():
+                if name in names and hasattr(parameter, "layerzero"):
+                    for each in (parameter, twins[name]):
+                        each.mul_(0.9)
+
+        handle = self._model.module.register_forward_pre_hook(scale)
 
     def _act_on_gradients(self) -> None:
         """Between micro-batches: scale what has been accumulated, or clear all or some of it."""
@@ -401,6 +418,22 @@ class _Run:
         with contextlib.suppress(_Boom), modules[name].register_forward_pre_hook(boom):
             _backward(self._model(self._batches()[0]))
         self._optimizers[0].zero_grad(set_to_none=self._to_none)
+
+    def _keep_graph(self) -> None:
+        """A graph from before a step goes backward after it: an error where torch's is one."""
+        batch, raised = self._batches()[0], []
+        outputs = [each(batch) for each in (self._model, self._twin)]
+        self._step()
+        self._zero_grad()
+        for output in outputs:
+            try:
+                _backward(output)
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                raised.append(output)
+        assert len(raised) in (0, 2)
+        self._ran.clear()
+        self._zero_grad()
 
     def _freeze(self) -> None:
         sharded_params, twins = (
@@ -545,6 +578,7 @@ def _train(seeds: range) -> None:
                     "spoil",
                     "patch",
                     "grow",
+                    "keep_graph",
                 ]
             )
 
