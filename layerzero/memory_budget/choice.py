@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from layerzero.config import BackwardPrefetch
+from layerzero.memory_budget.timeline import Settings, Timeline
 
 _SHOWN = 12
 """Number of names that are listed."""
@@ -51,45 +51,26 @@ class MemoryChoice:
         )
 
 
-class Settings(NamedTuple):
-    """What a budget decides."""
+class Costs(NamedTuple):
+    """What each unit takes and saves; the same numbers on every rank."""
 
-    kept: frozenset[int] = frozenset()
-    """Indices of the units that stay full between forward and backward."""
-    forward_depth: int = 0
-    prefetches_in_backward: bool = False
-
-
-class Steps(NamedTuple):
-    """What the learned steps held and gathered; the same on every rank. Lists are by unit."""
-
-    peak: int
-    """The most live bytes."""
     sizes: Sequence[int]
     """Bytes of each unit's full buffers."""
-    saved: Sequence[int]
-    """How many gathers of a step keeping the unit would save; 0 if it cannot be kept."""
-    last_use: Sequence[int]
-    """Place of its last gather in forward, among all gathers of a step."""
-
-    def bound(self, settings: Settings) -> int:
-        """The most bytes that such a step can hold with these settings.
-
-        Kept units, and one that is gathered ahead, may all be full at the peak: the end of forward
-        in most models. The first unit is never gathered ahead, as nothing runs before it.
-        """
-        is_ahead = settings.forward_depth or settings.prefetches_in_backward
-        ahead = max(self.sizes[1:], default=0) if is_ahead else 0
-        return self.peak + ahead + sum(self.sizes[unit] for unit in settings.kept)
+    never_kept: frozenset[int]
+    """Units that must be freed after forward."""
 
 
-def choose(steps: Steps, budget: int) -> Settings:
+def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
     """The highest rung whose bound fits the budget."""
-    fitting = takewhile(lambda settings: steps.bound(settings) <= budget, ladder(steps))
-    return [Settings(), *fitting][-1]
+    best = Settings()
+    for settings in ladder(timeline, costs):
+        if timeline.bound(settings, costs.sizes) > budget:
+            break
+        best = settings
+    return best
 
 
-def ladder(steps: Steps) -> Iterator[Settings]:
+def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
     """Settings, each of which holds more bytes than the one before and sends fewer.
 
     Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most gathers
@@ -100,8 +81,16 @@ def ladder(steps: Steps) -> Iterator[Settings]:
     yield settings
     settings = settings._replace(forward_depth=1)
     yield settings
-    rungs = zip(steps.saved, steps.last_use, range(len(steps.sizes)), strict=True)
-    for saved, _, unit in sorted(rungs, reverse=True):
-        if saved and steps.sizes[unit]:
-            settings = settings._replace(kept=settings.kept | {unit})
-            yield settings
+    rungs = [
+        (gathers, _last_use(timeline, unit), unit)
+        for unit, gathers in timeline.gathers.items()
+        if costs.sizes[unit] and unit not in costs.never_kept
+    ]
+    for _, _, unit in sorted(rungs, reverse=True):
+        settings = settings._replace(kept=settings.kept | {unit})
+        yield settings
+
+
+def _last_use(timeline: Timeline, unit: int) -> int:
+    events = enumerate(timeline.events)
+    return max((i for i, e in events if e.unit == unit and not e.in_backward), default=0)

@@ -1,8 +1,8 @@
 """Learner: measures the first steps of a model, and chooses what its memory budget buys.
 
     step 1          nothing full: optimizer state is made
-    steps 2 to 5    nothing full: the most bytes of any rank, and what is gathered, are noted
-    step 6          ranks choose
+    steps 2 to 5    nothing full: the most bytes between any two gathers or frees are noted
+    step 6          ranks agree on the highest of them, and choose
 
 A step ends with the first forward after a backward that reduced gradients and an optimizer that
 changed weights on any rank. Until the choice is made a forward costs an exchange of two numbers,
@@ -11,18 +11,19 @@ and on the CPU every operation runs under a dispatch mode. Afterwards nothing is
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from layerzero.comm.collectives import gather_small
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement
-from layerzero.memory_budget.choice import MemoryChoice, Settings, Steps, choose, ladder
+from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
 from layerzero.memory_budget.meter import LateStream, Meter, make_meter
+from layerzero.memory_budget.timeline import Event, Settings, Timeline
 from layerzero.notices import outside, warn_once
 from layerzero.ops import Segments
 from layerzero.step.backward import ForwardPass
@@ -62,8 +63,7 @@ class Learner(Extension):
         self._budget = budget
         self._meter = meter or make_meter(root.device)
         self._record: _Record | None = None
-        self._peak = 0
-        self._gathered: list[_Gathered] = []
+        self._steps: list[Timeline] = []
         self._num_steps = 0
         self._versions: list[list[int]] = []
         self._refusal = ""
@@ -114,6 +114,10 @@ class Learner(Extension):
         if self._record is not None and action in ("unshard", "reduce"):
             self._record.note(action, unit)
 
+    def end_action(self, action: str, unit: str) -> None:
+        if self._record is not None and action == "reshard":
+            self._record.note(action, unit)
+
     # Measuring --------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -143,12 +147,11 @@ class Learner(Extension):
 
     def _end_step(self, peak: int) -> None:
         assert self._record is not None, "called after a step"
-        gathered = self._record.take()
+        timeline = self._record.take()
         self._num_steps += 1
         if self._num_steps == 1:
             return  # It made the optimizer's state, and found batches that no step had touched.
-        self._gathered.append(gathered)
-        self._peak = max(self._peak, peak)
+        self._steps.append(timeline)
         if peak > self._budget:
             self._stop()
             self._refuse(_too_small(self._budget, peak))
@@ -181,25 +184,24 @@ class Learner(Extension):
                     f"{unit.label}: memory_budget chooses what is prefetched; set no list of "
                     "modules to prefetch"
                 )
-        steps = self._agreed()
-        settings = choose(steps, self._budget)
+        timeline = self._agreed(Timeline.highest(self._steps))
+        self._steps = []
+        costs = self._costs()
+        settings = choose(timeline, costs, self._budget)
         _apply(root, settings)
-        self.choice = self._described(steps, settings)
+        self.choice = self._described(timeline, costs, settings)
         if self._placement.is_first:
             _logger.info("%s", self.choice)
 
-    def _agreed(self) -> Steps:
-        """What all ranks would save in all steps."""
-        units, steps = self._root.units, self._gathered
-        # A unit that only some ranks run has another place in the step of each rank.
-        saved = [
-            0 if unit.is_optional else min(each.saved(unit.index) for each in steps)
-            for unit in units
-        ]
-        last = [max(each.last_use(unit.index) for each in steps) for unit in units]
-        agreed = self._highest([*(-number for number in saved), *last])
-        sizes = [unit.nbytes for unit in units]
-        return Steps(self._peak, sizes, [-n for n in agreed[: len(units)]], agreed[len(units) :])
+    def _agreed(self, timeline: Timeline) -> Timeline:
+        """The highest bytes of all ranks; in one segment if their steps differ."""
+        text = repr((timeline.events, timeline.is_whole)).encode()
+        digest = hashlib.blake2b(text, digest_size=7).digest()
+        number = int.from_bytes(digest, "big")
+        highest, lowest = self._highest([number, -number])
+        if highest != -lowest:
+            timeline = timeline.in_one_segment()
+        return timeline.with_peaks(self._highest([each + self._slack for each in timeline.peaks]))
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of all ranks, for each number. Collective; blocks the host."""
@@ -215,64 +217,57 @@ class Learner(Extension):
             table = gather_small(table, group, name("memory budget", "the model", group)).amax(0)
         return [int(number) for number in table.tolist()]
 
-    def _described(self, steps: Steps, settings: Settings) -> MemoryChoice:
+    def _costs(self) -> Costs:
         root = self._root
-        *_, last = ladder(steps)
+        sizes = [unit.nbytes for unit in root.units]
+        # A unit that only some ranks run has another place in the step of each rank.
+        return Costs(sizes, frozenset(unit.index for unit in root.units if unit.is_optional))
+
+    def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
+        root = self._root
+        *_, last = ladder(timeline, costs)
+        gathers = {unit: timeline.gathers[unit] for unit in settings.kept}
         return MemoryChoice(
             budget_bytes=self._budget,
-            bound_bytes=steps.bound(settings),
-            least_bytes=steps.peak,
-            most_bytes=steps.bound(last),
+            bound_bytes=timeline.bound(settings, costs.sizes),
+            least_bytes=timeline.peak,
+            most_bytes=timeline.bound(last, costs.sizes),
             kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
             forward_prefetch=settings.forward_depth,
             backward_prefetch=root.scheduler.backward_prefetch,
-            saved_bytes=sum(steps.sizes[unit] * steps.saved[unit] for unit in settings.kept),
+            saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
         )
 
 
-class _Gathered(NamedTuple):
-    """The units that one step gathers, in order, by their index."""
-
-    in_forward: list[int]
-    in_backward: list[int]
-
-    def saved(self, unit: int) -> int:
-        return min(self.in_forward.count(unit), self.in_backward.count(unit))
-
-    def last_use(self, unit: int) -> int:
-        return max((i for i, each in enumerate(self.in_forward) if each == unit), default=0)
-
-
 class _Record:
-    """What the step that runs gathers, and the most bytes that it holds."""
-
-    has_reduced: bool
+    """The events of the step that runs, and the most bytes before each."""
 
     def __init__(self, meter: Meter, numbers: dict[str, int], root: RootState) -> None:
         self._meter = meter
         self._numbers = numbers
         self._context = weakref.proxy(root.context)
-        self._begin()
+        self._events: list[Event] = []
+        self._peaks: list[int] = [0]
 
-    def _begin(self) -> None:
-        self._gathered, self._peak, self.has_reduced = _Gathered([], []), 0, False
+    @property
+    def has_reduced(self) -> bool:
+        return any(event.action == "reduce" for event in self._events)
 
     def note(self, action: str, label: str) -> None:
-        if action == "reduce":
-            self.has_reduced = True
-        else:
-            self._gathered[self._context.in_backward].append(self._numbers[label])
+        self.look()
+        self._events.append(Event(action, self._numbers[label], self._context.in_backward))
+        self._peaks.append(0)
 
     def look(self) -> int:
         """The most bytes since the step began."""
-        self._peak = max(self._peak, self._meter.look())
-        return self._peak
+        self._peaks[-1] = max(self._peaks[-1], self._meter.look())
+        return max(self._peaks)
 
-    def take(self) -> _Gathered:
-        """Of the step that has ended; the next one begins."""
-        gathered = self._gathered
-        self._begin()
-        return gathered
+    def take(self) -> Timeline:
+        """The step that has ended; the next one begins."""
+        taken = Timeline.of(self._events, self._peaks)
+        self._events, self._peaks = [], [0]
+        return taken
 
 
 def _apply(root: RootState, settings: Settings) -> None:

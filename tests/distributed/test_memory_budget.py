@@ -52,7 +52,7 @@ def _train(
     arguments: dict[str, Any],
     micro_batches: int = 1,
     make_optimizer: Callable[..., Any] = torch.optim.AdamW,
-    steps: int = 3,
+    steps: int = 4,
     repeats_batch: int = 1,
 ) -> Outcome:
     """Train on this rank, and count all storages as `plan_memory` does. Collective."""
