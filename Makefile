@@ -92,9 +92,7 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_pad_copy.py
-	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_host_overhead.py
 	$(BIN)/python benchmarks/bench_host_work.py
-	$(BIN)/python benchmarks/bench_construction.py
 	$(BIN)/python benchmarks/bench_scale.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_trainers.py

@@ -1,7 +1,7 @@
 """How much host work does an engine add to each unit in a step, counted instead of timed?
 
 Python frames, tensor operations and allocations of forward, backward and `zero_grad`, with the
-model and the fake process group of bench_host_overhead.py; the bare model's are subtracted.
+model and the fake process group of bench_scale.py; the bare model's are subtracted.
 `construction frames` are those of wrapping, for each unit. Counts are the same on every machine and
 under any load, so tests/distributed/test_host_work.py holds the engine to the committed ones.
 
@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bench_host_overhead import VERBS, make_step
+from bench_scale import VERBS, make_step
 from common import (
     in_own_process,
     join_fake_world,

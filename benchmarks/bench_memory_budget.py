@@ -3,14 +3,13 @@
 A transformer on gloo ranks of this machine, AdamW included. The least and the most bytes of the
 model are learned first; then models with budgets in between, and one without a budget, take turns
 in each round, and the slowest rank counts. Bytes are those that a rank sends in a step, which noise
-does not touch. With --out, a picture.
+does not touch.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from common import Spread, options, print_result, print_table, ratio, run_on_ranks, take_turns
@@ -26,7 +25,6 @@ def main() -> None:
     defaults = {"width": 256, "layers": 8, "batch": 1, "length": 64}
     parser = options(__doc__, **defaults, world_size=2, rounds=9, steps=4)
     parser.add_argument("--shares", type=int, nargs="+", default=[0, 25, 50, 75, 100])
-    parser.add_argument("--out", type=Path, help="of the picture; needs matplotlib")
     args = parser.parse_args()
     times, sent, choices = run_on_ranks(args.world_size, measure, args)[0]
     rows, result = [], {}
@@ -42,8 +40,6 @@ def main() -> None:
             ]
         )
     print_table(["share", "budget MB", "units full", "sent MB", "step ms", "ratio"], rows)
-    if args.out is not None:
-        draw(result, args.out)
     print_result(args, results=result)
 
 
@@ -81,24 +77,6 @@ def make_step(
     module = make_transformer((args.width, args.layers), args.length)
     model = layerzero(module, TransformerBlock, memory_budget=budget)
     return model, training(model, random_batches(args.batch, args.length))
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    rows = [row for name, row in result.items() if name != NONE]
-    budgets = [row["budget_bytes"] / 1e6 for row in rows]
-    figure, left = plt.subplots(figsize=(6, 3.5))
-    low = [row["ms"]["median"] - row["ms"]["low"] for row in rows]
-    high = [row["ms"]["high"] - row["ms"]["median"] for row in rows]
-    medians = [row["ms"]["median"] for row in rows]
-    left.errorbar(budgets, medians, yerr=[low, high], marker="o", capsize=3, label="step")
-    left.set(xlabel="memory_budget, MB", ylabel="step, ms (median, quartiles)", ylim=(0, None))
-    right = left.twinx()
-    right.plot(budgets, [row["sent_bytes"] / 1e6 for row in rows], "s--", color="gray")
-    right.set(ylabel="sent by a rank in a step, MB (dashed)", ylim=(0, None))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

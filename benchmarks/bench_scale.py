@@ -1,18 +1,24 @@
-"""What grows with the number of ranks: host time, construction, bytes on a rank?
+"""What does an engine cost without its bytes: host time, construction, memory, by number of ranks?
 
-Rank 0 of torch's fake process group, which moves no bytes. Fake collectives take longer in larger
-groups, so every one of them runs in a group of two ranks, on 64 elements, for each engine alike
-(bench_host_overhead.py explains). What still grows is an engine's own.
+Rank 0 of torch's fake process group, which moves no bytes. A fake all-gather copies the input once
+for each rank, and a fake reduce-scatter splits its input into one view for each, which at 512 ranks
+takes as long as an engine's own work. So every fake collective runs in a group of two ranks, on 64
+elements, for each engine alike; the buffers around it keep their sizes. What still grows with the
+number of ranks is an engine's own.
 
-Host time: models for all numbers of ranks live in one process, in subgroups of the largest world,
-and take turns in each round, so a ratio between two numbers of ranks is within one round. Two
-things that are no work of an engine would show in it, and do not:
+Host time: forward, backward and `zero_grad` of a model with units so small that their compute costs
+nearly nothing, in process time, over the bare model's. Models for all numbers of ranks live in one
+process, in subgroups of the largest world, and take turns in each round, so a ratio is within one
+round. Two things that are no work of an engine would show in it, and do not:
 - Padding. A unit of 63 columns has 16,128 elements, 16,384 when padded for 4096 ranks: buffers
   are of almost the same size in all worlds. With 16 columns these were 1,088 and 16,384.
 - Page faults. The C library may return a freed buffer to the system and have a fault for each 4 KB
   of the next one, or may not, by what lies beside it: 0 to 70 faults a unit and step in one and the
   same program. Here it keeps what is freed.
+
 Construction and bytes: a process of its own for each, because both depend on what was there before.
+Construction is of a model of many units, after one of two units, so that imports and one-time
+caches do not count; its memory is the peak resident size while wrapping minus that just before.
 Bytes are those of bench_step.py's model and AdamW (memory.py), with one sequence of 64 tokens.
 """
 
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_host_overhead import Unit, stub_collectives
 from common import (
     SIZES,
     Spread,
@@ -41,45 +47,47 @@ from common import (
     print_table,
     ratio,
 )
-from engines import ENGINES, TransformerBlock, layerzero, make_transformer, training
+from engines import ENGINES, TransformerBlock, make_transformer, training
 from memory import resting_and_peak_bytes
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-COMPARED = ("layerzero", "fully_shard")
+PARTS = ("host", "construction", "bytes")
+VERBS = ("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base")
 # glibc's: no freed block below 32 MB (its largest limit), and no 1 GB, goes back to the system.
 _KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+_MB = 1 << 20
 
 
 def main() -> None:
-    parser = options(__doc__, COMPARED, width=63, units=24, rounds=11, steps=4, size="6m")
+    engines = ("layerzero", "fully_shard", "fsdp1")
+    parser = options(__doc__, engines, width=63, units=24, rounds=11, steps=4, size="6m")
+    parser.set_defaults(engines=[*engines[:2]])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
     parser.add_argument("--built-units", type=int, default=100, help="of the model constructed")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
         kind, *rest = args.measure
-        print_json(measure_bytes(args, *rest) if kind == "bytes" else measure_host(args))
+        measure = {"host": measure_host, "construction": measure_construction}
+        print_json(measure.get(kind, measure_bytes)(args, *rest))
         return
-    host = in_own_process("host", variables=_KEEP_FREED)
-    cells = {
-        (engine, ranks): {
-            "host_us": host[engine][str(ranks)],
-            **_built(engine, ranks, args),
-            **in_own_process("bytes", engine, str(ranks)),
-        }
-        for engine in args.engines
-        for ranks in args.ranks
-    }
-    _show(args, cells, host)
-    print_result(
-        args,
-        growth_of_host_time={name: host[name]["growth"] for name in args.engines},
-        engines={
-            engine: {str(ranks): cells[engine, ranks] for ranks in args.ranks}
-            for engine in args.engines
-        },
-    )
+    host = {}
+    if "host" in args.parts:
+        host = in_own_process("host", variables=_KEEP_FREED)
+    cells: dict[str, dict[str, Any]] = {}
+    for engine in args.engines:
+        for ranks in map(str, args.ranks):
+            cell = cells[f"{engine} {ranks}"] = dict(host.get(engine, {}).get(ranks, {}))
+            for part in [part for part in PARTS[1:] if part in args.parts]:
+                cell |= in_own_process(part, engine, ranks)
+    _show(cells)
+    growth = {engine: host[engine]["growth"] for engine in args.engines if host}
+    for engine, spread in growth.items():
+        text = Spread(**spread).text()
+        print(f"{engine}: host time at {args.ranks[-1]} ranks over that at {args.ranks[0]}: {text}")
+    print_result(args, growth_of_host_time=growth, engines=cells)
 
 
 # Measured in processes of their own -------------------------------------------------------------
@@ -90,15 +98,14 @@ def measure_host(args: argparse.Namespace) -> dict[str, Any]:
     _join(max(args.ranks))
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in args.ranks}
     pair = dist.new_group([0, 1])
-    names = [f"{engine} {ranks}" for engine in args.engines for ranks in args.ranks]
     steps = {
-        name: _host_step(args, engine, groups[int(ranks)])
-        for name in names
-        for engine, ranks in [name.split()]
+        f"{engine} {ranks}": make_step(engine, args.units, args.width, groups[ranks])
+        for engine in args.engines
+        for ranks in args.ranks
     }
-    steps["bare 1"] = _host_step(args, "bare", None)
+    steps["bare"] = make_step("bare", args.units, args.width)
     for step in steps.values():
-        step()
+        step()  # Compares ranks, for one.
     stub_collectives(pair)
 
     def step_us(name: str) -> float:
@@ -109,31 +116,94 @@ def measure_host(args: argparse.Namespace) -> dict[str, Any]:
         return (time.process_time() - start) / args.steps / args.units * 1e6
 
     times = interleave([*steps], step_us, args.rounds, warmup=2)
+    over = {name: difference(values, times["bare"]) for name, values in times.items()}
     found: dict[str, Any] = {}
     for engine in args.engines:
-        over = {r: difference(times[f"{engine} {r}"], times["bare 1"]) for r in args.ranks}
-        found[engine] = {str(r): Spread.of(values).as_dict() for r, values in over.items()}
-        growth = ratio(over[args.ranks[-1]], over[args.ranks[0]])
-        found[engine]["growth"] = growth.as_dict()
+        growth = ratio(*(over[f"{engine} {args.ranks[i]}"] for i in (-1, 0)))
+        found[engine] = {"growth": growth.as_dict()}
+        for ranks in args.ranks:
+            own, other = over[f"{engine} {ranks}"], over.get(f"fully_shard {ranks}")
+            cell = found[engine][str(ranks)] = {"host_us": Spread.of(own).as_dict()}
+            if other is not None:
+                cell["host_of_fully_shard"] = ratio(own, other).as_dict()
     return found
 
 
-def _host_step(
-    args: argparse.Namespace, engine: str, group: dist.ProcessGroup | None
+def make_step(
+    engine: str, units: int, width: int, group: dist.ProcessGroup | None = None
 ) -> Callable[[], None]:
+    """Forward, backward and `zero_grad` of an engine's model of so many units; see `Unit`."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(Unit(args.width) for _ in range(args.units)))
-    if engine == "layerzero":
-        model = layerzero(model, Unit, process_group=group)
-    elif engine == "fully_shard":
-        model = ENGINES[engine](model, Unit, mesh=DeviceMesh.from_group(group, "cpu"))
-    batch = torch.randn(1, args.width)
+    model: nn.Module = nn.Sequential(*(Unit(width) for _ in range(units)))
+    options: dict[str, Any] = {}
+    if group is not None and engine == "fully_shard":
+        options = {"mesh": DeviceMesh.from_group(group, "cpu")}
+    elif group is not None:
+        options = {"process_group": group}
+    model = ENGINES[engine](model, Unit, **options)
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = torch.randn(1, width)
 
     def step() -> None:
         model(batch).sum().backward()
-        model.zero_grad()
+        optimizer.zero_grad()
 
     return step
+
+
+class Unit(nn.Module):
+    """Eight parameters and almost no compute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def stub_collectives(pair: dist.ProcessGroup) -> None:
+    """Have every later fake collective run in this group of two ranks, on 64 elements."""
+    one, both = torch.zeros(64), torch.zeros(128)
+    for verb in VERBS:
+        original = getattr(dist.ProcessGroup, verb, None)
+        if original is None:
+            continue
+        given = (both, one) if "gather" in verb else (one, both)
+
+        def call(
+            group: Any, out: Any, own: Any, *rest: Any, original: Any = original, given: Any = given
+        ) -> Any:
+            return original(pair, *given, *rest)
+
+        setattr(dist.ProcessGroup, verb, call)
+
+
+def measure_construction(args: argparse.Namespace, engine: str, ranks: str) -> dict[str, float]:
+    """Processor seconds and peak megabytes of wrapping a model of `args.built_units` blocks."""
+    join_fake_world(int(ranks))
+
+    def model(units: int) -> nn.Module:
+        return nn.Sequential(*(TransformerBlock(64, 8, 128) for _ in range(units)))
+
+    first, built = ENGINES[engine](model(2), TransformerBlock), model(args.built_units)
+    gc.collect()
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM); see proc(5).
+    start = time.process_time()
+    built = ENGINES[engine](built, TransformerBlock)
+    seconds = time.process_time() - start
+    peak = _resident_bytes("VmHWM") - before
+    del first, built
+    return {"construction_seconds": seconds, "construction_peak_mb": peak / _MB}
+
+
+def _resident_bytes(field: str) -> int:
+    """Resident bytes of this process: `VmRSS` now, `VmHWM` at the peak."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    if found is None:
+        raise NotImplementedError("this benchmark reads /proc/self/status of Linux")
+    return int(found[1]) * 1024
 
 
 def measure_bytes(args: argparse.Namespace, engine: str, ranks: str) -> dict[str, float]:
@@ -163,34 +233,27 @@ def _join(ranks: int) -> None:
     join_fake_world(ranks)
 
 
-def _built(engine: str, ranks: int, args: argparse.Namespace) -> dict[str, float]:
-    script = str(Path(__file__).with_name("bench_construction.py"))
-    command = [script, "--units", str(args.built_units)]
-    found = in_own_process(engine, str(ranks), command=command)
-    return {
-        "cpu_seconds": found["cpu_seconds"],
-        "peak_mb_of_construction": found["peak_mb"],
-    }
-
-
 # The result -----------------------------------------------------------------------------------
 
 
-def _show(
-    args: argparse.Namespace, cells: dict[tuple[str, int], dict[str, Any]], host: dict[str, Any]
-) -> None:
-    header = ["engine", "ranks", "host us (quartiles)", "construction CPU s", "its peak MB"]
-    header += ["at rest MB", "peak in a step MB"]
-    rows = []
-    for (engine, ranks), cell in cells.items():
-        row = [engine, str(ranks), Spread(**cell["host_us"]).text(0)]
-        row += [f"{cell['cpu_seconds']:.2f}", f"{cell['peak_mb_of_construction']:.0f}"]
-        rows.append([*row, f"{cell['resting_mb']:.1f}", f"{cell['peak_mb']:.1f}"])
-    print_table(header, rows)
-    most, fewest = max(args.ranks), min(args.ranks)
-    for engine in args.engines:
-        growth = Spread(**host[engine]["growth"]).text()
-        print(f"{engine}: host time at {most} ranks over that at {fewest}: {growth}")
+def _show(cells: dict[str, dict[str, Any]]) -> None:
+    columns = {
+        **{"host_us": "host us (quartiles)", "host_of_fully_shard": "/ fully_shard"},
+        **{"construction_seconds": "construction CPU s", "construction_peak_mb": "its peak MB"},
+        **{"resting_mb": "at rest MB", "peak_mb": "peak in a step MB"},
+    }
+    shown = [key for key in columns if any(key in cell for cell in cells.values())]
+    rows = [
+        [name, *(_text(cell.get(key), 0 if key == "host_us" else 2) for key in shown)]
+        for name, cell in cells.items()
+    ]
+    print_table(["engine and ranks", *(columns[key] for key in shown)], rows)
+
+
+def _text(value: Any, digits: int) -> str:
+    if isinstance(value, dict):
+        return Spread(**value).text(digits)
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -20,25 +20,20 @@ with 95 % (bootstrap). Time is that of the slowest rank; processor time, user an
 all ranks.
 
 The trainers run under their own DistributedDataParallel too, with a plain loop beside them: what
-their steps take more there is the trainer's own, without the adapter. Single steps run under
-cProfile say how long Python was in files of the adapter and of the trainer (functions called from
-there, as of torch, not included).
+their steps take more there is the trainer's own, without the adapter.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import importlib.util
 import logging
 import os
-import pstats
 import random
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -69,7 +64,6 @@ KINDS = ("plain", "again", "trainer")
 _MAX_NORM = 1.0
 _WARMUP_STEPS = 4  # of the trainer: batches fetched ahead, and the optimizer's first step
 _WARMUP_ROUNDS = 2
-_PROFILED_STEPS = 5
 _FETCHED_AHEAD = 2  # at most, so that the last counted step is followed by a request
 
 Batch = dict[str, Tensor]
@@ -114,7 +108,6 @@ class Rounds:
     def __init__(self, args: argparse.Namespace) -> None:
         self.seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.cpu_seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        self.profile = cProfile.Profile(time.thread_time)
         self.plain_steps: Iterator[None]
         """Set when the trainer has made its model and optimizer."""
         self.num_forwards: Callable[[], int]
@@ -126,18 +119,16 @@ class Rounds:
             self._kinds += generator.sample(KINDS, len(KINDS))
         self._next_steps = iter(self._kinds)
         self._running: tuple[float, float, int] | None = None
-        self._profiled = 0
 
     @property
     def num_batches(self) -> int:
         """Batches that the trainer needs."""
         counted = self._kinds.count("trainer")
-        return _WARMUP_STEPS + counted + _PROFILED_STEPS + _FETCHED_AHEAD
+        return _WARMUP_STEPS + counted + _FETCHED_AHEAD
 
     def asked(self) -> None:
         """The trainer asks for a batch: its step ends, plain ones are run, and its next begins."""
         self._end_trainers_step()
-        self.profile.disable()
         self._asked += 1
         if self._asked <= _WARMUP_STEPS:
             return
@@ -153,9 +144,6 @@ class Rounds:
             start, cpu_start = time.perf_counter(), time.process_time()
             next(self.plain_steps)
             self._add(kind, start, cpu_start)
-        self._profiled += 1
-        if self._profiled <= _PROFILED_STEPS:
-            self.profile.enable()
 
     def _end_trainers_step(self) -> None:
         if self._running is None:
@@ -175,29 +163,12 @@ class Rounds:
         return {
             "elapsed": self._over_ranks(self.seconds, dist.ReduceOp.MAX),
             "processor": self._over_ranks(self.cpu_seconds, dist.ReduceOp.SUM),
-            "profile": self._profiled_ms(),
         }
 
     def _over_ranks(self, of_kinds: dict[str, list[float]], op: Any) -> dict[str, list[float]]:
         values = torch.tensor([of_kinds[kind][_WARMUP_ROUNDS:] for kind in KINDS]).double() * 1e3
         dist.all_reduce(values, op=op)
         return dict(zip(KINDS, values.tolist(), strict=True))
-
-    def _profiled_ms(self) -> dict[str, float]:
-        found: Counter[str] = Counter()
-        for (path, _, _), (_, _, own_seconds, _, _) in pstats.Stats(self.profile).stats.items():  # type: ignore[attr-defined]
-            found[_owner(path)] += own_seconds * 1e3 / _PROFILED_STEPS
-        return dict(found)
-
-
-def _owner(path: str) -> str:
-    """Whose file it is."""
-    if "/layerzero/integrations/" in path:
-        return "adapter"
-    if "/layerzero/" in path:
-        return "engine"
-    trainers = ("/lightning/", "/lightning_utilities/", "/transformers/", "/accelerate/")
-    return "trainer" if any(each in path for each in trainers) else "others"
 
 
 # The loops --------------------------------------------------------------------------------------
@@ -385,8 +356,7 @@ def main() -> None:
         versions[trainer] = version(trainer)
         for engine in args.engines:
             found = run_on_ranks(args.ranks, measure, trainer, engine, args)[0]
-            profile = {owner: round(ms, 3) for owner, ms in found.pop("profile").items()}
-            result[f"{trainer} {engine}"] = {"profile_ms": profile}
+            result[f"{trainer} {engine}"] = {}
             for clock, of_kinds in found.items():
                 plain, values = Spread.of(of_kinds["plain"]), compared(of_kinds)
                 result[f"{trainer} {engine}"][clock] = {
@@ -398,9 +368,6 @@ def main() -> None:
     columns = ["trainer", "engine", "time", "plain, ms", "trainer / plain", "control", "more, ms"]
     print_table(columns, rows)
     print(f"the bar for trainer / plain, elapsed time, with layerzero: {BAR}")
-    for name, of_clocks in result.items():
-        parts = [f"{owner} {ms:.2f}" for owner, ms in of_clocks["profile_ms"].items()]
-        print(f"{name}, core ms in Python files under cProfile: {', '.join(parts)}")
     print_result(args, versions=versions, steps=result)
 
 

@@ -46,7 +46,7 @@ def fully_shard(model: nn.Module, unit: UnitType, low: bool = False, mesh: Any =
     return model
 
 
-def fsdp1(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
+def fsdp1(model: nn.Module, unit: UnitType, low: bool = False, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -56,6 +56,7 @@ def fsdp1(model: nn.Module, unit: UnitType, low: bool = False) -> nn.Module:
         mixed_precision=MixedPrecision(**LOW) if low else None,
         device_id=torch.device("cpu"),
         use_orig_params=True,
+        **options,
     )
 
 
@@ -71,7 +72,7 @@ def _under_autocast(model: nn.Module) -> nn.Module:
     return model
 
 
-ENGINES: dict[str, Callable[[nn.Module, UnitType, bool], nn.Module]] = {
+ENGINES: dict[str, Callable[..., nn.Module]] = {
     "bare": bare,
     "layerzero": layerzero,
     "fully_shard": fully_shard,

@@ -23,12 +23,10 @@ from layerzero.checkpoint.format.folder import (
     read_small,
     resolve,
 )
-from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER, split_state_name
 from layerzero.checkpoint.format.manifest import Manifest, check_file_name
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
 from layerzero.checkpoint.source import (
     Location,
-    Source,
     check_crc,
     check_index,
     foreign_files,
@@ -165,19 +163,15 @@ def _describe(path: Path, with_tensors: bool) -> dict[str, Any]:
         "path": str(source.folder),
         "checksums": manifest is not None,
         "files": {name: (source.folder / name).stat().st_size for name in files},
-        "model": _totals(source.tensors[MODEL].values()),
+        **{kind: _totals(places.values()) for kind, places in source.tensors.items()},
         "aliases": dict(source.aliases),
     }
     if manifest is not None:
-        optimizers = {
-            name: _describe_groups(source, manifest, groups)
-            for name, groups in manifest.groups_of_optimizers().items()
-        }
+        groups = [{**g, "params": len(g["params"])} for g in manifest.optimizer_groups or ()]
         found |= {
             "step": manifest.step,
             "world_size": manifest.world_size,
-            "optimizer": optimizers.pop("", None),
-            **({"optimizers": optimizers} if optimizers else {}),
+            "optimizer_groups": groups,
             "scheduler": manifest.scheduler,
             "extra": manifest.extras,
             "extra_states": sorted(manifest.extra_states),
@@ -200,36 +194,17 @@ def _describe(path: Path, with_tensors: bool) -> dict[str, Any]:
     return found
 
 
-def _describe_groups(
-    source: Source, manifest: Manifest, groups: list[dict[str, Any]]
-) -> dict[str, Any]:
-    members = {name for group in groups for name in group["params"]}
-    by_key: dict[str, list[Location]] = {}
-    for name, place in source.tensors[OPTIMIZER].items():
-        parameter, key = split_state_name(name)
-        if parameter in members:
-            by_key.setdefault(key, []).append(place)
-    values = (each for name, each in manifest.optimizer_values.items() if name in members)
-    return {
-        "groups": [
-            {"num_parameters": len(group["params"]), "options": group["options"]}
-            for group in groups
-        ],
-        "state": {key: _totals(places) for key, places in by_key.items()},
-        "values": sorted({key for each in values for key in each}),
-    }
-
-
-def _totals(places: Iterable[Location]) -> dict[str, Any]:
-    total = {"num_tensors": 0, "num_elements": 0, "nbytes": 0}
-    dtypes: dict[str, dict[str, int]] = {}
+def _totals(places: Iterable[Location]) -> dict[str, dict[str, int]]:
+    """Tensors, elements and bytes by dtype."""
+    found: dict[str, dict[str, int]] = {}
     for place in places:
-        own = dtypes.setdefault(dtype_name(place.entry.dtype, place.file), dict.fromkeys(total, 0))
-        for each in (total, own):
-            each["num_tensors"] += 1
-            each["num_elements"] += place.entry.numel
-            each["nbytes"] += place.entry.nbytes
-    return {**total, "dtypes": dtypes}
+        own = found.setdefault(
+            dtype_name(place.entry.dtype, place.file), {"tensors": 0, "elements": 0, "nbytes": 0}
+        )
+        own["tensors"] += 1
+        own["elements"] += place.entry.numel
+        own["nbytes"] += place.entry.nbytes
+    return found
 
 
 def _nbytes_of(folder: Path) -> int:

@@ -6,7 +6,7 @@ experts/names.py uses them in state dicts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +28,7 @@ class ExpertLists:
             ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
         """
         self._modules: dict[str, nn.Module] = {}
-        self._numbers: dict[str, dict[str, str]] = {}
+        self._numbers: dict[str, Numbers] = {}
         for plan in plans:
             declaring = next(
                 (p for p in plan.ancestors() if p.arguments.get("expert_numbers") is not None), None
@@ -61,24 +61,9 @@ class ExpertLists:
             )
         for path in sorted(filter(None, paths)):
             module = root.get_submodule(path)
-            if isinstance(given, Mapping):
-                numbers = _from_mapping(where, path, given, module, is_all=path != _parent(plan))
-            else:
-                numbers = _from_axis(where, path, given, group, module)
-            if not numbers:
-                continue
-            known = self._numbers.setdefault(path, {})
-            for member, number in numbers.items():
-                if known.setdefault(member, number) != number:
-                    raise ValueError(
-                        f"{where}: {path}.{member} has number {number} here, but had "
-                        f"{known[member]} in another unit; pass one number per expert"
-                    )
-            if len(set(known.values())) < len(known):
-                raise ValueError(
-                    f"{where}: {path}: two experts of this rank have the same number, got {known}"
-                )
-            self._modules[path] = module
+            numbers = _from_axis(where, path, given, group, module)
+            if numbers:
+                self._modules[path], self._numbers[path] = module, numbers
 
     def _global(self, fqn: str) -> str:
         parts = fqn.split(".")
@@ -88,12 +73,6 @@ class ExpertLists:
             if numbers is not None:
                 renamed[place] = numbers.get(part, part)
         return ".".join(renamed)
-
-
-def _parent(plan: UnitPlan) -> str | None:
-    """Name of the list that the unit itself is a member of, if any."""
-    path, _, last = plan.fqn.rpartition(".")
-    return path if last.isdigit() else None
 
 
 def _list_around(fqn: str, unit: str) -> str | None:
@@ -115,30 +94,6 @@ def _list_around(fqn: str, unit: str) -> str | None:
 def _members(module: nn.Module) -> list[int]:
     named = (*module._modules, *module._parameters)
     return sorted({int(name) for name in named if name.isdigit()})
-
-
-def _from_mapping(
-    where: str, path: str, given: Mapping[int, int], module: nn.Module, is_all: bool
-) -> Numbers:
-    """Global numbers of the members, by name, from a mapping that the user gave.
-
-    Args:
-        is_all: whether `given` must cover every member; a mapping given for one need not.
-    """
-    for pair in given.items():
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair):
-            raise TypeError(
-                f"{where}: expected a mapping from local to global expert numbers, or the ranks of "
-                f"the expert axis, got {dict(given)!r}"
-            )
-    members = _members(module)
-    unknown = sorted(given.keys() - set(members))
-    missing = sorted(set(members) - given.keys()) if is_all else []
-    if unknown or missing:
-        raise ValueError(
-            f"{where}: {path} has the experts {members}, got numbers for {sorted(given)}"
-        )
-    return {str(member): str(number) for member, number in given.items()}
 
 
 def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:

@@ -33,8 +33,6 @@ class MemoryChoice:
     forward_prefetch: int
     """Number of units that forward gathers ahead."""
     backward_prefetch: BackwardPrefetch | None
-    accumulation: str
-    """Where micro-batches without gradient synchronization add up."""
     saved_bytes: int
     """Bytes of full buffers that a step gathers less than one that keeps nothing full."""
 
@@ -49,8 +47,7 @@ class MemoryChoice:
             f"{self.bound_bytes:,} (with nothing full {self.least_bytes:,}, with everything "
             f"{self.most_bytes:,}). {len(names)} units stay full between forward and backward"
             f"{listed}, which saves gathers of {self.saved_bytes:,} bytes in each step; units "
-            f"gathered ahead: {self.forward_prefetch} in forward, {ahead} in backward; "
-            f"micro-batches add up {self.accumulation}"
+            f"gathered ahead: {self.forward_prefetch} in forward, {ahead} in backward"
         )
 
 
@@ -61,18 +58,13 @@ class Costs(NamedTuple):
     """Bytes of each unit's full buffers."""
     never_kept: frozenset[int]
     """Units that must be freed after forward."""
-    sum_nbytes: int
-    """What unreduced sums of micro-batches hold more if they are not sharded; 0 where there is no
-    such choice."""
-    sum_saving: int
-    """Bytes that ranks reduce less for each other in a step if they are not sharded."""
 
 
 def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
     """The highest rung whose bound fits the budget."""
     best = Settings()
     for settings in ladder(timeline, costs):
-        if timeline.bound(settings, costs.sizes, costs.sum_nbytes) > budget:
+        if timeline.bound(settings, costs.sizes) > budget:
             break
         best = settings
     return best
@@ -89,18 +81,13 @@ def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
     yield settings
     settings = settings._replace(forward_depth=1)
     yield settings
-    rungs: list[tuple[float, int, int]] = [
+    rungs = [
         (gathers, _last_use(timeline, unit), unit)
         for unit, gathers in timeline.gathers.items()
         if costs.sizes[unit] and unit not in costs.never_kept
     ]
-    if costs.sum_nbytes:
-        rungs.append((costs.sum_saving / costs.sum_nbytes, -1, -1))
     for _, _, unit in sorted(rungs, reverse=True):
-        if unit < 0:
-            settings = settings._replace(sums_unsharded=True)
-        else:
-            settings = settings._replace(kept=settings.kept | {unit})
+        settings = settings._replace(kept=settings.kept | {unit})
         yield settings
 
 

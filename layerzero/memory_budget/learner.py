@@ -26,7 +26,6 @@ from layerzero.memory_budget.meter import LateStream, Meter, make_meter
 from layerzero.memory_budget.timeline import Event, Settings, Timeline
 from layerzero.notices import outside, warn_once
 from layerzero.ops import Segments
-from layerzero.step.accumulation import AccumulationCosts
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
@@ -66,12 +65,13 @@ class Learner(Extension):
         self._record: _Record | None = None
         self._steps: list[Timeline] = []
         self._num_steps = 0
-        self._saw_micro_batches = False
         self._versions: list[list[int]] = []
         self._refusal = ""
         self._slack = _checksums(root)
         self._refuse_without_steps(root)
-        _apply(root, Settings(), decides_sums=True)
+        _apply(root, Settings())
+        if root.reducer.accumulation.may_decide:
+            root.reducer.accumulation.decide(sharded=True)  # Which holds the least.
         root.extensions.add(self)
 
     @property
@@ -100,9 +100,7 @@ class Learner(Extension):
         elif self._record is None:
             if torch.is_grad_enabled():
                 self._start()
-        elif root.reducer.kept.adds_up:
-            self._saw_micro_batches = True
-        elif self._record.has_reduced:
+        elif self._record.has_reduced and not root.reducer.kept.adds_up:
             peak = self._record.look() + self._slack
             changed, peak = self._highest([int(self._weights_changed()), peak])
             if changed:
@@ -190,7 +188,7 @@ class Learner(Extension):
         self._steps = []
         costs = self._costs()
         settings = choose(timeline, costs, self._budget)
-        _apply(root, settings, root.reducer.accumulation.may_decide)
+        _apply(root, settings)
         self.choice = self._described(timeline, costs, settings)
         if self._placement.is_first:
             _logger.info("%s", self.choice)
@@ -223,12 +221,7 @@ class Learner(Extension):
         root = self._root
         sizes = [unit.nbytes for unit in root.units]
         # A unit that only some ranks run has another place in the step of each rank.
-        never = frozenset(unit.index for unit in root.units if unit.is_optional)
-        chooses_sums = self._saw_micro_batches and root.reducer.accumulation.may_decide
-        more = _more_unsharded(root) if chooses_sums else 0
-        return Costs(
-            sizes, never, more, sum(sizes) * (root.reducer.accumulation.num_micro_batches - 1)
-        )
+        return Costs(sizes, frozenset(unit.index for unit in root.units if unit.is_optional))
 
     def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
         root = self._root
@@ -236,13 +229,12 @@ class Learner(Extension):
         gathers = {unit: timeline.gathers[unit] for unit in settings.kept}
         return MemoryChoice(
             budget_bytes=self._budget,
-            bound_bytes=timeline.bound(settings, costs.sizes, costs.sum_nbytes),
+            bound_bytes=timeline.bound(settings, costs.sizes),
             least_bytes=timeline.peak,
-            most_bytes=timeline.bound(last, costs.sizes, costs.sum_nbytes),
+            most_bytes=timeline.bound(last, costs.sizes),
             kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
             forward_prefetch=settings.forward_depth,
             backward_prefetch=root.scheduler.backward_prefetch,
-            accumulation="sharded" if root.reducer.accumulation.sums_sharded else "unsharded",
             saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
         )
 
@@ -278,27 +270,13 @@ class _Record:
         return taken
 
 
-def _apply(root: RootState, settings: Settings, decides_sums: bool) -> None:
+def _apply(root: RootState, settings: Settings) -> None:
     for unit in root.units:
         unit.set_reshard_after_forward(unit.index not in settings.kept)
     in_backward = BackwardPrefetch.BACKWARD_PRE if settings.prefetches_in_backward else None
     root.scheduler.set_prefetch(settings.forward_depth, in_backward)
     # It would count units that are kept; the choice bounds what is ahead.
     root.context.limiter.set_budget(GatherBudget())
-    if decides_sums:
-        root.reducer.accumulation.decide(sharded=not settings.sums_unsharded)
-
-
-def _more_unsharded(root: RootState) -> int:
-    """What sums of micro-batches hold more if they are not sharded; 0 if nothing shards them."""
-    handles = [handle for unit in root.units for handle in unit.handles]
-    sums = AccumulationCosts.of(handles)
-    if sums.unsharded_nbytes == sums.sharded_nbytes:
-        return 0
-    # Until a pass has ended, its gradients are beside the sums, and a sum that is sent is a copy.
-    gradients = sum(h.gradients.layout.numel * h.full.itemsize for h in handles)
-    copy = max(handle.gradients.sum_nbytes for handle in handles)
-    return sums.unsharded_nbytes - sums.sharded_nbytes + gradients + copy
 
 
 def _versions(root: RootState) -> list[list[int]]:

@@ -4,15 +4,16 @@
     segments  0           1           2                           n           n + 1
 
 A segment is the time between two events, and has one number: the most bytes that were live in it.
-To keep a unit, or to gather it earlier, adds its bytes to each segment in which it was not full. So
-the highest sum is a bound on what the other step holds. Pure Python, no torch.
+To keep a unit adds its bytes to each segment in which it was not full. One more unit may be
+gathered ahead at any time. So the highest sum is a bound on what the other step holds. Pure Python,
+no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -32,7 +33,6 @@ class Settings(NamedTuple):
     """Indices of the units that stay full between forward and backward."""
     forward_depth: int = 0
     prefetches_in_backward: bool = False
-    sums_unsharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,19 @@ class Timeline:
     def in_one_segment(self) -> Timeline:
         return Timeline((), (self.peak,), self.gathers, is_whole=False)
 
-    def bound(self, settings: Settings, sizes: Sequence[int], sum_nbytes: int) -> int:
+    def bound(self, settings: Settings, sizes: Sequence[int]) -> int:
         """The most bytes that a step with these settings can hold.
 
         Args:
             sizes: bytes of each unit's full buffers.
-            sum_nbytes: what sums of micro-batches hold more if they are not sharded.
         """
-        extra = [sum_nbytes if settings.sums_unsharded else 0] * len(self.peaks)
-        full: dict[int, set[int]] = {unit: set(self._kept(unit)) for unit in settings.kept}
-        for unit, segments in self._ahead(settings, sizes):
-            full.setdefault(unit, set()).update(segments)
-        for unit, where in full.items():
-            for segment in where.difference(*self._spans(unit)):
+        extra = [0] * len(self.peaks)
+        for unit in settings.kept:
+            for segment in set(self._kept(unit)).difference(*self._spans(unit)):
                 extra[segment] += sizes[unit]
-        return max(map(sum, zip(self.peaks, extra, strict=True)))
+        held = max(map(sum, zip(self.peaks, extra, strict=True)))
+        is_ahead = settings.forward_depth or settings.prefetches_in_backward
+        return held + self._largest_ahead(sizes) if is_ahead else held
 
     def _spans(self, unit: int) -> list[range]:
         """The segments in which the unit was full."""
@@ -115,27 +113,10 @@ class Timeline:
         spans = self._spans(unit)
         return range(spans[0].start, spans[-1].stop) if spans else range(0)
 
-    def _ahead(self, settings: Settings, sizes: Sequence[int]) -> Iterator[tuple[int, range]]:
-        """(unit, segments in which it is full ahead of its use)."""
-        if not self.is_whole:
-            # Any units may be ahead: the largest.
-            depth = max(settings.forward_depth, int(settings.prefetches_in_backward))
-            largest = sorted(range(len(sizes)), key=lambda unit: -sizes[unit])[:depth]
-            yield from ((unit, range(len(self.peaks))) for unit in largest)
-            return
-        places = enumerate(self.events)
-        for in_backward, of_pass in groupby(places, key=lambda place: place[1].in_backward):
-            depth = int(settings.prefetches_in_backward) if in_backward else settings.forward_depth
-            if depth:
-                listed = list(of_pass)
-                skipped: Collection[int] = settings.kept if in_backward else ()
-                gathers = [
-                    (index, event.unit)
-                    for index, event in listed
-                    if event.action == "unshard" and event.unit not in skipped
-                ]
-                # The first one in backward is gathered while a unit that stayed runs.
-                first = listed[0][0] if in_backward else (gathers[0][0] + 1 if gathers else 0)
-                for place, (index, unit) in enumerate(gathers):
-                    start = gathers[place - depth][0] + 1 if place >= depth else first
-                    yield unit, range(start, index + 1)
+    def _largest_ahead(self, sizes: Sequence[int]) -> int:
+        """Bytes of the largest unit that may be full before its use; all but the first of a pass
+        may, while any other one runs."""
+        gathers = [event for event in self.events if event.action == "unshard"]
+        pairs = pairwise(gathers)
+        ahead = {later.unit for first, later in pairs if first.in_backward == later.in_backward}
+        return max((sizes[unit] for unit in ahead), default=max(sizes))

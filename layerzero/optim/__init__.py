@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layerzero.optim.adamw import AdamW
     from layerzero.optim.decay import decay_groups
-    from layerzero.optim.nonempty import nonempty_parameters
     from layerzero.optim.norm import global_norm
     from layerzero.optim.scaler import GradScaler
     from layerzero.optim.whole_tensor import WholeTensorOptimizer
@@ -23,7 +22,6 @@ _LAZY = {
     "WholeTensorOptimizer": "whole_tensor",
     "decay_groups": "decay",
     "global_norm": "norm",
-    "nonempty_parameters": "nonempty",
 }
 """File of each name, imported on first use."""
 
@@ -33,7 +31,6 @@ __all__ = [
     "WholeTensorOptimizer",
     "decay_groups",
     "global_norm",
-    "nonempty_parameters",
 ]
 
 

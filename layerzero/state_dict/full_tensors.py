@@ -1,10 +1,7 @@
-"""Collects full tensors, a bucket at a time: of a model, and in place of the shards in state dicts.
+"""Collects full tensors: of a model, and in place of the shards in state dicts.
 
-    bucket 1: gather ====|                    a bucket: one flat parameter, or as many neighbouring
-    bucket 2:      gather ====| yield 1 ...   parameters of it as fit into half the bytes
-    bucket 3:            gather ====| yield 2 ...
-
-Two buckets exist at a time: the one whose tensors are in use, and the next one being gathered.
+Flat parameters are gathered as in training, whole and one after the other. The next one is gathered
+while the tensors of one are in use, if both fit in a bound on their bytes. See decision 0047.
 """
 
 from __future__ import annotations
@@ -12,7 +9,8 @@ from __future__ import annotations
 import json
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, broadcast, gather_small
+from layerzero.comm.collectives import all_gather, gather_small
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
@@ -35,8 +33,8 @@ from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.root import root_of as root_of_unit
 
-_BUCKET_NBYTES = 1 << 30
-"""Bound on the full tensors that a state dict's shards are gathered in."""
+_AHEAD_NBYTES = 1 << 30
+"""Bound on two flat tensors of a state dict, of which one is gathered ahead."""
 
 
 class Shard(Protocol):
@@ -63,15 +61,10 @@ class FlatSource:
     present: Sequence[int]
     """Indices of the handle's parameters to yield."""
 
-
-@dataclass(frozen=True)
-class _Bucket:
-    """Parameters `indices` of a source, at elements [start, stop) of its flat tensor."""
-
-    source: FlatSource
-    indices: Sequence[int]
-    start: int
-    stop: int
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full flat tensor."""
+        return self.handle.layout.padded_numel * self.dtype.itemsize
 
 
 def stream_full(
@@ -84,14 +77,14 @@ def stream_full(
     """Yield (name, full tensor) of every parameter and persistent buffer, on every rank.
 
     For passing weights to an inference engine or writing them to a file. Collective over the ranks
-    that share the model: all must take every item, and none may train meanwhile. The next bucket is
-    gathered while the tensors of one are in use. Does not block the host on a device with streams.
+    that share the model: all must take every item, and none may train meanwhile. Flat parameters
+    are gathered whole, one after the other. Does not block the host on a device with streams.
 
     Args:
         model: a ZeRO3 module, between steps.
-        bucket_bytes: bound on the memory of full tensors, an int or a string such as "512MB". It
-            holds if the caller drops each tensor before taking the next, since tensors are views of
-            the bucket. At least twice the largest parameter is needed.
+        bucket_bytes: an int or a string such as "512MB". The next flat parameter is gathered while
+            the tensors of one are in use, if both fit in so many bytes; otherwise after that. The
+            tensors are views of the flat one, so drop each before taking the next.
         dtype: dtype to cast floating-point parameters to before gathering; None: that of the main
             shards. Buffers are not cast.
         only: names to yield, the same on all ranks; None: all. Flat parameters with none of these
@@ -159,124 +152,53 @@ def _root_of(sharded_param: nn.Parameter) -> RootState | None:
 
 
 def _stream(
-    sources: Sequence[FlatSource], nbytes: int
+    sources: Iterable[FlatSource], nbytes: int
 ) -> Iterator[tuple[FlatSource, int, torch.Tensor]]:
-    """Yield (source, parameter index, full tensor), gathering one bucket ahead. Collective."""
-    buckets = [bucket for source in sources for bucket in _cut(source, nbytes // 2)]
-    coming = _gather(buckets[0].source.root, buckets[0]) if buckets else None
+    """Yield (source, parameter index, full tensor). Collective.
+
+    The next source is gathered while the tensors of one are in use, if both fit in `nbytes`.
+    """
+    waiting = deque(source for source in sources if source.present)
+    coming: tuple[torch.Tensor, Waitable] | None = None
     try:
-        for number, bucket in enumerate(buckets):
-            assert coming is not None
-            full, work = coming
-            following = buckets[number + 1] if number + 1 < len(buckets) else None
-            coming = None if following is None else _gather(following.source.root, following)
+        while waiting:
+            source = waiting.popleft()
+            full, work = coming or _gather(source.root, source)
+            fits = bool(waiting) and source.nbytes + waiting[0].nbytes <= nbytes
+            coming = _gather(waiting[0].root, waiting[0]) if fits else None
             work.wait()
-            handle = bucket.source.handle
-            for index in bucket.indices:
-                start = handle.layout.starts[index] - bucket.start
-                view = full[start : start + handle.layout.numels[index]]
-                view = view.view(handle.shapes[index])
-                split = handle.splits[index]
-                if split is not None:
-                    view = split.wrap(view).full_tensor()  # Collective over the mesh.
-                yield bucket.source, index, view
+            for index in source.present:
+                view: Any = source.handle.view_of(full, index)
+                if source.handle.splits[index] is not None:
+                    view = view.full_tensor()  # Collective over the mesh.
+                yield source, index, view
                 del view
-            bucket.source.root.context.before_free()
+            source.root.context.before_free()
             del full
     finally:
         if coming is not None:
             coming[1].wait()  # Stopped early: the gather must not write to freed memory.
-            buckets[0].source.root.context.before_free()
-
-
-def _cut(source: FlatSource, nbytes: int) -> Iterator[_Bucket]:
-    layout, width = source.handle.layout, source.dtype.itemsize
-    ends = [start + numel for start, numel in zip(layout.starts, layout.numels, strict=True)]
-    if layout.padded_numel * width <= nbytes:
-        if source.present:
-            yield _Bucket(source, source.present, 0, layout.padded_numel)
-        return
-    groups: list[list[int]] = []
-    for index in source.present:
-        if not groups or (ends[index] - layout.starts[groups[-1][0]]) * width > nbytes:
-            groups.append([])
-        groups[-1].append(index)
-    for group in groups:
-        yield _Bucket(source, group, layout.starts[group[0]], ends[group[-1]])
+            waiting[0].root.context.before_free()
 
 
 @remembers_failure
-def _gather(state: RootState, bucket: _Bucket) -> tuple[torch.Tensor, Waitable]:
-    """Start gathering a bucket; returns the flat tensor of its range, and a handle to wait for."""
-    source, placement = bucket.source, bucket.source.handle.placement
+def _gather(root: RootState, source: FlatSource) -> tuple[torch.Tensor, Waitable]:
+    """Start gathering; returns the flat tensor, [padded_numel], and a handle to wait for."""
     # After writes of what is read here, and after reads of memory that is reused.
-    event = state.streams.record_compute_event()
-    with state.streams.unshard as stream:
+    event = root.streams.record_compute_event()
+    with root.streams.unshard as stream:
         stream.wait(event)
-        shard = source.shard().to(state.device, non_blocking=True)
-        full = shard.new_empty(bucket.stop - bucket.start)
-        if bucket.stop - bucket.start != source.handle.layout.padded_numel:
-            return full, stream.enqueue_wait(_Several(_broadcasts(state, bucket, shard, full)))
-        pending: list[Pending] = []
-        for group in placement.owner_groups:
-            for earlier in pending:
-                earlier.wait()
-            is_last = group is placement.owner_groups[-1]
-            gathered = full if is_last else shard.new_empty(shard.numel() * group.size)
-            operation = state.operations.next("stream", source.handle.fqns[0], group)
-            pending = [all_gather(gathered, shard, group, operation)]
-            shard = gathered
-        if not placement.owner_groups:
-            full.copy_(shard)
-        return full, stream.enqueue_wait(_Several(pending))
-
-
-def _broadcasts(
-    state: RootState, bucket: _Bucket, shard: torch.Tensor, full: torch.Tensor
-) -> list[Pending]:
-    """Every owner of a part of the bucket broadcasts it, to its outer peers first."""
-    placement, numel = bucket.source.handle.placement, shard.numel()
-    pending = []
-    for owner in range(bucket.start // numel, -(-bucket.stop // numel)):
-        begin = max(bucket.start, owner * numel)
-        end = min(bucket.stop, (owner + 1) * numel)
-        part = full[begin - bucket.start : end - bucket.start]
-        if owner == placement.main_shard_index:
-            part.copy_(shard[begin - owner * numel : end - owner * numel])
-        coordinates = _coordinates(bucket.source.handle, owner)
-        hops = list(zip(placement.owner_groups, coordinates, strict=True))
-        for number, (group, place) in enumerate(hops):
-            is_last = number + 1 == len(hops)
-            operation = state.operations.next("stream", bucket.source.handle.fqns[0], group)
-            if not is_last and placement.shard_group.rank != coordinates[-1]:
-                continue  # Only the owner's outer peers take part in the first hop.
-            sent = broadcast(part, group, operation, place)
-            if is_last:
-                pending.append(sent)
-            else:
-                sent.wait()
-    return pending
-
-
-def _coordinates(handle: FlatParamHandle, owner: int) -> tuple[int, ...]:
-    """The owner's rank in each of the owner groups; see placement.py."""
-    placement = handle.placement
-    sizes = [group.size for group in placement.owner_groups]
-    if len(sizes) == 2:
-        inner, outer = divmod(owner, sizes[0])
-        return outer, inner
-    return (owner,) * len(sizes)
-
-
-class _Several:
-    """Several collectives to wait for together."""
-
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        for each in self._pending:
-            each.wait()
+        full = source.shard().to(root.device, non_blocking=True)
+        pending: Pending | None = None
+        for group in source.handle.placement.owner_groups:
+            if pending is not None:
+                pending.wait()
+            part, full = full, full.new_empty(full.numel() * group.size)
+            operation = root.operations.next("stream", source.handle.fqns[0], group)
+            pending = all_gather(full, part, group, operation)
+        if pending is None:
+            return full.clone(), stream.drain_handle()
+        return full, stream.enqueue_wait(pending)
 
 
 def root_of(shard: Shard) -> RootState:
@@ -321,7 +243,7 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
                 of_handle.append([handle.fqns[0], str(dtype), sorted(layer)])
     for placement, rows in described.items():
         _agree(root, placement, rows)
-    for source, index, value in _stream(sources, _BUCKET_NBYTES):
+    for source, index, value in _stream(sources, _AHEAD_NBYTES):
         yield layer_of[id(source)][index], value
 
 

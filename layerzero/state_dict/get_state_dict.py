@@ -95,7 +95,7 @@ def get_model_state_dict(
         model: a ZeRO3 module, between steps.
         options: torch's `StateDictOptions`, instead of the other arguments, with torch's meaning:
             `full_state_dict` with `cpu_offload` returns values on the first rank only.
-        full: return copies of full tensors, gathered a bucket at a time; collective. Otherwise a
+        full: return copies of full tensors, gathered a unit at a time; collective. Otherwise a
             `ParameterShard` for each parameter, which shares its memory; not collective.
         cpu_offload: return tensors on the CPU.
         rank0_only: with `full`, only the first rank keeps them, and the others return {}.

@@ -26,12 +26,12 @@ from layerzero.state_dict.optimizer_state import (
     options_of_groups,
     put_state,
     refuse_other_class,
-    shaped_keys,
 )
 from layerzero.state_dict.optimizers import (
     check_optimizers,
     fill_slots,
     keeps_whole_states,
+    map_values,
     parameters_with_state,
     refuse_shared,
     take_tensors,
@@ -168,15 +168,18 @@ def _set_one(
     if keeps_whole_states(optimizer):
         _put_whole(names, optimizer, options_by_group, optim_state_dict["state"])
         return
-    elementwise = shaped_keys(optimizer)
-    states = {}
-    for group, own_names in zip(optimizer.param_groups, groups, strict=True):
-        for parameter, name in zip(group["params"], own_names, strict=True):
-            if name in optim_state_dict["state"]:
-                states[parameter] = _own_parts(
-                    parameter, name, optim_state_dict["state"][name], elementwise
-                )
-    put_state(optimizer, options_by_group, states)
+    given = optim_state_dict["state"]
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners = dict(zip(members, itertools.chain(*groups), strict=True))
+    put_state(optimizer, options_by_group, {p: given[n] for p, n in owners.items() if n in given})
+    for parameter, name in owners.items():
+        if name in given:
+            # Copies, because the optimizer will write to them.
+            optimizer.state[parameter] = map_values(optimizer.state[parameter], _copied)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _put_whole(
@@ -201,23 +204,6 @@ def _put_whole(
             states[parameter] = copy.deepcopy(given[name])
     refuse_other_class(optimizer, options, states, names.first)
     put_state(optimizer, options, states, exact=True)
-
-
-def _own_parts(
-    parameter: nn.Parameter, name: str, state: StateDict, elementwise: set[str]
-) -> StateDict:
-    """State of one parameter, with tensors cut to this rank's shard."""
-    result = {}
-    for key, value in state.items():
-        is_shaped = isinstance(value, torch.Tensor) and (value.ndim or key in elementwise)
-        if is_shaped and get_info(parameter) is not None:
-            try:
-                # A copy, because the optimizer will write to it.
-                value = local_part(value, parameter).clone()
-            except ValueError as error:
-                raise CheckpointError(f"optimizer state {key!r} of {name}: {error}") from error
-        result[key] = value
-    return result
 
 
 def _from_first(

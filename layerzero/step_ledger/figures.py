@@ -76,13 +76,6 @@ class Explained:
             for rank, record in records.items()
         }
 
-    def seconds_of(self, rank: int, reason: str) -> list[tuple[int, float]]:
-        """Index of each wait of a rank, and its seconds for this reason."""
-        return [
-            (index, sum(each.seconds for each in segments if each.reason == reason))
-            for index, segments in enumerate(self.segments[rank])
-        ]
-
     def unit_row(self, rank: int, label: str, fqn: str) -> UnitRow:
         record = self.records[rank]
         num_steps = max(record.num_steps, 1)
@@ -116,14 +109,11 @@ class Explained:
 
     def reasons(self) -> dict[str, float]:
         """Milliseconds of a step by reason, the mean of all ranks."""
-        return {
-            reason: sum(
-                seconds * record.ms_per_step / len(self.records)
-                for rank, record in self.records.items()
-                for _, seconds in self.seconds_of(rank, reason)
-            )
-            for reason in REASONS
-        }
+        found = dict.fromkeys(REASONS, 0.0)
+        for rank, record in self.records.items():
+            for each in itertools.chain(*self.segments[rank]):
+                found[each.reason] += each.seconds * record.ms_per_step / len(self.records)
+        return found
 
     def group_rows(self, rank: int) -> list[GroupRow]:
         record = self.records[rank]

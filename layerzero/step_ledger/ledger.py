@@ -12,7 +12,7 @@ from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
-from layerzero.step_ledger.advice import Settings, advise
+from layerzero.step_ledger.advice import advise
 from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
 from layerzero.step_ledger.merge import Merged, merge
@@ -42,9 +42,9 @@ class Ledger:
         self._units: list[tuple[str, str]] = []
         self._rank = own_rank()
 
-    def complete(self, merged: Merged, units: list[tuple[str, str]], settings: Settings) -> None:
+    def complete(self, merged: Merged, units: list[tuple[str, str]]) -> None:
         """The block has ended. `units`: label and FQN of each, in the order of `units`."""
-        self._merged, self._units, self._settings = merged, units, settings
+        self._merged, self._units = merged, units
         self._explained = Explained(merged.records)
 
     @property
@@ -105,7 +105,7 @@ class Ledger:
     @property
     def advice(self) -> str:
         """One sentence: what to change for the reason that costs most, and what that costs."""
-        return advise(self._all, self._rank, self._settings)
+        return advise(self._all, self._rank)
 
     def __str__(self) -> str:
         if self._merged is None:
@@ -155,12 +155,6 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     root = root_of(unit)
     _check(root)
     groups = _groups(root)
-    scheduler = root.scheduler
-    settings = Settings(
-        scheduler.forward_depth,
-        scheduler.backward_prefetch is not None,
-        root.context.limiter.budget,
-    )
     result = Ledger()
     before = read_clock(groups, root.operations, root.device)
     recorder = Recorder(root, own_rank())
@@ -177,7 +171,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         )
     after = read_clock(groups, root.operations, root.device)
     merged = merge(recorder.record, before, after, groups, root.operations, root.device)
-    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)], settings)
+    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)])
 
 
 def _check(root: RootState) -> None:

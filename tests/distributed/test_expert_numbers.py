@@ -69,8 +69,6 @@ def _make(way: str, ep: int) -> ZeRO3:
     if way == "manager":
         return ParallelManager(ep_size=ep).parallelize(model, ShardingPlan.from_dict(PLAN))
     numbers: Any = mesh["ep"] if way == "axis" else mesh["ep"].get_group()
-    if way == "mapping":
-        numbers = {local: number for local, number in enumerate(_own(ep))}
 
     def choose(module: nn.Module, fqn: str) -> Any:
         if isinstance(module, Expert if way == "each" else LocalExperts):
@@ -116,7 +114,7 @@ def _train(way: str, ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
 
 
 def _ways(folder: str) -> Any:
-    for way, ep in {"group": 4, "mapping": 2, "manager": 4}.items():
+    for way, ep in {"group": 4, "manager": 4}.items():
         _train(way, ep)
     model, optimizer = _train("each", 2)
     assert [unit.fqn for unit in units(model)][-2:] == [
@@ -220,15 +218,6 @@ def test_numbers_that_do_not_fit_are_refused_on_every_rank() -> None:
             0,
         ),
         ({"process_group": edp, "expert_numbers": 2}, TypeError, "expected a ProcessGroup", 0),
-        ({"process_group": edp, "expert_numbers": {0: 1.5}}, TypeError, "expected a mapping", 0),
-        ({"process_group": edp, "expert_numbers": {0: 2}}, ValueError, r"\[0, 1\], got numbers", 0),
-        (
-            {"process_group": edp, "expert_numbers": {0: 2, 1: 2}},
-            ValueError,
-            "have the same number",
-            0,
-        ),
-        ({"process_group": edp, "expert_numbers": {0: 2, 1: 3}}, ValueError, "under the same", 0),
         ({"process_group": edp, "expert_numbers": ep}, ValueError, "contains no number", Stacked),
         ({"process_group": edp, "expert_numbers": ep}, ValueError, "remove expert_n", NamedExperts),
         ({"process_group": edp}, ValueError, "pass expert_numbers with the process_group", 0),

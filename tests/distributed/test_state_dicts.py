@@ -354,7 +354,7 @@ def test_groups_are_known_by_their_parameters() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
-def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> None:
+def test_full_tensors_are_streamed_with_and_without_gathering_ahead(world_size: int) -> None:
     one_level: list[State] = [{}, {"zero3_size": 1}]
     two_levels: list[State] = [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
     for row, make in enumerate(MODELS):
@@ -364,8 +364,8 @@ def test_full_tensors_are_streamed_in_buckets_of_any_size(world_size: int) -> No
             model, _ = build(make, 0, **options)
             expected = get_model_state_dict(model, full=True)
             shown = [name for name, _ in model.named_parameters()]
-            for bucket in (1, 200, "1GB"):
-                found = {name: value.clone() for name, value in stream_full(model, bucket)}
+            for nbytes in (1, "1GB"):
+                found = {name: value.clone() for name, value in stream_full(model, nbytes)}
                 assert set(shown) <= set(found)
                 for name, value in found.items():
                     assert_bitwise(value, expected[name], f"{make.__name__} {options} {name}")
@@ -395,9 +395,8 @@ def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
 
 
 @on_ranks(2)
-def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
-    """Buckets alive at once, seen where each is made."""
-    torch.manual_seed(0)
+def test_the_next_flat_parameter_is_gathered_ahead_within_the_bytes_allowed() -> None:
+    """Flat tensors alive at once, seen where each is made."""
     one = 64 * 64 * 4
     made: list[weakref.ref[Tensor]] = []
     gather = full_tensors._gather
@@ -408,19 +407,14 @@ def test_two_buckets_at_most_exist_within_the_bytes_allowed() -> None:
         return full, work
 
     full_tensors._gather = noted
-    for policy in ({nn.Linear}, None):  # buckets of a unit, and of a part of one
-        made.clear()
-        layers = [nn.Linear(64, 64, bias=False) for _ in range(16)]
-        model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy=policy)
-        peak = 0
-        most = 0
-        for _, value in stream_full(model, 5 * one):
-            alive = _alive(made, 2)
-            peak = max(peak, sum(alive))
-            most = max(most, len(alive))
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy={nn.Linear})
+    for nbytes, at_most in ((2 * one, 2), (2 * one - 1, 1)):
+        found = []
+        for _, value in stream_full(model, nbytes):
+            found.append(len(_alive(made, at_most)))
             del value
-        assert most == 2  # the one in use, and the next on its way
-        assert peak <= 5 * one
+        assert max(found) == at_most
         assert not _alive(made, 0)
     full_tensors._gather = gather
     with pytest.raises(ValueError, match="bucket_bytes"):

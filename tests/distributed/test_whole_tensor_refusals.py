@@ -186,16 +186,22 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
     parameters = list(model.parameters())
     yield (
         lambda: whole(parameters[: 3 + rank]),
-        r"ranks differ: 'blocks.0.up.bias' of shape \(7,\) .* on rank 1; nothing more on rank 0",
+        r"ranks differ: rank 1 has 'blocks.0.up.bias' of shape \(7,\) .*, where rank 0 has nothing",
     )
-    yield lambda: whole(parameters, lr=0.1 * (1 + rank)), r"lr=0.1 on rank 0; lr=0.2 on rank 1"
+    yield (
+        lambda: whole(parameters, lr=0.1 * (1 + rank)),
+        "has lr=0.2, where rank 0 has lr=0.1",
+    )
     cls = (SGD, AdamW)[rank]
     yield (
         lambda: WholeTensorOptimizer(parameters, cls, lr=0.1),
-        r"AdamW, bucket_bytes=\d+ on rank 1; SGD, bucket_bytes=\d+ on rank 0",
+        r"rank 1 has AdamW, bucket_bytes=\d+, where rank 0 has SGD, bucket_bytes=\d+",
     )
-    yield lambda: whole(parameters if rank else parameters[::-1]), "ranks differ: 'head.weight'"
-    yield lambda: whole(parameters, bucket_bytes=100 + rank), "bucket_bytes=100 on rank 0"
+    yield lambda: whole(parameters if rank else parameters[::-1]), "where rank 0 has 'head.weight'"
+    yield (
+        lambda: whole(parameters, bucket_bytes=100 + rank),
+        "rank 0 has SGD, bucket_bytes=100",
+    )
     yield (
         lambda: whole([parameters, [*parameters, parameters[0]]][rank]),
         "rank 1 refused its arguments|'stem.weight' was given twice",

@@ -1,7 +1,8 @@
 """Messages between pairs of ranks on gloo, which carry the engine's collectives there.
 
 On gloo every pair of ranks has its own connection, so messages go directly from source to
-destination buffers; benchmarks/bench_collectives.py compares them with gloo's own collectives.
+destination buffers. benchmarks/results/collectives_epyc2_202611.md compares them with gloo's own
+collectives.
 
 Note [A message carries its name]
     Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
@@ -65,7 +66,7 @@ def exchange(
     for step in range(1, group.size):
         # Staggered, so that not every rank starts with rank 0. The send is posted before the
         # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
-        # of 3.7 to 3.9 ms (benchmarks/bench_collectives.py).
+        # of 3.7 to 3.9 ms (benchmarks/results/collectives_epyc2_202611.md).
         for peer, tensors, method in (
             ((group.rank + step) % group.size, outgoing, process_group.send),
             ((group.rank - step) % group.size, incoming, process_group.recv),

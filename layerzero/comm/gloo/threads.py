@@ -10,7 +10,7 @@ Note [A thread that is preempted holds gloo's lock]
     the core of the thread that has just written, inside the lock, if no core is free. From then on
     gloo's own thread finds events on the connection that it cannot handle, and polls again and
     again, thousands of times a step: it burns its core until the one that holds the lock has a
-    core again (benchmarks/bench_loop_threads.py).
+    core again (benchmarks/results/loop_threads_epyc2_202611.md).
 
     Linux does not let a thread of the class SCHED_BATCH take a core from another one when it wakes:
     it runs at once where a core is free, else at the next tick. Its share of the cores stays the

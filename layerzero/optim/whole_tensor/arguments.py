@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import gather_small
-from layerzero.comm.gather_texts import gather_texts
-from layerzero.comm.pending import Operation
-from layerzero.flat.placement import ShardGroup
+from layerzero.build.compare import Exchange
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
@@ -139,7 +136,7 @@ def raise_together(root: RootState, error: Exception | None) -> None:
     Raises:
         Exception: `error` on the ranks that have one; elsewhere ValueError with the first text.
     """
-    texts = _texts(root, None if error is None else str(error))
+    texts = _exchange(root).texts(None if error is None else str(error))
     if error is not None:
         raise error
     for other, each in texts.items():
@@ -153,37 +150,26 @@ def refuse_differences(root: RootState, rows: Sequence[str]) -> None:
         rows: description of this rank's arguments, in short lines.
 
     Raises:
-        ValueError: names the first row in which ranks differ, and what each rank has.
+        ValueError: for each rank, the first row in which it differs from the first rank.
     """
-    found = _gather(root, [zlib.crc32("\n".join(rows).encode()), len(rows)])
-    if all(each == found[0] for each in found):
+    exchange = _exchange(root)
+    low, high = exchange.bounds(zlib.crc32("\n".join(rows).encode()))
+    if low == high:
         return
-    longest = max(length for _, length in found)
-    digests = [zlib.crc32(row.encode()) for row in rows]
-    table = _gather(root, digests + [0] * (longest - len(rows)))
-    place = next(i for i, column in enumerate(zip(*table, strict=True)) if len({*column}) > 1)
-    texts = _texts(root, rows[place] if place < len(rows) else "nothing more")
-    by_text = itertools.groupby(sorted(texts.items(), key=lambda item: item[1]), lambda i: i[1])
-    listed = "; ".join(f"{text} on rank {next(items)[0]}" for text, items in by_text)
+    rank, first = exchange.first([dist.get_rank(), rows])
+    pairs = itertools.zip_longest(rows, first, fillvalue="nothing more")
+    text = next(
+        (f"{own}, where rank {rank} has {other}" for own, other in pairs if own != other), None
+    )
+    listed = "; ".join(f"rank {other} has {each}" for other, each in exchange.texts(text).items())
     raise ValueError(
         f"{_NAME}: ranks differ: {listed}; pass the same parameters in the same order, the same "
         "class and the same options on every rank"
     )
 
 
-def _groups_of_all(root: RootState) -> list[ShardGroup]:
-    """Groups that together connect all ranks that share the model."""
+def _exchange(root: RootState) -> Exchange:
+    """Between all ranks that share the model."""
     placements = [handle.placement for unit in root.units for handle in unit.handles]
     whole = placements[0].data_parallel or placements[0]
-    return [*whole.groups, *(g for g in root.tensor_parallel_groups if g.size > 1)]
-
-
-def _texts(root: RootState, text: str | None) -> dict[int, str]:
-    return gather_texts(text, dist.get_rank(), _groups_of_all(root), root.device, _NAME)
-
-
-def _gather(root: RootState, own: Sequence[int]) -> list[list[int]]:
-    values = torch.tensor(list(own), dtype=torch.int64, device=root.device)
-    for group in _groups_of_all(root):
-        values = gather_small(values, group, Operation("exchange", _NAME, 0))
-    return values.view(-1, len(own)).tolist()
+    return Exchange([*whole.groups, *root.tensor_parallel_groups], root.device, _NAME)
