@@ -19,6 +19,7 @@ _BESIDE = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURI
 _RESULTS = "benchmarks/results"
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+_BOOSTS = {"howto": 4, "reference": 2, "reference/api": 1}
 # A link to a folder leads to the list of its files.
 _LISTS = {
     "docs/howto": "README.md#how-to-pages",
@@ -65,6 +66,8 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     root = _root(config)
     source = page.file.src_uri
+    # A search finds answers before what explains or records.
+    page.meta["search"] = {"boost": _BOOSTS.get(posixpath.dirname(source), 0.5)}
     # Of this page, relative to the repository.
     path = {"index.md": "README.md"}.get(source, source)
     if (root / "docs" / source).exists():

@@ -261,6 +261,25 @@ def test_python_that_does_not_compile_is_found() -> None:
     assert broken_python("```python\nx = (1,\n```\n\n```python\ny = 1\n```\n") == ["x = (1,"]
 
 
+# Lines of fenced blocks -------------------------------------------------------------------------
+
+
+def long_code(text: str, limit: int) -> list[str]:
+    """Lines of fenced blocks that a reader would have to scroll sideways for."""
+    blocks = re.findall(r"^```.*?^```$", text, re.M | re.S)
+    return [line for block in blocks for line in block.splitlines() if len(line) > limit]
+
+
+def test_code_in_pages_needs_no_scrolling_sideways() -> None:
+    limits = {name: 88 if name == "README.md" or "/howto/" in name else 100 for name in CURRENT}
+    found = {n: long_code((REPOSITORY / n).read_text(), limit) for n, limit in limits.items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_long_line_of_code_is_found() -> None:
+    assert long_code("a long line\n```\nshort\nlong one\n```\n", 6) == ["long one"]
+
+
 # Error texts -----------------------------------------------------------------------------------
 
 OF_OTHERS = {"a different number of tensors was saved"}
