@@ -1,15 +1,17 @@
 """Seeds and markers of the whole suite."""
 
+import gc
 import importlib.util
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from layerzero import notices
-from tests.harness.ranks import KeptRanks
+from tests.harness.ranks import KeptRanks, fork_the_server
 
 pytest_plugins = ["tests.harness.expected_time", "tests.harness.skips"]
 
@@ -81,6 +83,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker in missing.keys() & item.keywords:
             item.add_marker(pytest.mark.skip(reason=missing[marker]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
+    if session.items and not session.config.getoption("collectonly"):
+        # What is imported by now stays: no later garbage collection visits it.
+        gc.collect()
+        gc.freeze()
+        fork_the_server()
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

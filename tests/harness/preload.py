@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,9 +37,12 @@ EXTRAS = (
     "megatron.core.models.gpt",
     "transformers.trainer",
 )
-"""Need not be there, and take as long as all others: not for a run of a few tests without them."""
+"""Need not be there, and take as long as all others: not where this is a fork of a pytest that has
+collected no test with them."""
 
-for _name in (*MODULES, *(() if "LAYERZERO_NO_EXTRAS" in os.environ else EXTRAS)):
+_is_fork = "tests.conftest" in sys.modules
+_extras = (name for name in EXTRAS if not _is_fork or name.partition(".")[0] in sys.modules)
+for _name in (*MODULES, *_extras):
     # A package that does not import must fail in the test that uses it, not here.
     with contextlib.suppress(Exception):
         importlib.import_module(_name)

@@ -26,6 +26,7 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -33,13 +34,16 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -464,6 +468,45 @@ def server_finds_the_repository() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def fork_the_server() -> None:
+    """Start the server of ranks as a fork of this process: of pytest's, before the first test.
+
+    It has imported already what takes a new interpreter ten seconds. A fork is safe here: no thread
+    of pytest does more than wait for messages, and no device is in use. Does nothing elsewhere than
+    on Linux, and with an accelerator; a new interpreter then starts with the first ranks.
+    """
+    if sys.platform != "linux" or torch.accelerator.is_available():
+        return
+
+    def fork(_path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            forkserver._forkserver._lock = threading.Lock()  # the parent holds it
+            _give_up_descriptors(keep={0, 1, 2, *descriptors})
+            exec(arguments[-1], {})  # what `python -c` would run
+        finally:
+            os._exit(1)
+
+    resource_tracker.ensure_running()
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _give_up_descriptors(keep: set[int]) -> None:
+    """Put /dev/null in place of each other descriptor that is open.
+
+    Handlers of loggers and captures of pytest have kept the numbers, and write to them or close
+    them. If a number was free, it could by then be that of a socket of gloo: with a line of a log
+    between two messages, both ranks wait forever.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in keep and number != nothing:
+            os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 def _rank_main(start: _Start, connection: Connection) -> None:

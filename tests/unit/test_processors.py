@@ -11,7 +11,7 @@ from tests import processors
 
 @pytest.mark.parametrize("name", processors.SHORT)
 def test_numeric_tests_pass_as_on_another_processor(name: str, tmp_path: Path) -> None:
-    setting = {**processors.SHORT[name], **processors.as_intel(tmp_path), "LAYERZERO_NO_EXTRAS": ""}
+    setting = {**processors.SHORT[name], **processors.as_intel(tmp_path)}
     folder = processors.REPOSITORY / "tests" / "distributed"
     tests = [f"{folder}/test_{each}" for each in processors.SHORT_TESTS]
     code, output = processors.run(setting, tests, [])
