@@ -424,8 +424,15 @@ class FSDPModule:
         root.abort()
         root.give_up_step()
 
-    def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
-        """Show full parameters of this module and those inside; options as of `ZeRO3`'s method.
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
         torch has no such method. Around `init_weights()` it gives the values of one process.
         """
@@ -435,7 +442,13 @@ class FSDPModule:
         inside = {other.unit for other in _states(self)}
         root = root_of(state.unit)
         chosen = [unit for unit in root.units if unit in inside]
-        return summon(root, chosen, SummonOptions(**options))
+        options = SummonOptions(
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        return summon(root, chosen, options)
 
     # Nothing depends on these here; arguments as in torch.
 
