@@ -92,7 +92,8 @@ def fully_shard(
         reshard_after_forward: True: free the unit after its forward. False: keep it until its
             backward. None: True, but False for a unit that no other one is around. An int: keep
             1/int of it, so that backward gathers over that many neighbours.
-        shard_placement_fn: accepted if it returns None or Shard(0) for each parameter.
+        shard_placement_fn: returns None or a Shard for each parameter. Only checked: borders lie on
+            rows whatever dimension it names, and gathered values are the same.
         mp_policy: torch's `MixedPrecisionPolicy`, or a `MixedPrecision`.
         offload_policy: torch's `CPUOffloadPolicy` and `OffloadPolicy`, or our `OffloadPolicy`.
         ignored_params: parameters that stay whole, and whose gradients are not reduced.
@@ -101,7 +102,8 @@ def fully_shard(
         `module`.
 
     Raises:
-        NotImplementedError: `dp_mesh_dims`, another `shard_placement_fn`, or an int with two axes.
+        NotImplementedError: `dp_mesh_dims`, a `shard_placement_fn` that returns anything else, as a
+            mesh for one parameter, or an int with two axes.
         ValueError, TypeError: another argument is wrong; also as `ZeRO3`.
         RuntimeError: the module is sharded already.
     """
@@ -191,11 +193,15 @@ def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | 
     for name, parameter in top.named_parameters() if function is not None else ():
         if get_info(parameter) is None:
             found = function(parameter)  # type: ignore[misc]
-            if found is not None and found != Shard(0):
+            if found is not None and type(found) is not Shard:
                 raise NotImplementedError(
-                    f"fully_shard: shard_placement_fn returned {found} for {name!r}; parameters "
-                    "are split as flat elements, in the order of Shard(0), whose values are the "
-                    "same: leave it out, or give experts an expert-data group with ZeRO3"
+                    f"fully_shard: shard_placement_fn returned {found} for {name!r}; expected None "
+                    "or a Shard: give experts an expert-data group with ZeRO3"
+                )
+            if found is not None and not -parameter.ndim <= found.dim < max(parameter.ndim, 1):
+                raise ValueError(
+                    f"fully_shard: shard_placement_fn returned {found} for {name!r}, which has "
+                    f"{parameter.ndim} dimensions"
                 )
 
 
@@ -424,8 +430,15 @@ class FSDPModule:
         root.abort()
         root.give_up_step()
 
-    def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
-        """Show full parameters of this module and those inside; options as of `ZeRO3`'s method.
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
         torch has no such method. Around `init_weights()` it gives the values of one process.
         """
@@ -435,7 +448,13 @@ class FSDPModule:
         inside = {other.unit for other in _states(self)}
         root = root_of(state.unit)
         chosen = [unit for unit in root.units if unit in inside]
-        return summon(root, chosen, SummonOptions(**options))
+        options = SummonOptions(
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        return summon(root, chosen, options)
 
     # Nothing depends on these here; arguments as in torch.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
@@ -190,6 +190,11 @@ def _ways_to_shard() -> None:
 
     assert_alike(Transformer, recomputed, twice, "checkpoint in forward")
 
+    def by_columns(engine: Engine, model: nn.Module) -> nn.Module:
+        return by_blocks(engine, model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+    assert_alike(Transformer, by_columns, twice, "borders in another dimension")
+
 
 def _blocks(model: nn.Module) -> list[Tensor]:
     """Layers that are models of their own, in a model that is not sharded."""
@@ -329,7 +334,9 @@ def _by_hand(model: Any) -> list[Tensor]:
 
 
 def _in_chunks(model: Any) -> list[Tensor]:
-    """The head is called outside the model's forward, for one part of the batch after another."""
+    """The head is called outside the model's forward, for one part of the batch after another; it
+    stays full, and reduces once, as in torchtitan's chunked loss."""
+    head = model.head
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     losses = []
     for step in batches(3):
@@ -337,13 +344,24 @@ def _in_chunks(model: Any) -> list[Tensor]:
         optimizer.zero_grad()
         hidden = model(tokens[:, :-1])
         detached = hidden.detach().requires_grad_()
-        for part, targets in zip(detached.chunk(2), tokens[:, 1:].chunk(2), strict=True):
-            loss = functional.cross_entropy(model.head(part).flatten(0, 1), targets.flatten())
+        _keep_full(head, True)
+        head.unshard()
+        parts = [*zip(detached.chunk(2), tokens[:, 1:].chunk(2), strict=True)]
+        for number, (part, targets) in enumerate(parts, start=1):
+            head.set_requires_gradient_sync(number == len(parts), recurse=False)
+            loss = functional.cross_entropy(head(part).flatten(0, 1), targets.flatten())
             loss.backward()
             losses.append(loss.detach())
+        _keep_full(head, False)
+        head.reshard()
         hidden.backward(detached.grad)
         optimizer.step()
     return losses
+
+
+def _keep_full(module: Any, flag: bool) -> None:
+    module.set_reshard_after_forward(not flag)
+    module.set_reshard_after_backward(not flag)
 
 
 class WithoutHead(Transformer):
@@ -597,7 +615,8 @@ def _refused() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (NotImplementedError, "dp_mesh_dims", {"dp_mesh_dims": object()}),
-        (NotImplementedError, "shard_placement_fn", {"shard_placement_fn": lambda p: Shard(1)}),
+        (NotImplementedError, "shard_placement_fn", {"shard_placement_fn": lambda p: Replicate()}),
+        (ValueError, "which has 1 dim", {"shard_placement_fn": lambda p: Shard(p.ndim % 2)}),
         (TypeError, "expected a DeviceMesh", {"mesh": dist.group.WORLD}),
         (ValueError, "reshard_after_forward", {"reshard_after_forward": "no"}),
         (TypeError, "mixed_precision", {"mp_policy": torch.bfloat16}),
@@ -613,7 +632,7 @@ def _refused() -> None:
     ):
         with pytest.raises(error, match=text):
             fully_shard(several)
-    fully_shard(module[0], shard_placement_fn=lambda p: Shard(0) if p.ndim == 2 else None)
+    fully_shard(module[0])
     fully_shard(module, offload_policy=OffloadPolicy())
     with pytest.raises(RuntimeError, match="sharded already"):
         fully_shard(module[0])
