@@ -43,8 +43,8 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
             rank, text = next(iter(found.items()))
             raise RuntimeError(
                 f"{text} has no value yet (rank {rank}): it was on the meta device, and "
-                'param_init_fn="later" promised a load; load a checkpoint that contains it before '
-                "the first forward"
+                'param_init_fn="later" left its values to you. Before the first forward load a '
+                "checkpoint that contains it, or, if checkpoints omit it, write its values yourself"
             )
     for unit in waiting:
         unit.mark_loaded()

@@ -89,7 +89,7 @@ class Structure:
             ValueError: a module was compiled so that it records CUDA graphs.
         """
         if not self._is_same():
-            changes = self._changes()
+            changes = self.changes()
             if changes:
                 raise RuntimeError(
                     f"{what}: the model changed after wrapping: {changes}. New parameters are in "
@@ -147,7 +147,7 @@ class Structure:
 
     # By name --------------------------------------------------------------------------------
 
-    def _changes(self) -> str:
+    def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
         unsharded_params = {
             id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks
 from tests.harness.ranks import KeptRanks, run_ranks
 
 HOWTO = DOCS / "howto"
-# recipes.md has a test of its own, by section.
-PAGES = sorted(path.name for path in HOWTO.glob("*.md") if path.name != "recipes.md")
+OF_THEIR_OWN = ("recipes.md", "from_fsdp2.md")
+"""Pages with a test of their own."""
+PAGES = sorted(path.name for path in HOWTO.glob("*.md") if path.name not in OF_THEIR_OWN)
 NEEDS = {
     "hugging_face.md": ["transformers"],
     "lora.md": ["peft", "transformers"],
@@ -111,6 +113,52 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, ranks: KeptRanks) -> N
             assert "took different paths through the model" in each["report"]
             assert "all-gather of left" in each["report"]
             assert "all-gather of right" in each["report"]
+
+
+# from_fsdp2.md --------------------------------------------------------------------------------
+
+
+def _ported(text: str) -> tuple[str, str]:
+    """The page's script, before its diff and after it."""
+    [script] = python_blocks(text)
+    [diff] = re.findall(r"^```diff\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = diff.splitlines()
+    after = script
+    for old, new in zip(lines[::2], lines[1::2], strict=True):
+        assert (old[0], new[0], after.count(f"\n{old[1:]}\n")) == ("-", "+", 1), old
+        after = after.replace(f"\n{old[1:]}\n", f"\n{new[1:]}\n")
+    return script, after
+
+
+def _before_and_after(folder: str) -> None:
+    text = (HOWTO / "from_fsdp2.md").read_text()
+    before, after = _ported(text)
+    clip = "max_norm = 0.1"
+    assert clip in before
+    runs: list[dict[str, Any]] = []
+    for name, script in (("torch", before), ("ours", after)):
+        for max_norm in ("1e9", "0.1"):
+            place = f"{folder}/{name}"
+            code = script.replace(clip, f"max_norm = {max_norm}").replace('"run"', repr(place))
+            names: dict[str, Any] = {}
+            with mock.patch.multiple(
+                dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT
+            ):
+                exec(compile(code, name, "exec"), names)
+            runs.append(names)
+    torchs, torchs_clipped, ours, clipped = runs
+    assert ours["losses"] == torchs["losses"] and ours["total"] == torchs["total"]
+    assert max(clipped["norms"]) > 0.1, "clipping acts"
+    assert ours["losses"] != clipped["losses"]
+    assert clipped["losses"][:2] == torchs_clipped["losses"][:2]
+    # A checkpoint of torch's engine is resumed by ours.
+    for root in ("torch", "ours"):
+        weights, state = ours["get_state_dict"](ours["model"], ours["optimizer"])
+        ours["dcp"].load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{root}")
+
+
+def test_the_port_from_fsdp2_has_its_bits(tmp_path: Path, ranks: KeptRanks) -> None:
+    ranks(2, _before_and_after, str(tmp_path), timeout=120)
 
 
 # memory.md ------------------------------------------------------------------------------------

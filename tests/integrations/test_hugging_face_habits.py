@@ -51,7 +51,7 @@ def watched(name: str) -> Iterator[list[str]]:
     logger.setLevel(level)
 
 
-def _counts_of_adapters() -> None:
+def _counts_of_adapters(folder: str) -> None:
     peft = pytest.importorskip("peft")
     from layerzero.integrations.transformers import shard
 
@@ -59,6 +59,12 @@ def _counts_of_adapters() -> None:
     plain = peft.get_peft_model(build("llama"), config)
     model = shard(peft.get_peft_model(build("llama"), config))
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
+    # Adapters of a base that is sharded already: its dtypes stay, and the trainer says so.
+    adapted = peft.get_peft_model(shard(build("llama")), config)
+    with watched("layerzero.integrations.transformers.trainer") as lines:
+        ours = sharded_trainer(adapted, lambda: arguments(folder, bf16=True))
+    assert any("bf16=True has no effect" in each for each in lines) == (dist.get_rank() == 0)
+    assert ours.get_num_trainable_parameters() == plain.get_nb_trainable_parameters()[0]
 
 
 def _no_device_named(folder: str) -> None:
@@ -97,7 +103,7 @@ def test_counts_are_whole(tmp_path: Path) -> None:
     assert module.num_parameters(exclude_embeddings=True) == plain.num_parameters(False, True)
     assert module.model.num_parameters() == plain.model.num_parameters()
     assert [line for line in lines if f"Number of trainable parameters = {trained:,}" in line]
-    _counts_of_adapters()
+    _counts_of_adapters(folder)
 
 
 @on_ranks(2, timeout=120, in_float64=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -395,7 +396,11 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
             if dist.get_rank() == 0:
                 plain.save_pretrained(source, save_original_format=False)
             dist.barrier()
-        loaded = load_pretrained(hf.AutoModelForCausalLM, source)
+        torch.manual_seed(dist.get_rank())  # Values come from the folder: no rank draws any.
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            loaded = load_pretrained(hf.AutoModelForCausalLM, source)
+        assert not [each for each in seen if "differs between ranks" in str(each.message)], kind
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
@@ -637,17 +642,24 @@ def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
 def _lora(folder: str) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    from layerzero.integrations.transformers import load_pretrained
+
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
     def adapted() -> Any:
-        config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         return get_peft_model(build("llama"), config)
 
-    plain = plain_trainer(adapted(), lambda: arguments(folder, gradient_accumulation_steps=2))
-    plain.train()
-    ours = sharded_trainer(
-        adapted(), lambda: arguments(folder, save_strategy="steps", save_steps=2)
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    ddps = Path(folder, f"plain{dist.get_rank()}")
+    plain = plain_trainer(
+        adapted(), lambda: arguments(ddps, gradient_accumulation_steps=2, **saves)
     )
+    plain.train()
+    ours = sharded_trainer(adapted(), lambda: arguments(folder, **saves))
     ours.train()
     assert logged(ours, "loss") == logged(plain, "loss")
+    with pytest.raises(ValueError, match=r"To continue.*PeftModel.from_pretrained\(base, folder, "):
+        ours.train(resume_from_checkpoint=str(ddps / "checkpoint-2"))
     with recorded_operations(ours.sharded_model) as operations:
         ours.save_model(str(Path(folder, "adapters")))
     assert {operation.unit for operation in operations} == {
@@ -661,6 +673,17 @@ def _lora(folder: str) -> None:
     resumed = sharded_trainer(adapted(), lambda: arguments(folder))
     resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
     assert logged(resumed, "loss") == logged(ours, "loss")
+    # The base goes straight into shards, and gets its adapters there.
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(Path(folder, "base"))
+    dist.barrier()
+    loaded = load_pretrained(type(build("llama")), Path(folder, "base"))
+    build("llama")  # Draws what `adapted` draws before its adapters.
+    ours = sharded_trainer(get_peft_model(loaded, config), lambda: arguments(folder, **saves))
+    ours.train()
+    assert logged(ours, "loss") == logged(plain, "loss")
+    ours.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    assert logged(ours, "loss") == logged(plain, "loss")
 
 
 def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDE = (DOCS / "reference" / "migrating.md").read_text()
+FSDP2 = (DOCS / "howto" / "from_fsdp2.md").read_text()
 TRAINERS = (DOCS / "reference" / "migrating_trainers.md").read_text()
 
 
@@ -59,7 +60,7 @@ def test_every_option_of_fsdp1_has_its_row() -> None:
 def test_every_option_of_fully_shard_has_its_row() -> None:
     options = arguments(fully_shard) | fields(MixedPrecisionPolicy) | fields(CPUOffloadPolicy)
     methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    assert missing(options | methods, GUIDE) == []
+    assert missing(options | methods, GUIDE + FSDP2) == []
 
 
 def attribute_of(framework: str, name: str) -> Any:

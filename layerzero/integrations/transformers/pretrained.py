@@ -9,7 +9,7 @@ import functools
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,9 +23,16 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from layerzero import ZeRO3
+from layerzero import ZeRO3, rewrap
 from layerzero.checkpoint import load
-from layerzero.integrations.engine import clean_name, optional_by_name, refuse_pieces
+from layerzero.checkpoint.adapters import MODEL, open_source
+from layerzero.integrations.engine import (
+    clean_name,
+    get_unit,
+    optional_by_name,
+    refuse_pieces,
+    root_of,
+)
 from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
 
@@ -41,12 +48,19 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
     a `param_init_fn`, meta tensors, buffers included, are initialised as transformers would.
     `optional_modules` may list names, or patterns as in plans.
     `generate` keeps running forwards on a rank that has finished until all ranks have.
+    A sharded model inside `module` that got adapters after it was sharded is wrapped again first
+    (`layerzero.rewrap`).
 
     Raises:
         ValueError: the model has no `_no_split_modules`, is quantized or sharded by another
             library; or as `ZeRO3`.
     """
     check_model(module)
+    for part in [*module.modules()]:
+        if isinstance(part, ZeRO3) and (unit := get_unit(part)) is not None:
+            root = root_of(unit)
+            if root.units[0] is unit and root.structure.changes():
+                rewrap(part)
     given = dict(options)
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
@@ -189,11 +203,22 @@ def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
 class Initialiser:
     """A `param_init_fn` that initialises modules as the transformers model around them would."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loaded: Collection[str] = ()) -> None:
+        """`loaded`: names of tensors that a load brings. These become zeros: nothing is drawn for
+        them, and ranks with different seeds do not differ in them."""
         self._owners: dict[int, PreTrainedModel] = {}
         for part in module.modules():  # outermost first, so that the innermost model decides
             if isinstance(part, PreTrainedModel):
                 self._owners |= {id(inner): part for inner in part.modules()}
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        brought = {id(tensor) for name, tensor in named if name in loaded}
+        self._zeros = {
+            id(part): [name for name, tensor in _own_tensors(part) if id(tensor) in brought]
+            for part in (module.modules() if brought else ())
+        }
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
@@ -202,6 +227,13 @@ class Initialiser:
         Raises:
             ValueError: there is no initialiser.
         """
+        zeros = self._zeros.get(id(module), ())
+        if not zeros or len(zeros) < len(_own_tensors(module)):
+            self._initialise(module)
+        for name in zeros:
+            getattr(module, name).zero_()
+
+    def _initialise(self, module: nn.Module) -> None:
         owner = self._owners.get(id(module))
         if owner is not None:
             owner._init_weights(module)
@@ -213,6 +245,11 @@ class Initialiser:
                 "reset_parameters(), and is not inside a transformers model: pass param_init_fn"
             )
         reset()
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    own = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
 # Loading ---------------------------------------------------------------------------------------
@@ -265,6 +302,10 @@ def load_pretrained(
         module = build(config, **({} if dtype is None else {"dtype": dtype}))
     if module.can_generate() and (path / "generation_config.json").exists():
         module.generation_config = GenerationConfig.from_pretrained(path)
+    if options.get("param_init_fn") is None:
+        source, rename = open_source(path, with_optimizer=False), _names_in_model(module)
+        loaded = (source if rename is None else source.renamed(rename)).tensors[MODEL]
+        options["param_init_fn"] = Initialiser(module, loaded)
     model = shard(module, **options)
     load_weights(model, path, strict=strict)
     model.eval()

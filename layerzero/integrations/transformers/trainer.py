@@ -102,6 +102,7 @@ class ZeRO3Trainer(Trainer):
 
     def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
         before = sharded_before(model)
+        inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
         if isinstance(model, ZeRO3):
             if self._options:
                 raise ValueError(
@@ -114,10 +115,10 @@ class ZeRO3Trainer(Trainer):
             self.sharded_model = before.model
         else:
             options = {"device": args.device, **self._options}
-            if args.bf16:
+            if args.bf16 and inside is None:
                 use_bf16(model, options)
             self.sharded_model = shard(model, **options)
-        unit = get_unit(self.sharded_model)
+        unit = get_unit(inside or self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
         differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or before is not None)
         if differs and dist.get_rank() == 0:
@@ -286,12 +287,15 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def _check_resumable(folder: Path) -> None:
+    model = "load_pretrained(ModelClass, folder)"
+    if (folder / "adapter_config.json").exists():  # peft's
+        model = "PeftModel.from_pretrained(base, folder, is_trainable=True)"
     for what, path in (("trainer state", _STATE), ("optimizer state", _OURS)):
         if not (folder / path).exists():
             raise ValueError(
                 f"{folder}: has no {path}, the {what}: its save was interrupted, or was made by a "
                 "plain Trainer or with save_only_model. To continue from the weights alone, use "
-                "ZeRO3Trainer(load_pretrained(ModelClass, folder), ...)"
+                f"ZeRO3Trainer({model}, ...)"
             )
 
 
