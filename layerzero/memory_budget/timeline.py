@@ -5,8 +5,8 @@
 
 A segment is the time between two events, and has one number: the most bytes that were live in it.
 To keep a unit adds its bytes to each segment in which it was not full. One more unit may be
-gathered ahead at any time. So the highest sum is a bound on what the other step holds. Pure Python,
-no torch.
+gathered ahead at any time of a pass. So the highest sum is a bound on what the other step holds.
+Pure Python, no torch.
 """
 
 from __future__ import annotations
@@ -85,13 +85,14 @@ class Timeline:
         Args:
             sizes: bytes of each unit's full buffers.
         """
-        extra = [0] * len(self.peaks)
+        is_ahead = settings.forward_depth or settings.prefetches_in_backward
+        extra = [self._largest_ahead(sizes) if is_ahead else 0] * len(self.peaks)
+        if self.is_whole and self.events:
+            extra[0] = extra[-1] = 0  # Before the first gather, and after the last reduction.
         for unit in settings.kept:
             for segment in set(self._kept(unit)).difference(*self._spans(unit)):
                 extra[segment] += sizes[unit]
-        held = max(map(sum, zip(self.peaks, extra, strict=True)))
-        is_ahead = settings.forward_depth or settings.prefetches_in_backward
-        return held + self._largest_ahead(sizes) if is_ahead else held
+        return max(map(sum, zip(self.peaks, extra, strict=True)))
 
     def _spans(self, unit: int) -> list[range]:
         """The segments in which the unit was full."""
