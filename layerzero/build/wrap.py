@@ -167,8 +167,7 @@ def plan_units(
         if owner.existing is not None:
             raise ValueError(
                 f"parameter {original.fqn!r} was added to {owner.label!r} after that was wrapped; "
-                "add parameters before wrapping, or call layerzero.rewrap on every rank with the "
-                "wrapped model that got them"
+                "add parameters before wrapping, or call layerzero.rewrap(the wrapped model) first"
             )
         owner.originals.append(original)
         for user in users:

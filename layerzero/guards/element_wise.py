@@ -169,9 +169,8 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
         f"decay groups: {name}",
         f"{name}: all parameters are in the group with weight_decay={held.pop()}, and the one with "
         f"weight_decay={empty.pop()} is empty. Sharded parameters are 1-D, so parameter.ndim "
-        "cannot distinguish matrices from vectors: use "
-        f"layerzero.optim.decay_groups(model, weight_decay={decay}) or parameter.layerzero.ndim, "
-        'or shard with layout="rows", which keeps ndim',
+        'cannot distinguish matrices from vectors: use parameter.layerzero.ndim, layout="rows", or '
+        f"layerzero.optim.decay_groups(model, weight_decay={decay})",
         is_first=sharded_params.owner.issues_warnings,
         stacklevel=6,
     )

@@ -660,6 +660,12 @@ def _lora(folder: str) -> None:
     assert logged(ours, "loss") == logged(plain, "loss")
     with pytest.raises(ValueError, match=r"To continue.*PeftModel.from_pretrained\(base, folder, "):
         ours.train(resume_from_checkpoint=str(ddps / "checkpoint-2"))
+    adapters = PeftModel.from_pretrained(build("llama"), ddps / "checkpoint-2", is_trainable=True)
+    count = adapters.get_nb_trainable_parameters()[0]
+    going_on = sharded_trainer(adapters, lambda: arguments(folder))
+    going_on.train()
+    assert going_on.get_num_trainable_parameters() == count > 0
+    assert going_on.state.global_step == 3
     with recorded_operations(ours.sharded_model) as operations:
         ours.save_model(str(Path(folder, "adapters")))
     assert {operation.unit for operation in operations} == {

@@ -215,10 +215,11 @@ class Initialiser:
             *module.named_buffers(remove_duplicate=False),
         ]
         brought = {id(tensor) for name, tensor in named if name in loaded}
-        self._zeros = {
-            id(part): [name for name, tensor in _own_tensors(part) if id(tensor) in brought]
-            for part in (module.modules() if brought else ())
-        }
+        # By module, not by id: a module that is added later must not be taken for one of these.
+        self._zeros: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+        for part in module.modules() if brought else ():
+            own = _own_tensors(part)
+            self._zeros[part] = [name for name, tensor in own if id(tensor) in brought]
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
@@ -227,7 +228,7 @@ class Initialiser:
         Raises:
             ValueError: there is no initialiser.
         """
-        zeros = self._zeros.get(id(module), ())
+        zeros = self._zeros.get(module, ())
         if not zeros or len(zeros) < len(_own_tensors(module)):
             self._initialise(module)
         for name in zeros:
