@@ -94,8 +94,11 @@ class GradientSums(GradientBuffer):
     def _runs_in(self, flat: torch.Tensor, layout: GradientLayout) -> Iterator[ShardRange]:
         """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
         which has the chunks of one or more main shards in their order."""
-        num_pieces = layout.numel // flat.numel()
-        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        num_pieces, placement = layout.numel // flat.numel(), self._placement
+        if placement.world is None:
+            piece = placement.main_shard_index * num_pieces // layout.num_chunks
+        else:  # Smaller than a main shard where several ranks have a copy of that.
+            piece = placement.world_slices[placement.world.rank]
         return layout.runs_in(piece * flat.numel() if num_pieces > 1 else 0, flat.numel())
 
     # A pass ---------------------------------------------------------------------------------

@@ -479,7 +479,12 @@ _ACTIONS: dict[str, Callable[[nn.Module], object]] = {
 
 _ACTED_ON: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{"accumulation": "unsharded"}, {"accumulation": "sharded"}, {"zero3_size": 1}],
+    2: [
+        {"accumulation": "unsharded"},
+        {"accumulation": "sharded"},
+        {"zero3_size": 1},
+        {"accumulation": "sharded", **LAYERS["deterministic replicate"], "zero3_size": 1},
+    ],
     4: [
         {"accumulation": "sharded", "zero3_size": 2},
         {"zero3_size": 2, "outer": "replicate"},
