@@ -66,18 +66,17 @@ class GradientSums(GradientBuffer):
 
     def _move_sums(self, former: GradientLayout, waiting: _Earlier) -> None:
         """Move the sums of earlier micro-batches from the former layout to this one."""
-        area, shard_sum = waiting.area, waiting.shard_sum
-        if area is not None:
+        if (area := waiting.area) is not None:
             self._sum.allocate()
             self._move(area.tensor, former, self._sum.tensor.zero_())
             area.free()
-            area = self._sum
-        if shard_sum is not None:
-            num_pieces = former.numel // shard_sum.numel()
-            self.shard_sum = shard_sum.new_zeros(self.layout.numel // num_pieces)
+            waiting = waiting._replace(area=self._sum)
+        if (shard_sum := waiting.shard_sum) is not None:
+            numel = self.layout.numel * shard_sum.numel() // former.numel
+            self.shard_sum = shard_sum.new_zeros(numel)
             self._move(shard_sum, former, self.shard_sum)
-            shard_sum = self.shard_sum
-        self._earlier = waiting._replace(area=area, shard_sum=shard_sum)
+            waiting = waiting._replace(shard_sum=self.shard_sum)
+        self._earlier = waiting
 
     def _move(self, source: torch.Tensor, former: GradientLayout, target: torch.Tensor) -> None:
         """Copy what both have of each gradient; they lie in the whole buffers of two layouts."""
@@ -94,12 +93,11 @@ class GradientSums(GradientBuffer):
     def _runs_in(self, flat: torch.Tensor, layout: GradientLayout) -> Iterator[ShardRange]:
         """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
         which has the chunks of one or more main shards in their order."""
-        num_pieces, placement = layout.numel // flat.numel(), self._placement
-        if placement.world is None:
-            piece = placement.main_shard_index * num_pieces // layout.num_chunks
-        else:  # Smaller than a main shard where several ranks have a copy of that.
-            piece = placement.world_slices[placement.world.rank]
-        return layout.runs_in(piece * flat.numel() if num_pieces > 1 else 0, flat.numel())
+        num_pieces, world = layout.numel // flat.numel(), self._placement.world
+        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        if world is not None and num_pieces > 1:  # Copies of a main shard have a slice each.
+            piece = self._placement.world_slices[world.rank]
+        return layout.runs_in(piece * flat.numel(), flat.numel())
 
     # A pass ---------------------------------------------------------------------------------
 
@@ -130,11 +128,10 @@ class GradientSums(GradientBuffer):
 
     def _copy_sum(self) -> None:
         """Copy the sum; the pass adds to the copy."""
-        total = self._spare
+        total, self._spare = self._spare, None
         if total is None:
             with torch.inference_mode(False):
                 total = Area(self, self._sum.tensor.dtype)
-        self._spare = None
         total.allocate()
         total.tensor.copy_(self._sum.tensor)
         if self.sum_is_buffer:

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_034,
+    "": 46_760,
     "flat": 2_855,
     "step": 4_758,
     "comm": 1_508,

@@ -1,8 +1,7 @@
 """Messages between pairs of ranks on gloo, which carry the engine's collectives there.
 
 On gloo every pair of ranks has its own connection, so messages go directly from source to
-destination buffers. benchmarks/results/collectives_epyc2_202611.md compares them with gloo's own
-collectives.
+destination buffers (benchmarks/results/collectives_epyc2_202611.md: beside gloo's collectives).
 
 Note [A message carries its name]
     Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
