@@ -1,9 +1,9 @@
-"""Extension, the one way in for features: the engine calls its methods at fixed places of a step.
+"""Extension, the way in for features: the engine calls its methods at fixed places of a step.
 
-The engine imports no feature. A feature derives from `Extension`, defines the methods it needs, and
-is added to `RootState.extensions` once the model is built. Each event is a tuple of the methods
-that extensions define, so an unused one costs a loop over an empty tuple. Extensions are
-called in the order in which they were added, which is the same on every rank.
+Optional modules and joins decide beside it what is gathered (`UnshardScheduler.agree`), checked
+bytes how (`RuntimeContext.send_through`). A feature defines the methods that it needs of
+`Extension`, and is added to `RootState.extensions` once the model is built. Each event is a tuple
+of these methods, so an unused one costs a loop over an empty tuple, in the same order on all ranks.
 """
 
 from __future__ import annotations
