@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import run_ranks
 from tests.harness.recording import logged
+from tests.harness.served_store import serve_store
 
 TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
@@ -137,6 +139,32 @@ def test_a_rank_that_exits_is_named() -> None:
     message = run_ranks(2, _exits, expect_exit={1: 7})[0]
     assert "all-gather of " in message
     assert "rank 1: no report" in message
+
+
+def _raises_after_the_store_has_ended(folder: Path) -> float:
+    """Seconds until a rank's own error came; rank 0 serves the store, and has the same a second
+    before."""
+    serve_store(0, folder)
+    rank = dist.get_rank()
+
+    def mistaken(*_: object) -> None:
+        time.sleep(rank)
+        raise ValueError("a mistake on every rank")
+
+    model = ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT)
+    train(model, 2)
+    model.module.blocks[1].register_forward_pre_hook(mistaken)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="a mistake on every rank"):
+        train(model, 1)
+    if rank == 0:
+        os._exit(7)
+    return time.monotonic() - begun
+
+
+def test_an_error_is_not_held_back_where_the_store_has_ended(tmp_path: Path) -> None:
+    found = run_ranks(2, _raises_after_the_store_has_ended, tmp_path, expect_exit={0: 7})
+    assert found[1] < TIMEOUT.total_seconds() + GRACE_S
 
 
 def _skips() -> str:
