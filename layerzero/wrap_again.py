@@ -29,7 +29,7 @@ def rewrap(model: ZeRO3) -> list[str]:
         optimizer that held the former ones must be created again.
 
     Raises:
-        ValueError: `model` is not the outermost ZeRO3 module.
+        ValueError: `model` is not the outermost ZeRO3 module, or shares units with another model.
         RuntimeError: it is in forward or backward, gradients wait for a backward that synchronizes,
             or methods of modules were replaced after wrapping.
         NotImplementedError: a module inside is wrapped by its own ZeRO3, or `step_in_backward` is
@@ -37,10 +37,7 @@ def rewrap(model: ZeRO3) -> list[str]:
     """
     unit = get_unit(model)
     if not isinstance(model, ZeRO3) or unit is None or root_of(unit).units[0] is not unit:
-        raise ValueError(
-            "rewrap: expected the outermost ZeRO3 module, which shares no unit with another, "
-            f"got {type(model).__name__}"
-        )
+        raise ValueError(f"rewrap: expected the outermost ZeRO3 module, got {type(model).__name__}")
     root = root_of(unit)
     root.backward.clear_abandoned()
     root.before_call("rewrap")

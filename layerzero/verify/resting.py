@@ -45,13 +45,17 @@ class Resting:
 
     def version_of(self, tensor: torch.Tensor) -> int:
         """Of a main shard, those of its pieces as well, which count their own, and the engine's."""
+        handle = self.handle_of(tensor)
+        if handle is None:
+            return tensor._version
+        return sum(handle.versions) + handle.num_rewrites
+
+    def handle_of(self, tensor: torch.Tensor) -> FlatParam | None:
+        """The flat parameter whose main shard it is, if any."""
         if not self._of_shard:
             self._find_homes()
         handle = self._of_shard.get(id(tensor))
-        is_shard = handle is not None and handle.main_shard is tensor
-        if handle is None or not is_shard:
-            return tensor._version
-        return sum(handle.versions) + handle.num_rewrites
+        return handle if handle is not None and handle.main_shard is tensor else None
 
     def checksum_of(self, tensor: torch.Tensor) -> int | None:
         """The checksum that `tensor` must have; None: it is not known."""

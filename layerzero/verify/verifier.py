@@ -79,7 +79,7 @@ class Verifier(Transport, Extension):
         self._sent: dict[int, _Sent] = {}
         """Of each shard that was sent since a forward began, by id."""
         self._unchecked: list[_Sent] = []
-        """The same, since the last check."""
+        """The main shards among them, since the last check."""
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -122,7 +122,8 @@ class Verifier(Transport, Extension):
             noted = self._resting.checksum_of(shard)
             checksum = self._keep(word_sums([shard])) if noted is None else [noted]
             known = self._sent[id(shard)] = _Sent(weakref.ref(shard), version, checksum)
-            self._unchecked.append(known)
+            if self._resting.handle_of(shard) is not None:  # Programs write no other shard.
+                self._unchecked.append(known)
         return known
 
     def _void_written(self) -> None:
@@ -133,7 +134,7 @@ class Verifier(Transport, Extension):
         """
         for sent in self._unchecked:
             shard = sent.shard_ref()
-            if shard is None or self._resting.version_of(shard) != sent.version:
+            if shard is not None and self._resting.version_of(shard) != sent.version:
                 sent.is_void = True
                 self._wire.forget(sent.gathers)
 

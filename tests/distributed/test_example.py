@@ -264,6 +264,7 @@ def test_other_engines_train_too(
     assert f"Engine: {engine}, {layout}" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_clean_lines(flags: list[str]) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     launcher = EXAMPLES / "lm_launcher.py"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,8 +24,10 @@ from layerzero import MixedPrecision, ZeRO3, notices
 from tests.harness.checks import recorded_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, full_gradients, seeded
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
@@ -182,9 +186,20 @@ def _saves(folder: str) -> None:
     assert "layerzero.checkpoint" not in sys.modules
 
 
+@pytest.mark.slow
 def test_optimizer_states_are_shards_for_torch_whatever_was_imported(tmp_path: Path) -> None:
-    """On ranks of their own: nothing here may import `layerzero.checkpoint`."""
-    run_ranks(2, _saves, str(tmp_path))
+    """In new interpreters: nothing here may import `layerzero.checkpoint`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import torch.distributed as dist\nfrom {__name__} import _saves\n"
+        f"dist.init_process_group('gloo')\n_saves({str(tmp_path / 'saved')!r})\n"
+    )
+    run = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *run], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def _wide(options: dict[str, object]) -> ZeRO3:

@@ -146,6 +146,7 @@ def _adapted(target_modules: Any = ("q_proj", "v_proj"), **options: Any) -> nn.M
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.slow
 @on_ranks(4, timeout=120, in_float64=True)
 def test_lora_on_split_layers_trains_merges_and_is_saved_as_of_one_process(tmp_path: Path) -> None:
     """Column- and row-wise, with biases, a module trained in full, sequences whole and in parts."""

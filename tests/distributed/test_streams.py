@@ -49,7 +49,7 @@ from tests.harness.stream_uses import (
 MAKING_WHOLE_TENSORS = {
     *("tolist in gather_texts", "tensor in gather_texts", "tolist in _gather"),
     *("_local_scalar_dense in agree_on_group_names", "tolist in OwnerGroup.__init__"),
-    "tolist in _held",
+    *("tolist in _held", "tolist in Exchange.bounds"),
 }
 """Once for each optimizer of whole tensors: ranks compare what it was given."""
 BY_DESIGN = {

@@ -480,10 +480,13 @@ def fork_the_server() -> None:
     if sys.platform != "linux" or torch.accelerator.is_available():
         return
 
+    start_interpreter = multiprocessing.util.spawnv_passfds
+
     def fork(_path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
         try:
+            multiprocessing.util.spawnv_passfds = start_interpreter  # for what ranks start
             forkserver._forkserver._lock = threading.Lock()  # the parent holds it
             _give_up_descriptors(keep={0, 1, 2, *descriptors})
             exec(arguments[-1], {})  # what `python -c` would run

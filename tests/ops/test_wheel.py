@@ -108,6 +108,7 @@ def run_installed(python: str, folder: Path, *arguments: object, **environment: 
     return run(*command, cwd=folder, PYTHONPATH=str(folder), OMP_NUM_THREADS="1", **environment)
 
 
+@pytest.mark.slow
 def test_a_wheel_installs_with_its_kernels(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     assert "-cp310-abi3-" in wheel.name, "one wheel for all versions of Python"
@@ -174,6 +175,7 @@ def test_a_broken_nvcc_leaves_the_cpu_kernels(distributions: Path) -> None:
     assert b"layerzero_finds_current_stream" not in library
 
 
+@pytest.mark.slow
 def test_a_source_distribution_installs_without_a_compiler(
     distributions: Path, tmp_path: Path
 ) -> None:
