@@ -58,6 +58,10 @@ with contextlib.suppress(Exception):
     for _name in ("layerzero.watch.diagnosis", "layerzero.watch.watchdog"):
         importlib.import_module(_name).REPORT_SECONDS = 2.0  # type: ignore[attr-defined]
 
+# A rank leaves at once, and so would leave the semaphore of a progress bar behind.
+with contextlib.suppress(Exception):
+    importlib.import_module("tqdm.std").TqdmDefaultWriteLock.mp_lock = None
+
 # A collection in a rank visits every object, and a visit copies the page it is on: for all that was
 # imported here that took longer than most tests.
 gc.collect()
