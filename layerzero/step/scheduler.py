@@ -2,8 +2,8 @@
 
 The root reports the progress of the step. Prefetching follows the user's lists, a plan's, or the
 execution-order recorder, as far ahead as the rate limiter admits. The reasons to keep a unit
-unsharded are flags on the unit (`Unit.holds`). Only this file sets and clears them, but for those of
-the user's own calls and of optional units; a unit that is resharded loses most of them.
+unsharded are flags on the unit (`Unit.holds`). Only this file sets and clears them, but for those
+of the user's own calls and of optional units; a unit that is resharded loses most of them.
 
 Note [One unit stays]
     A unit is not freed when its forward ends, but when the forward of another unit begins or ends.
