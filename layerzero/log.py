@@ -47,10 +47,10 @@ def _summary(module: nn.Module, root: RootState) -> str:
     full = sum(unit.nbytes for unit in units)
     largest = max(units, key=lambda unit: unit.nbytes)
     return (
-        f"ZeRO3: {len(units)} units of {type(module).__name__} on {root.device}: {total:,} "
-        f"parameters{f' ({frozen:,} frozen)' if frozen else ''}, {nbytes_text(shards)} of shards "
-        f"on this rank, {nbytes_text(full)} with all units full; the largest unit, "
-        f"{largest.label}, has {nbytes_text(largest.nbytes)}\n  units: "
+        f"ZeRO3: {len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__} on "
+        f"{root.device}: {total:,} parameters{f' ({frozen:,} frozen)' if frozen else ''}, "
+        f"{nbytes_text(shards)} of shards on this rank, {nbytes_text(full)} with all units full; "
+        f"the largest unit, {largest.label}, has {nbytes_text(largest.nbytes)}\n  units: "
         f"{names_text([unit.label for unit in units])}"
     )
 
@@ -127,7 +127,7 @@ def _gathering(root: RootState) -> str:
     scheduler = root.scheduler
     budget = root.context.limiter.budget
     limits = [
-        *([] if budget.max_units is None else [f"{budget.max_units} units"]),
+        *([] if (most := budget.max_units) is None else [f"{most} unit{'s' * (most > 1)}"]),
         *([] if budget.max_nbytes is None else [nbytes_text(budget.max_nbytes)]),
     ]
     kept = [unit.label for unit in root.units if unit.options.reshard_after_forward is not True]

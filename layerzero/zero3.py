@@ -239,9 +239,9 @@ class ZeRO3(Joinable, ModuleWrapper):
         return self.module.state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        unit = self._unit
+        unit, number = self._unit, len(self._subtree())
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
-        return f"{len(self._subtree())} units of {type(self.module).__name__}, {where}"
+        return f"{number} unit{'s' * (number > 1)} of {type(self.module).__name__}, {where}"
 
     # State ----------------------------------------------------------------------------------
 

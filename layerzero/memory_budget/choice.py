@@ -45,7 +45,7 @@ class MemoryChoice:
         return (
             f"memory_budget: of {self.budget_bytes:,} bytes a step holds at most "
             f"{self.bound_bytes:,} (with nothing full {self.least_bytes:,}, with everything "
-            f"{self.most_bytes:,}). {len(names)} units stay full between forward and backward"
+            f"{self.most_bytes:,}). Units that stay full between forward and backward: {len(names)}"
             f"{listed}, which saves gathers of {self.saved_bytes:,} bytes in each step; units "
             f"gathered ahead: {self.forward_prefetch} in forward, {ahead} in backward"
         )

@@ -126,7 +126,7 @@ class PlanFields:
     def prefetched(self) -> str:
         """A line of text about what is prefetched."""
         return (
-            f"prefetched along recorded orders: {self.num_forward} units in forward, "
+            f"units prefetched along recorded orders: {self.num_forward} in forward, "
             f"{self.num_backward} in backward"
         )
 

@@ -119,7 +119,7 @@ class ShardingPlan(PlanFields):
         if callable(getattr(module, "fully_shard", None)):
             own = f" ({type(module).__name__}.fully_shard may override this)"
         lines = [
-            f"{len(units)} units of {type(module).__name__}{own}",
+            f"{len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__}{own}",
             self.prefetched,
             "",
             *_table(resolved, units),

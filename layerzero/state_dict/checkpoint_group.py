@@ -124,7 +124,7 @@ class CheckpointGroup:
         if ranks_of:
             each = [f"{_ranks_text(own)}: {text}" for text, own in ranks_of.items()]
             rest = sum(len(own) for own in [*ranks_of.values()][4:])
-            shown = each[:4] + ([f"and {rest} more ranks"] if rest else [])
+            shown = each[:4] + ([f"and {rest} more"] if rest else [])
             raise CheckpointError("; ".join(shown)) from error
         return [answer for _, answer in answers]
 

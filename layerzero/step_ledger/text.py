@@ -50,15 +50,15 @@ def as_text(ledger: Any) -> str:
     hidden = sorted(rows, key=_exposed)
     left_out = {id(row) for row in hidden[: max(len(rows) - _MAX_UNITS, 0)]}
     lines = [
-        f"rank {ledger.rank} of {len(ledger.ranks)}, mean of {ledger.num_steps} steps: "
-        f"{ledger.step_ms:.2f} ms, of which {sum(map(_exposed, rows)):.2f} ms are exposed "
-        "communication",
+        f"rank {ledger.rank} of {len(ledger.ranks)}, mean of {ledger.num_steps} "
+        f"step{'s' * (ledger.num_steps != 1)}: {ledger.step_ms:.2f} ms, of which "
+        f"{sum(map(_exposed, rows)):.2f} ms are exposed communication",
         "  ".join(f"{name} {ms:.2f}" for name, ms in ledger.parts.items()),
         "",
         *_table(_UNITS, [row for row in rows if id(row) not in left_out]),
     ]
     if left_out:
-        lines.append(f"({len(left_out)} units with less exposed time are in `ledger.units`)")
+        lines.append(f"(units with less exposed time, in `ledger.units` alone: {len(left_out)})")
     lines += ["", *_table(_GROUPS, ledger.groups), "", *_table(_RANKS, ledger.ranks), ""]
     return "\n".join([*lines, f"advice: {ledger.advice}"])
 

@@ -109,6 +109,6 @@ def test_the_log_tells_what_was_made() -> None:
     for part in (
         "shard_with_plan: Model, {",
         "norm: {'reshard_after_forward': False}",
-        "prefetched along recorded orders: 2 units in forward, 1 in backward",
+        "units prefetched along recorded orders: 2 in forward, 1 in backward",
     ):
         assert part in of_plan, (part, of_plan)

@@ -255,7 +255,7 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
     assert len(root.extensions.before_forward) == len(plain._root_state.extensions.before_forward)
     assert not root.extensions.begin_action
     text = str(models[0].memory_choice)
-    assert "stay full between forward and backward" in text and "blocks.0" in text
+    assert "stay full between forward and backward: " in text and "blocks.0" in text
 
 
 # Odd uses --------------------------------------------------------------------------------------

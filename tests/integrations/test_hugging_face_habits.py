@@ -329,7 +329,7 @@ def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
     accelerator.load_state(folder / "stateful")
     assert loader.state == expected
     accelerator._dataloaders.clear()
-    with pytest.raises(ValueError, match="1 stateful data loaders were saved, but here are 0"):
+    with pytest.raises(ValueError, match="stateful data loaders: 1 when saved, 0 here"):
         accelerator.load_state(folder / "stateful")
     with (
         pytest.raises(NotImplementedError, match="LocalSGD needs whole weights"),

@@ -508,7 +508,7 @@ def _accelerate(folder: str) -> None:
     with pytest.raises(ValueError, match="does not belong to the model"):
         prepare(accelerator, build("llama"), parts(build("llama"))[0])
     as_if_launched(False)
-    with pytest.raises(ValueError, match="accelerate detects 1 processes"):
+    with pytest.raises(ValueError, match="accelerate detects 1, "):
         prepare(Accelerator(cpu=True), build("llama"))
 
 
@@ -554,7 +554,7 @@ def _refuses(folder: str) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
 
     as_if_launched(False)
-    with pytest.raises(ValueError, match="accelerate detects 1 processes"):
+    with pytest.raises(ValueError, match="accelerate detects 1, "):
         ZeRO3Trainer(build("llama"), arguments(folder))
     as_if_launched(True)
     for changes, message in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -220,6 +221,14 @@ def _manifest() -> Manifest:
     return Manifest(
         step=3, world_size=2, files={"a": FileRecord(1, 2)}, tensors={"model": {"w": 5}}
     )
+
+
+def test_values_too_deep_for_a_load_are_refused_by_the_save() -> None:
+    value: object = 0
+    for _ in range(230):
+        value = [value]
+    with pytest.raises(ValueError, match="nested more than 200 levels deep"):
+        dataclasses.replace(_manifest(), extras=[value]).to_bytes()
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:

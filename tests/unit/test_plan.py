@@ -234,7 +234,7 @@ def test_explain_shows_the_units_and_what_each_pattern_matched() -> None:
     text = plan("embed", "layers.{*}", "layers.{1-2}.attn", "head").explain(Model())
     assert lines(text)[:2] == [
         "8 units of Model",
-        "prefetched along recorded orders: 1 units in forward, 1 in backward",
+        "units prefetched along recorded orders: 1 in forward, 1 in backward",
     ]
     rows = table(text)
     block = sum(p.numel() for p in Block().parameters())

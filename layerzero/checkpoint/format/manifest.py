@@ -81,6 +81,7 @@ class Manifest:
         is_named = any(self.groups_of_optimizers()) or self.scheduler_names is not None
         body = {"format": FORMAT, "version": VERSION if is_named else 1, **fields}
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        _parse(text)  # What a load would refuse as too deep must not be committed.
         text = text.removesuffix(b"}")
         return text + _SEAL % crc32(text)
 

@@ -173,7 +173,7 @@ def check_launched(state: Any) -> None:
         )
     if seen != dist.get_world_size():
         raise ValueError(
-            f"accelerate detects {seen} processes, but torch.distributed {dist.get_world_size()}: "
+            f"processes: accelerate detects {seen}, torch.distributed {dist.get_world_size()}: "
             "all ranks would get the same batches. Start with torchrun or accelerate launch, which "
             "set RANK, LOCAL_RANK and WORLD_SIZE"
         )
@@ -300,7 +300,7 @@ class ZeRO3Accelerator(Accelerator):
         ):
             if len(got) != len(saved):
                 raise ValueError(
-                    f"{folder}: {len(saved)} {what} were saved, but here are {len(got)}"
+                    f"{folder}: number of {what}: {len(saved)} when saved, {len(got)} here"
                 )
         self.step = extra["step"]
         for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
@@ -326,10 +326,9 @@ class ZeRO3Accelerator(Accelerator):
     def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
         if hooks:
             raise NotImplementedError(
-                f"{what}_state: {len(hooks)} hooks of register_{what}_state_pre_hook are "
-                "registered, which process whole weights, but no rank has the whole weights of a "
-                "sharded model; call layerzero.checkpoint.save and load, or save_pretrained, "
-                "instead"
+                f"{what}_state: hooks of register_{what}_state_pre_hook process whole weights, but "
+                "no rank has the whole weights of a sharded model; call layerzero.checkpoint.save "
+                "and load, or save_pretrained, instead"
             )
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

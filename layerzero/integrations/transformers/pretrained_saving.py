@@ -1,6 +1,6 @@
 """save_pretrained for a sharded model, without the whole model on any rank.
 
-    shards -> stream of full tensors, a gigabyte at a time -> first rank -> places in the files
+    shards -> stream of full tensors, unit by unit -> first rank -> places in the files
 
 transformers' own functions decide which tensors are saved, under which names, and how ties are
 handled. They are run on stand-ins without memory before any data moves.
@@ -58,7 +58,7 @@ def save_pretrained(
 ) -> None:
     """Write what the model's own `save_pretrained` would, for `from_pretrained`. Collective.
 
-    Full tensors are gathered a gigabyte at a time, and the first rank writes each to its place. For
+    Full tensors are gathered unit by unit, and the first rank writes each to its place. For
     a model with adapters (peft), only these are gathered and written. Files get their final names
     when all are complete.
 
