@@ -83,6 +83,9 @@ def test_the_log_tells_what_was_made() -> None:
         )
         model(torch.ones(2, WIDTH)).sum().backward()
         model = shard_with_plan(Model(), plan)
+    with logged("layerzero") as alone:
+        assert "1 unit of Linear" in repr(ZeRO3(nn.Linear(2, 2)))
+    assert all("1 unit of Linear on cpu" in line for line in alone)
     with logged("layerzero", logging.DEBUG) as turns:
         # The first forward records the order, along which the second prefetches.
         for _ in range(2):
