@@ -42,9 +42,9 @@ def models_that_share(
     found: dict[int, ModuleWrapper] = {}
     for plan in plans:
         root = None if plan.existing is None else root_if_alive(plan.existing)
-        if root is None or id(root.units[0].module) in inside:
+        wrapper: Any = None if root is None else root.wrapper_ref()
+        if root is None or wrapper is None or id(root.units[0].module) in inside:
             continue
-        wrapper: Any = root.wrapper_ref()
         members = wrapper.__dict__.get("_members") or (weakref.ref(wrapper),)
         for model in filter(None, (reference() for reference in members)):
             if id(model.module) not in inside and id(model) not in found:

@@ -379,6 +379,11 @@ def test_models_over_one_trunk_live_and_fail_apart() -> None:
     loss_of(third(x)).backward()
     with pytest.raises(RuntimeError, match="is wrapped already"):
         ZeRO3(parts[2])
+    trunk = ZeRO3(nn.Sequential(Block(), Block()), auto_wrap_policy={Block})
+    before = nn.Sequential(trunk, nn.Linear(WIDTH, 3))  # It lives on, and its wrapper does not.
+    ZeRO3(before)(x)
+    after = ZeRO3(nn.Sequential(trunk, Block()))
+    loss_of(after(x)).backward()
 
 
 # Activation checkpointing: recomputation inside backward gives the same bits as no checkpoint -----
