@@ -319,11 +319,11 @@ def root_of(unit: Unit) -> RootState:
     """The root of the model that a unit currently belongs to.
 
     Raises:
-        RuntimeError: its wrapper was deleted.
+        RuntimeError: the model was deleted.
     """
     root = unit.context.owner()
     if root is None:
-        raise RuntimeError(f"{unit.label}: the ZeRO3 wrapper around it was deleted")
+        raise RuntimeError(f"{unit.label}: the wrapped model around it was deleted; keep that")
     return root  # type: ignore[return-value]  # not `cast`, a call for each call of a unit
 
 

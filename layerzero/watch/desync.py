@@ -167,7 +167,7 @@ class DesyncDetector:
         waits = note["waits"].get(number)
         if waits is not None and waits != _sized(collective):
             return (
-                f"rank {here} and rank {rank} have different models: rank {here} waits in "
+                f"the ranks' models or requires_grad differ: rank {here} waits in "
                 f"{_sized(collective)}, rank {rank} in {waits}"
             )
         return None

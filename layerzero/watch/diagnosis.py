@@ -138,7 +138,7 @@ def _table(reports: _Reports, have_diverged: bool) -> str:
             "Look at the ranks without a report first. A rank that is well and elsewhere did not "
             "make this call: every rank must, also to save or load (no `if rank == 0:`)."
         )
-    elif len(waited_in) > 1 or have_diverged:
+    elif len(waited_in) > 1 or len(texts) < len(ranks):
         lines.append(
             "The ranks wait in different operations: they took different paths through the model. "
             "Every rank must call the same units in the same order, and each save and load."

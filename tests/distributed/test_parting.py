@@ -174,6 +174,21 @@ def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
         assert re.search(r"took different paths: .* rank [12] issued .*, rank 3 issued ", message)
 
 
+def _freezes_alone() -> str:
+    desync.PAUSE_S = 0.1
+    model = wrapped()
+    train(model)
+    if dist.get_rank() == 1:
+        model.module.last.bias.requires_grad_(False)
+    return error_of(lambda: train(model))
+
+
+def test_what_one_rank_froze_alone_is_no_other_path() -> None:
+    for message in run_ranks(2, _freezes_alone):
+        assert "(the ranks' models or requires_grad differ: rank " in message, message
+        assert "different operations" not in message, message
+
+
 def _is_slow(**options) -> tuple[list[float], int]:
     desync.PAUSE_S = 0.1
     models = [wrapped(**options), wrapped(**options)]
