@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 KEY = "layerzero/seconds"  # of pytest's cache: seconds by the id of a test
-FIRST_TIME = "make test takes 8 minutes on 2 quiet cores of an AMD EPYC"
+FIRST_TIME = "make test takes 8 to 10 minutes on 2 quiet cores of an AMD EPYC"
 
 
 def pytest_configure(config: pytest.Config) -> None:
