@@ -129,8 +129,7 @@ class Verifier(Transport, Extension):
     def _void_written(self) -> None:
         """Do not check gathers of shards that were written since, perhaps while they were sent.
 
-        Called at the same points of a step on every rank, where such gathers may be under way: a
-        use of the unit gathers it again, and what was received before is used no more.
+        At the same points of a step on every rank: a use of the unit gathers it again.
         """
         for sent in self._unchecked:
             shard = sent.shard_ref()
@@ -256,12 +255,13 @@ class Verifier(Transport, Extension):
         """
         root = self._root
         # Inside a join, ranks without batches do not come here.
-        if torch.is_grad_enabled() or self._every > 1 or root.join is not None:
+        if torch.is_grad_enabled() or root.join is not None:
             return None
-        self._wait_for_streams()
+        if self._every == 1:
+            self._wait_for_streams()
         self._void_written()
-        self._unchecked.clear()
-        used = self._wire.used()
+        self._unchecked.clear()  # What they sent has come; an evaluation has many forwards.
+        used = self._wire.used() if self._every == 1 else []
         for group in _groups(root.units) if used else ():
             if group in used:
                 self._settle([group], [group], (), [], _placement(root.units).rank)
