@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 ModuleClasses = tuple[type[nn.Module], ...]
 Accumulation = Literal["sharded", "unsharded", "auto"]
 """Where gradients of micro-batches without gradient synchronization add up."""
-
 
 GradientReduction = Literal["mean", "sum"]
 """How gradients are reduced over the ranks that share the model."""
@@ -71,9 +70,6 @@ def one_of(expected: str, *allowed: object) -> Check:
 
 
 FLAG = one_of("True or False", bool)
-ACCUMULATION = one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation))
-BACKWARD_PREFETCH = one_of("a BackwardPrefetch or None", BackwardPrefetch, None)
-GRADIENT_REDUCTION = one_of("'mean' or 'sum'", *get_args(GradientReduction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,35 +159,23 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionPolicy:
-    """How gradients are reduced over the ranks.
+    """How reductions share the connection and memory with the rest of a step.
 
     Attributes:
-        reduce: "mean" over the group, or "sum".
-        accumulation: where micro-batches without gradient synchronization (`no_sync`) add up:
-            "unsharded": before anything is sent; "sharded": after a reduction over the shard group;
-            "auto": chosen by memory and traffic, and logged.
-        deterministic: sum gradients in rank order, in float32 at least.
         separate_groups: reduce over process groups of their own, so that a gather does not queue
             behind a reduction in the backend. Collective: the same on every rank.
         in_flight: bound, such as "512MB", on the gradients that reductions under way may hold
             together; a unit larger than that is reduced alone. None: one unit's at a time.
     """
 
-    reduce: GradientReduction = "mean"
-    accumulation: Accumulation = "auto"
-    deterministic: bool = False
     separate_groups: bool = False
     in_flight: str | None = None
 
     def __post_init__(self) -> None:
-        for field, check in (
-            ("reduce", GRADIENT_REDUCTION),
-            ("accumulation", ACCUMULATION),
-            ("deterministic", FLAG),
-            ("separate_groups", FLAG),
-            ("in_flight", one_of("a size such as '512MB' or None", str, None)),
-        ):
-            check(f"ReductionPolicy.{field}", getattr(self, field))
+        FLAG("ReductionPolicy.separate_groups", self.separate_groups)
+        one_of("a size such as '512MB' or None", str, None)(
+            "ReductionPolicy.in_flight", self.in_flight
+        )
         if self.in_flight is not None:
             parse_nbytes(self.in_flight, "ReductionPolicy.in_flight")
 

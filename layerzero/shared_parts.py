@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ from layerzero.wrapper import ModuleWrapper
 
 _OF_THE_ROOT = (
     *("forward_prefetch", "backward_prefetch", "limit_all_gathers", "reduction", "timeout"),
-    *("on_nonfinite", "verify", "move_inputs", "memory_budget"),
+    *("on_nonfinite", "verify", "move_inputs", "memory_budget", "accumulation", "deterministic"),
 )
 """Arguments of `ZeRO3` that a model has once, not each unit."""
 
@@ -59,8 +58,6 @@ def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -
     root.check_between_steps(f"{what}, which is in forward or backward")
     for name in _OF_THE_ROOT:
         ours, other = getattr(given, name), getattr(theirs, name)
-        if name == "reduction":  # Whether it is a mean is a unit's own.
-            ours = replace(ours, reduce=other.reduce)
         if ours != other:
             raise ValueError(
                 f"{what}, so both need the same {name}: expected {other!r}, got {ours!r}"

@@ -120,8 +120,7 @@ class ZeRO3(Joinable, ModuleWrapper):
         timeout: bound on any collective; when it expires, the error says which rank waits for what.
             None: the timeout given to the process group, or else to the default group; else
             5 minutes (docs/reference/errors.md).
-        reduction: `gradient_reduction`, `accumulation` and `deterministic` as one policy, which
-            has more fields.
+        reduction: how reductions share the connection with gathers; see `ReductionPolicy`.
         optional_modules: modules that a rank may skip while other ranks run them. In each forward,
             any rank may call any of the units at or under them, or none: ranks agree before each
             gather, and one that skips a unit takes part in its gathers and reductions with nothing

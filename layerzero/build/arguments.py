@@ -17,10 +17,8 @@ from layerzero.build.device import check_device_type
 from layerzero.build.materialize import InitFunction, Later
 from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
-    ACCUMULATION,
-    BACKWARD_PREFETCH,
     FLAG,
-    GRADIENT_REDUCTION,
+    Accumulation,
     BackwardPrefetch,
     Check,
     GatherBudget,
@@ -161,12 +159,12 @@ def _depth(name: str, value: Any) -> Any:
 
 
 _CHECKS: Mapping[str, Check] = {
-    "accumulation": ACCUMULATION,
-    "backward_prefetch": BACKWARD_PREFETCH,
+    "accumulation": one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation)),
+    "backward_prefetch": one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
     "deterministic": FLAG,
     "device": _device,
     "forward_prefetch": _depth,
-    "gradient_reduction": GRADIENT_REDUCTION,
+    "gradient_reduction": one_of("'mean' or 'sum'", *get_args(GradientReduction)),
     "hook_module": one_of("an nn.Module or None", nn.Module, None),
     "ignored_modules": _several(nn.Module, "modules"),
     "ignored_parameters": _several(nn.Parameter, "parameters"),
@@ -181,6 +179,7 @@ _CHECKS: Mapping[str, Check] = {
     "optional_modules": _several(nn.Module, "modules"),
     "outer": one_of("'zero1', 'replicate' or 'shard'", *get_args(Outer)),
     "param_init_fn": _init_function,
+    "reduction": one_of("a ReductionPolicy or None", ReductionPolicy, None),
     "reshard_after_forward": lambda n, value: value if callable(value) else _resharding(n, value),
     "sync_module_states": FLAG,
     "timeout": _timeout,
@@ -222,12 +221,6 @@ def check_module(module: nn.Module) -> None:
 
 # All arguments ------------------------------------------------------------------------------------
 
-REDUCTION = {
-    "reduce": "gradient_reduction",
-    "accumulation": "accumulation",
-    "deterministic": "deterministic",
-}
-"""Fields of a ReductionPolicy, and the `ZeRO3` argument with the same meaning."""
 _CHOSEN_FOR_A_BUDGET = {
     "reshard_after_forward": True,
     "forward_prefetch": True,
@@ -254,6 +247,9 @@ class Arguments:
     forward_prefetch: bool | int
     backward_prefetch: BackwardPrefetch | None
     limit_all_gathers: bool | int | str
+    gradient_reduction: GradientReduction
+    accumulation: Accumulation
+    deterministic: bool
     reduction: ReductionPolicy
     reshard_after_forward: ReshardAfterForward | Callable[[nn.Module, str], ReshardAfterForward]
     offload: OffloadPolicy | None
@@ -374,7 +370,7 @@ def check_arguments(
     if ours["ignored_modules"]:
         _check_ignored(module, ours["ignored_modules"])
     ours["group"] = find_group(given["process_group"])
-    ours["reduction"] = _reduction(ours)
+    ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = row_multiple(given["layout"])
     is_default = all(ours[name] == value for name, value in _CHOSEN_FOR_A_BUDGET.items())
     if ours["memory_budget"] is not None and not is_default:
@@ -397,21 +393,3 @@ def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
                 f"ignored_modules: contains a {type(module).__name__} that is sharded already; "
                 "remove it from the list: units of an earlier ZeRO3 stay as they are"
             )
-
-
-def _reduction(given: Mapping[str, Any]) -> ReductionPolicy:
-    """The policy that was given, or one made of the single arguments with the same meaning."""
-    values = {field: given[argument] for field, argument in REDUCTION.items()}
-    policy = given["reduction"]
-    if policy is None:
-        return ReductionPolicy(**values)
-    if not isinstance(policy, ReductionPolicy):
-        raise TypeError(f"reduction: expected a ReductionPolicy or None, got {policy!r}")
-    for field, argument in REDUCTION.items():
-        # An argument that was not given has its default, which is the policy's default as well.
-        if values[field] != getattr(ReductionPolicy(), field):
-            raise ValueError(
-                f"reduction={policy!r} and {argument}={values[field]!r} are both given; pass only "
-                f"one: reduction=ReductionPolicy({field}={values[field]!r}, ...)"
-            )
-    return policy

@@ -16,7 +16,7 @@ from layerzero.build.topology import Topology
 from layerzero.build.wrap import UnitPlan, Visit
 from layerzero.comm.collectives import broadcast_, broadcast_from_first
 from layerzero.comm.pending import Operation
-from layerzero.config import GatherBudget, MixedPrecision
+from layerzero.config import GatherBudget, MixedPrecision, parse_nbytes
 from layerzero.flat.flatten import OriginalParameter, kinds_of_rows
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
@@ -85,7 +85,8 @@ class Builder:
             backward_prefetch=self.given.backward_prefetch,
             budget=GatherBudget.parse(limit, default_units=default_units),
             budget_is_default=limit is True,
-            reduction=self.given.reduction,
+            accumulation=self.given.accumulation,
+            in_flight_nbytes=parse_nbytes(self.given.reduction.in_flight or 0, "in_flight", 0),
             tensor_parallel_groups=self.topology.tensor_parallel_groups,
             ignored=self.plan.ignored,
         )
@@ -201,7 +202,7 @@ class Builder:
                 mixed_precision=mixed_precision,
                 reshard_after_forward=arguments.reshard_after_forward,  # type: ignore[arg-type]
                 gradient_scale=1.0 / placement.num_averaged if is_mean else 1.0,
-                deterministic=self.given.reduction.deterministic,
+                deterministic=self.given.deterministic,
             ),
         )
         if plan.parent is None or "mixed_precision" in plan.arguments:

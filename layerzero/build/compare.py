@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from layerzero import ops
-from layerzero.build.arguments import REDUCTION, Arguments
+from layerzero.build.arguments import Arguments
 from layerzero.build.plan import WrapPlan, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.collectives import broadcast_from_first, gather_small
@@ -179,6 +179,7 @@ def _experts(plan: WrapPlan) -> Iterator[str]:
 _ALIKE = (
     *("outer", "backward_prefetch", "limit_all_gathers", "sync_module_states", "timeout"),
     *("verify", "on_nonfinite", "memory_budget"),
+    *("gradient_reduction", "accumulation", "deterministic"),
 )
 _OF_UNITS = (
     *("mixed_precision", "reshard_after_forward", "gradient_reduction", "offload", "hook_module"),
@@ -190,14 +191,13 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
     syncs = given.sync_module_states
     # Where all values come from the first rank, only that rank has to initialise.
     init = "..." if syncs and given.param_init_fn != "later" else plain(given.param_init_fn)
-    reduction = {REDUCTION.get(n, n): value for n, value in vars(given.reduction).items()}
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "mixed_precision": given.mixed_precision or MixedPrecision(),
         "cast_forward_inputs of the root": given.root_precision,
         "forward_prefetch": int(given.forward_prefetch),
         "offload": given.offload or OffloadPolicy(),
-        **reduction,
+        **vars(given.reduction),
         **{name: getattr(given, name) for name in _ALIKE},
         "layout": given.row_multiple,
         "device": plan.device.type,

@@ -179,7 +179,7 @@ def _arguments_of(
     shared = UnitArguments(
         mixed_precision=given.mixed_precision or MixedPrecision(),
         reshard_after_forward=given.reshard_after_forward,
-        gradient_reduction=given.reduction.reduce,
+        gradient_reduction=given.gradient_reduction,
         offload=effective_offload(given.offload, device),
     )
     arguments = {id(unit): shared.of_unit(unit, device) for unit in units}

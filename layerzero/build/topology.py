@@ -195,7 +195,7 @@ def _make_placement(
         # Neighbours in the order of global ranks, which is that of every process group made here.
         ranks, size = sorted(groups[0].ranks), zero3_size or groups[0].size
         table = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-    in_order = given.reduction.deterministic
+    in_order = given.deterministic
     placement = place(
         table, dist.get_rank(), given.outer, in_order, lambda r: _group_of(r, groups, device)
     )

@@ -137,7 +137,7 @@ def topology_of(request: PlanRequest, prepared: Prepared, rank: int) -> Topology
         ranks = sorted(ranks)
         return planned_group(ranks.index(rank), ranks, backend)
 
-    in_order = arguments.reduction.deterministic
+    in_order = arguments.deterministic
     placement = place(table, rank, arguments.outer, in_order, group_of)
     if arguments.reduction.separate_groups:
         placement = replace(placement, reduce_lane=placement.reduce_groups)

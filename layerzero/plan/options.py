@@ -31,7 +31,7 @@ ZERO3_OPTIONS = tuple(
     for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "reduction"
 )
-"""Without `reduction`: in a plan, its fields are given as single arguments."""
+"""Without `reduction`, which a file cannot express."""
 MODULE_OPTIONS = (
     *PRECISION_OPTIONS,
     "mixed_precision",

@@ -67,7 +67,7 @@ class Accumulation:
     """Micro-batches of the last step that had several; 2 before."""
 
     def __init__(self, policy: str) -> None:
-        """`policy`: see `ReductionPolicy.accumulation`."""
+        """`policy`: the argument `accumulation` of `ZeRO3`."""
         self.sums_sharded = policy == "sharded"
         self.may_decide = self._is_auto = policy == "auto"
         self.num_micro_batches = 2

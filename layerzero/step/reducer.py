@@ -18,7 +18,6 @@ from torch import nn
 
 from layerzero.comm.collectives import all_gather, flags_tensor
 from layerzero.comm.pending import Pending
-from layerzero.config import ReductionPolicy, parse_nbytes
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
 from layerzero.flat.placement import ShardGroup
@@ -48,16 +47,16 @@ class GradientReducer:
     and `sums_sharded`. The same on every rank."""
 
     def __init__(
-        self, context: RuntimeContext, units: Sequence[Unit], policy: ReductionPolicy
+        self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
     ) -> None:
-        """`units` is the root's list."""
-        self._max_in_flight_nbytes = parse_nbytes(policy.in_flight or 0, "in_flight", least=0)
+        """`units` is the root's list; `max_nbytes` bounds what is in flight, 0: one unit's."""
+        self._max_in_flight_nbytes = max_nbytes
         self._context = context
         self._units = units
         self.agreed: Any = None
         """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
         self.requires_sync = True
-        self.accumulation = Accumulation(policy.accumulation)
+        self.accumulation = Accumulation(accumulation)
         self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
         self._step_by: StepBy | None = None

@@ -18,7 +18,7 @@ from torch import nn
 
 from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
 from layerzero.comm.streams import Streams
-from layerzero.config import BackwardPrefetch, GatherBudget, ReductionPolicy
+from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
@@ -67,7 +67,8 @@ class RootState:
         backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
         budget_is_default: bool,
-        reduction: ReductionPolicy,
+        accumulation: Accumulation,
+        in_flight_nbytes: int,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
     ) -> None:
@@ -94,7 +95,7 @@ class RootState:
         self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
-        self.reducer = self._reducer_class(self.context, self.units, reduction)
+        self.reducer = self._reducer_class(self.context, self.units, accumulation, in_flight_nbytes)
         self.clock = 0
         """Begins and ends of calls so far."""
         self._call_depth = 0

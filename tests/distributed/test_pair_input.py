@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.comm.collectives import reduce_with_peer
 from layerzero.comm.pending import Operation
 from layerzero.flat import pair_input
@@ -106,7 +106,7 @@ def _trained(
     return [*values, *(p.detach().clone() for p in model.parameters())], len(filled)
 
 
-_IN_SHARDS = {"reduction": ReductionPolicy(accumulation="sharded")}
+_IN_SHARDS = {"accumulation": "sharded"}
 _CASES: list[dict[str, Any]] = [
     {},
     {"dtype": torch.float64},

@@ -53,7 +53,7 @@ SETTINGS: list[Settings] = [
     {"zero3_size": 1, "outer": "replicate", "accumulation": "sharded"},
     {"outer": "shard", "reshard_after_forward": False, "accumulation": "unsharded"},
     {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "accumulation": "unsharded"},
-    {"reduction": ReductionPolicy(in_flight="1MB", accumulation="unsharded")},
+    {"reduction": ReductionPolicy(in_flight="1MB"), "accumulation": "unsharded"},
     {"optional_modules": 1, "accumulation": "unsharded"},
 ]
 

@@ -69,7 +69,8 @@ def _trained(
         seeded(lambda: Mlp(4)),
         group,
         auto_wrap_policy={Block},
-        reduction=ReductionPolicy(**lanes, **sums),
+        reduction=ReductionPolicy(**lanes),
+        **sums,
         **layers,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -111,9 +112,7 @@ def test_training_in_layers_is_bitwise_the_same() -> None:
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
-    ep, given = test_experts.SETTINGS[name]
-    options = dict(given)
-    lanes = {**lanes, "deterministic": options.pop("deterministic", False)}
+    ep, options = test_experts.SETTINGS[name]
     model = test_experts.wrapped(ep, reduction=ReductionPolicy(**lanes), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in test_experts.batches(2):
@@ -209,9 +208,7 @@ def _races(settings: dict[str, Any], uses: list) -> dict[str, list[str]]:
 
 
 def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
-    settings = dict(settings)
-    sums = {name: settings.pop(name) for name in ("accumulation",) if name in settings}
-    return {**settings, "reduction": ReductionPolicy(**LANES[lanes], **sums)}
+    return {**settings, "reduction": ReductionPolicy(**LANES[lanes])}
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,9 @@ class TwinMachine:
             "backward_prefetch": rng.choice([None, *BackwardPrefetch]),
             "on_nonfinite": rng.choice([None, "raise", "skip"]),
         }
-        accumulation = rng.choice(["auto", "sharded", "unsharded"])
+        settings["accumulation"] = rng.choice(["auto", "sharded", "unsharded"])
         if rng.random() < 0.3:
-            settings["reduction"] = ReductionPolicy(in_flight="1MB", accumulation=accumulation)
-        else:
-            settings["accumulation"] = accumulation
+            settings["reduction"] = ReductionPolicy(in_flight="1MB")
         if settings["zero3_size"] == 1:
             settings["outer"] = rng.choice(["zero1", "replicate"])
         if rng.random() < 0.4:

@@ -278,33 +278,19 @@ def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
 
 # A policy for several arguments -------------------------------------------------------------------
 
-REDUCED = {
-    "reduce": ("gradient_reduction", "sum"),
-    "accumulation": ("accumulation", "sharded"),
-    "deterministic": ("deterministic", True),
-}
-
 
 def _checked(**given: Any) -> Arguments:
     return check_arguments({**_defaults(), "module": nn.Linear(1, 1), **given})
 
 
-def test_a_policy_is_its_arguments_and_excludes_them() -> None:
+def test_no_policy_is_the_default_one() -> None:
     assert _checked(reduction=ReductionPolicy()) == _checked()
-    for field, (argument, value) in REDUCED.items():
-        by_policy, flat = ReductionPolicy(**{field: value}), {argument: value}
-        assert _checked(reduction=by_policy) == _checked(**flat) != _checked()
-        with pytest.raises(ValueError, match=f"{argument}={value!r} are both given; pass only one"):
-            _checked(reduction=ReductionPolicy(), **flat)
     with pytest.raises(TypeError, match="reduction: expected a ReductionPolicy or None, got 2"):
         _checked(reduction=2)
 
 
 def test_a_bad_policy_is_refused_when_it_is_made() -> None:
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, "reduce: expected 'mean' or 'sum'", {"reduce": "max"}),
-        (ValueError, "accumulation: expected 'sharded'", {"accumulation": True}),
-        (TypeError, "deterministic: expected True or", {"deterministic": 1}),
         (TypeError, "separate_groups: expected True or", {"separate_groups": 1}),
         (TypeError, "in_flight: expected a size such as", {"in_flight": 2}),
         (ValueError, "in_flight: expected a size such as", {"in_flight": "much"}),

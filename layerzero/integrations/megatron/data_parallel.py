@@ -32,7 +32,6 @@ from layerzero.integrations.megatron.units import MegatronPolicy, widen
 _OURS = {
     "process_group": "it consists of the data- and context-parallel ranks: see pg_collection",
     "gradient_reduction": "calculate_per_token_loss of the TransformerConfig decides",
-    "reduction": "pass deterministic and accumulation separately",
 }
 
 
