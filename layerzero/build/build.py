@@ -14,7 +14,7 @@ from layerzero.build.materialize import Materializer
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
 from layerzero.build.wrap import UnitPlan, Visit
-from layerzero.comm.collectives import broadcast_, broadcast_from_first
+from layerzero.comm.exchanges import broadcast, broadcast_from_first
 from layerzero.comm.pending import Operation
 from layerzero.config import GatherBudget, MixedPrecision, parse_nbytes
 from layerzero.flat.flatten import OriginalParameter, kinds_of_rows
@@ -235,7 +235,7 @@ class Builder:
         operation = Operation("synchronisation", f"parameter {visit.fqn}.{name}", 0)
         for axis, group in enumerate(self.topology.tensor_parallel_groups):
             if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
-                broadcast_(value, group, operation)
+                broadcast(value, group, operation).wait()
 
     def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
         """Let calls of `hook_module` unshard and reshard `unit`; it may be a unit's module itself.

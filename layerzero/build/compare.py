@@ -29,8 +29,7 @@ from layerzero import ops
 from layerzero.build.arguments import Arguments
 from layerzero.build.plan import WrapPlan, ranks_of
 from layerzero.build.wrap import UnitPlan
-from layerzero.comm.collectives import broadcast_from_first, gather_small
-from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_texts
 from layerzero.comm.pending import Operation
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import own_rank
@@ -77,9 +76,8 @@ class Exchange:
 
     def bounds(self, number: int) -> tuple[int, int]:
         """The lowest and the highest `number` of a rank."""
-        numbers = torch.tensor([number], device=self._device)
-        for axis in self._axes:
-            numbers = gather_small(numbers, axis, self._operation)
+        own = torch.tensor([number], device=self._device)
+        numbers = gather_along(own, self._axes, lambda _: self._operation)
         low, high = torch.stack(numbers.aminmax()).tolist()
         return low, high
 

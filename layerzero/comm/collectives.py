@@ -1,7 +1,7 @@
-"""The collectives of the engine: all-gather, reduce-scatter and small exchanges on 1-D tensors.
+"""The collectives of a step: all-gather and reduce-scatter on 1-D tensors.
 
 Each verb uses the call that suits the backend. On gloo that is messages between pairs of ranks
-(messages.py), and the engine sums a reduction itself.
+(messages.py), and the engine sums a reduction itself. exchanges.py has those of small tensors.
 
 Note [Rank order]
     Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
@@ -9,8 +9,8 @@ Note [Rank order]
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from layerzero.ops import ordered_sum_
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.
 _AVERAGING_BACKENDS = ("nccl", "xccl", "fake")
 # Dtypes that every backend sends. Others are sent as bytes: NCCL has no int16 or complex numbers.
-_SENT_BY_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_SENT_BY_ALL |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+SENT_BY_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+SENT_BY_ALL |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 # Backends that run a collective on the current stream if `asyncOp` is False, and return no Work.
 # Then it has the priority of that stream, and no stream of the backend has to be waited for.
-_ON_CURRENT_STREAM = ("nccl", "xccl")
+ON_CURRENT_STREAM = ("nccl", "xccl")
 # Methods of the process group; torch 2.13 introduced the first name of each pair. They are called
 # directly because the wrappers in torch.distributed (checks, complex views, coalescing) cost more
 # host time than the rest of a gather.
@@ -52,7 +52,7 @@ def all_gather(
             change before `wait()` of the returned handle.
     """
     if not messages_carry_names(group, shard.device):
-        return _start(operation, full.nbytes, group, _issue_all_gather, full, shard, group)
+        return start(operation, full.nbytes, group, _issue_all_gather, full, shard, group)
     slices = slices_of(full, group)
     if slices[group.rank].data_ptr() != shard.data_ptr():
         slices[group.rank].copy_(shard)
@@ -101,9 +101,9 @@ def reduce_scatter(
             scale = 1.0
         summed = chunks.new_empty(chunk_numel) if out is None else out
         call = summed, chunks, op, group
-        pending = _start(operation, chunks.nbytes, group, _issue_reduce_scatter, *call)
+        pending = start(operation, chunks.nbytes, group, _issue_reduce_scatter, *call)
         if scale != 1.0:
-            pending.then(functools.partial(summed.mul_, scale))
+            pending.then(partial(summed.mul_, scale))
         return summed, pending
     return reduce_in_order(chunks, group, operation, scale, order, out, add)
 
@@ -132,7 +132,7 @@ def reduce_in_order(
         summed = parts[group.rank - 1]
     else:
         summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
-    pending.then(functools.partial(add, summed, parts, scale))
+    pending.then(partial(add, summed, parts, scale))
     return summed, pending
 
 
@@ -158,117 +158,8 @@ def reduce_with_peer(
     """
     pending = messages.exchange_halves(received, sent, group, operation)
     parts = [own, received] if group.rank == 0 else [received, own]
-    pending.then(functools.partial(add, own, parts, scale))
+    pending.then(partial(add, own, parts, scale))
     return own, pending
-
-
-def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
-    """[len(flags)] uint8 on `device`. Does not block the host."""
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
-
-
-def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Gather every rank's `tensor` as [group_size, *shape], in rank order.
-
-    Collective over the group; blocks the host on CPU.
-    """
-    values = tensor.new_empty(group.size, *tensor.shape)
-    all_gather(values.view(-1), tensor.reshape(-1), group, operation).wait()
-    return values
-
-
-def all_to_all(
-    received: torch.Tensor,
-    received_sizes: Sequence[int],
-    sent: torch.Tensor,
-    sent_sizes: Sequence[int],
-    group: ShardGroup,
-    operation: Operation,
-    nbytes: int,
-) -> Pending:
-    """Send each rank its part of `sent`, of any size. Collective; does not block the host.
-
-    Args:
-        received: [sum of received_sizes], parts in rank order; written.
-        sent: [sum of sent_sizes], parts in rank order, in the same dtype; must not change before
-            `wait()` of the returned handle. A part without elements is not sent.
-        nbytes: a number that is the same on all ranks, for their comparison.
-    """
-    if messages_carry_names(group, sent.device):
-        incoming = received.split_with_sizes(list(received_sizes))
-        outgoing = sent.split_with_sizes(list(sent_sizes))
-        return messages.exchange(incoming, outgoing, group, operation, nbytes)
-    has_work = group.backend not in _ON_CURRENT_STREAM
-    sizes = list(received_sizes), list(sent_sizes)
-    return _start(
-        operation,
-        nbytes,
-        group,
-        lambda: dist.all_to_all_single(
-            received, sent, *sizes, group=group.process_group, async_op=has_work
-        ),
-    )
-
-
-def exchange_on_host(
-    own: Sequence[int], group: ShardGroup, operation: Operation
-) -> list[list[int]]:
-    """Gather every rank's numbers, each below 256, in rank order. Collective; blocks the host.
-
-    Args:
-        group: a group that serves the CPU. No device is waited for.
-    """
-    values = torch.tensor(own, dtype=torch.uint8)
-    if group.backend == "gloo":
-        return gather_small(values, group, operation).tolist()
-    table = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, values, group=group.process_group)
-    return table.tolist()
-
-
-def broadcast(
-    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
-) -> Pending:
-    """Broadcast from group rank `source`, in place. Collective; does not block the host.
-
-    Where messages carry names, a rank passes the value on only in `wait` of the handle.
-    """
-    if messages_carry_names(group, tensor.device):
-        return messages.broadcast_down_a_tree(tensor, group, operation, source)
-    global_rank, process_group = group.ranks[source], group.process_group
-    sent = tensor if tensor.dtype in _SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
-    has_work = group.backend not in _ON_CURRENT_STREAM
-    return _start(
-        operation,
-        tensor.nbytes,
-        group,
-        lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
-    )
-
-
-def broadcast_(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
-    """Broadcast from the group's first rank, in place. Collective; blocks the host on CPU."""
-    broadcast(tensor, group, operation).wait()
-    return tensor
-
-
-def broadcast_from_first(
-    tensor: torch.Tensor, groups: Sequence[ShardGroup], name: Callable[[ShardGroup], Operation]
-) -> torch.Tensor:
-    """Broadcast from the first rank of all, one group after the other, in place.
-
-    Collective over each group; blocks the host on CPU.
-
-    Args:
-        groups: inner first, as in `Placement.groups`; together they connect all ranks.
-        name: returns the operation for a group.
-    """
-    # Outer first: afterwards the first rank of every inner group has the value.
-    for group in reversed(groups):
-        broadcast_(tensor, group, name(group))
-    return tensor
 
 
 def _all_to_all(
@@ -281,20 +172,19 @@ def _all_to_all(
     if not messages_carry_names(group, chunks.device):
         given = chunks if order is None else torch.cat(own)
         received = torch.empty_like(given)
-        has_work = group.backend not in _ON_CURRENT_STREAM
-        pending = _start(
-            operation,
-            given.nbytes,
-            group,
-            lambda: dist.all_to_all_single(
-                received, given, group=group.process_group, async_op=has_work
-            ),
-        )
+        call = all_to_all_on(group), received, given
+        pending = start(operation, given.nbytes, group, *call)
         return list(received.chunk(group.size)), pending
     return messages.exchange_in_place(own, group, operation)
 
 
-def _start(
+def all_to_all_on(group: ShardGroup) -> Callable[..., dist.Work | None]:
+    """The backend's own, for `start`."""
+    has_work = group.backend not in ON_CURRENT_STREAM
+    return partial(dist.all_to_all_single, group=group.process_group, async_op=has_work)
+
+
+def start(
     operation: Operation,
     nbytes: int,
     group: ShardGroup,
@@ -316,7 +206,7 @@ def _start(
 def _issue_all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: ShardGroup
 ) -> dist.Work | None:
-    if full.dtype not in _SENT_BY_ALL:
+    if full.dtype not in SENT_BY_ALL:
         full, shard = full.view(torch.uint8), shard.view(torch.uint8)
     return getattr(group.process_group, _ALL_GATHER)(full, shard, _options(group.backend))
 
@@ -331,12 +221,12 @@ def _issue_reduce_scatter(
     return getattr(group.process_group, _REDUCE_SCATTER)(summed, chunks, options)
 
 
-@functools.cache
+@cache
 def _options(backend: str, op: dist.ReduceOp.RedOpType | None = None) -> Any:
     """Options of a reduce-scatter; without `op`, of an all-gather."""
     options: Any = AllgatherOptions()
     if op is not None:
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(op)
-    options.asyncOp = backend not in _ON_CURRENT_STREAM
+    options.asyncOp = backend not in ON_CURRENT_STREAM
     return options

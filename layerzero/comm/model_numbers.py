@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import remember_run

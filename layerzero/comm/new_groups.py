@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.placement import ShardGroup
@@ -178,12 +178,9 @@ def agree_on_group_names(
     Raises:
         CollectiveError: a rank did not take part within the timeout.
     """
-    number = torch.tensor([_number_in_names()], device=device)
-    for group in groups:
-        if group.size > 1:
-            operation = Operation("exchange", what, 0)
-            number = gather_small(number, group, operation).max().view(1)
-    for _ in range(int(number) - _number_in_names()):
+    own = torch.tensor([_number_in_names()], device=device)
+    highest = gather_along(own, groups, lambda _: Operation("exchange", what, 0)).max()
+    for _ in range(int(highest) - _number_in_names()):
         new_group([dist.get_rank()], "gloo", description="layerzero: counts only")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import compress
-from operator import not_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,9 +69,6 @@ class Pending:
     """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
     to wait for: a collective on the current stream is in order there by itself."""
     _finish: Callable[[], object] | None = None
-    _later: Sequence[tuple[int, functools.partial[dist.Work]]] = ()
-    _peers: Sequence[int] = ()
-    _receives: Sequence[bool] = ()
     _done_event: Event = None
 
     def __init__(self, operation: Operation, group: ShardGroup, nbytes: int = 0) -> None:
@@ -84,8 +78,6 @@ class Pending:
         self.number = operation.number
         self.group = group
         self.nbytes = nbytes
-        self._posted: list[dist.Work | None] = []
-        """Works in order of posting; None for one that was waited for: never wait for it twice."""
         watchdog = operation.watchdog
         self._events_before = () if watchdog is None else watchdog.events_before()
         if operation.timer is not None:
@@ -94,60 +86,6 @@ class Pending:
     @property
     def name(self) -> str:
         return str(self.operation)
-
-    def post(
-        self,
-        calls: Sequence[functools.partial[dist.Work]],
-        peers: Sequence[int],
-        receives: Sequence[bool],
-        later: Sequence[tuple[int, functools.partial[dist.Work]]] = (),
-    ) -> None:
-        """Post its messages: `calls`, each with its peer's group rank.
-
-        Args:
-            peers, receives: peer of each message of `calls`, then of `later`; whether it receives.
-            later: messages that `wait` posts, in order, each with the index in `calls` of a message
-                that must be over before.
-
-        Raises:
-            CollectiveError: the connection to a peer is closed.
-        """
-        if self.operation.detector is not None:
-            self.operation.detector.in_flight.add(self)
-        self._peers, self._receives, self._later = peers, receives, later
-        try:
-            # In one call from C, amid which no signal can raise: a handle that is lost would leave
-            # its peer waiting, and gloo writing into memory that is freed.
-            self._posted.extend(map(functools.partial.__call__, calls))
-        except RuntimeError as error:
-            self.peer = peers[len(self._posted)]
-            raise self.diagnose(error) from error
-        self.works = self._in_order()
-
-    def _in_order(self) -> list[tuple[dist.Work, int]]:
-        """Posted works, receives first; without those waited for already."""
-        posted = [*zip(self._posted, self._peers, strict=False)]
-        sends = map(not_, self._receives)
-        in_order = [*compress(posted, self._receives), *compress(posted, sends)]
-        return [(work, peer) for work, peer in in_order if work is not None]
-
-    def _post_the_rest(self) -> None:
-        """Post each message of `later` once the message whose memory it needs is over.
-
-        A call after one that raised resumes there.
-        """
-        first = len(self._peers) - len(self._later)
-        if len(self._posted) < first:
-            return  # `post` has failed.
-        for place in range(len(self._posted) - first, len(self._later)):
-            before, call = self._later[place]
-            work, self.peer = self._posted[before], self._peers[before]
-            if work is not None:
-                work.wait(self.group.limit)
-                self._posted[before] = None
-            self.peer = self._peers[first + place]
-            self._posted.extend(map(functools.partial.__call__, (call,)))  # See `post`.
-        self.works = self._in_order()
 
     @property
     def is_reached(self) -> bool:
@@ -159,10 +97,7 @@ class Pending:
         """Whether the device (on CPU, the backend) has completed the collective."""
         if self._done_event is not None:
             return bool(self._done_event.query())
-        works = self.works
-        if works is None or self._later:
-            return False
-        return all(work.is_completed() for work, _ in works)
+        return self.works is not None and all(work.is_completed() for work, _ in self.works)
 
     def start(self, issue: Callable[..., dist.Work | None], *args: Any) -> None:
         """Call `issue`. It may return no work: then the collective runs on the current stream.
@@ -216,8 +151,6 @@ class Pending:
         """The first part of `wait`, which another thread may do before this one calls `wait`."""
         if self._done_event is not None:
             return  # The stream was past it then.
-        if self.works is None and self._posted:
-            self.works = self._in_order()  # Something raised when they had just been posted.
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
@@ -227,9 +160,7 @@ class Pending:
         if watcher is not None and self.works:
             watcher.begin_wait(self)
         try:
-            if self._later:
-                self._post_the_rest()
-            for work, peer in self.works or ():
+            for work, peer in self._all_works():
                 self.peer = peer
                 if timed:
                     work.wait(self.group.limit)
@@ -243,7 +174,11 @@ class Pending:
         if self.operation.detector is not None:
             self.operation.detector.in_flight.discard(self)
         self._record_done()
-        self.works, self._posted, self._later = (), [], ()
+        self.works = ()
+
+    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
+        """Called as a wait begins, of which its errors are part."""
+        return self.works or ()
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""

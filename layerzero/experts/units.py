@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
 from layerzero.build.wrap import UnitPlan
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.experts.numbers import ExpertLists
 from layerzero.flat.groups import own_rank, resolve_process_groups
@@ -92,8 +92,8 @@ class Experts(Feature):
     def _check(self, placement: Placement, device: torch.device) -> None:
         own = [dist.get_rank(), *(number for block in self._blocks() for number in block)]
         values = torch.tensor(own, dtype=torch.int64, device=device)
-        for group in placement.groups:
-            values = gather_small(values, group, Operation("exchange", "experts", 0))
+        name = Operation("exchange", "experts", 0)
+        values = gather_along(values, placement.groups, lambda _: name)
         groups_of_block: dict[int, set[int]] = {}
         blocks_of_group: dict[int, dict[int, set[int]]] = {}
         for rank, *numbers in values.view(-1, len(own)).tolist():

@@ -15,10 +15,11 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement
 from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
@@ -205,17 +206,12 @@ class Learner(Extension):
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of all ranks, for each number. Collective; blocks the host."""
-        root = self._root
+        root, what = self._root, ("memory budget", "the model")
         table = torch.tensor(numbers, dtype=torch.int64, device=root.device)
-        named = [(group, root.operations.next) for group in self._placement.groups]
-        named += [
-            (group, root.operations.next_tensor_parallel)
-            for group in root.tensor_parallel_groups
-            if group.size > 1
-        ]
-        for group, name in named:
-            table = gather_small(table, group, name("memory budget", "the model", group)).amax(0)
-        return [int(number) for number in table.tolist()]
+        table = gather_along(table, self._placement.groups, partial(root.operations.next, *what))
+        name = partial(root.operations.next_tensor_parallel, *what)
+        table = gather_along(table, root.tensor_parallel_groups, name)
+        return [int(number) for number in table.view(-1, len(numbers)).amax(0).tolist()]
 
     def _costs(self) -> Costs:
         root = self._root

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -66,8 +67,7 @@ class _Unwatched:
 
     def __init__(self) -> None:
         self.issued: deque[object] = deque(maxlen=1)
-        self.waiting: set[object] = set()
-        self.in_flight: set[object] = set()
+        self.waiting = self.in_flight = WeakSet[Any]()  # Not all are waited for.
 
     def begin_wait(self, _: object) -> None:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.exchanges import gather_texts
 from layerzero.config import OnNonFinite
 from layerzero.flat.placement import Placement
 from layerzero.optim.norm import Part, all_finite, global_power

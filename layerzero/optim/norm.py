@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.ops import sum_squares
@@ -212,10 +213,8 @@ def global_power(
             part = torch.maximum(part, own) if is_max else part + own / count
         # Gathered, and reduced locally: the sum then runs in the order of the flat buffer, which
         # does not depend on how ranks are grouped, and a NaN survives a maximum.
-        parts = part
-        for group in placement.norm_groups:
-            operation = root.operations.next(what, "the model", group)
-            parts = gather_small(parts, group, operation)
+        name = partial(root.operations.next, what, "the model")
+        parts = gather_along(part, placement.norm_groups, name)
         total = _sum(total, parts.amax() if is_max else parts.flatten().sum(), norm_type)
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel(what, "the model", group)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import make_shard_group, mesh_groups, resolve_process_groups
 from layerzero.flat.parameter_info import get_info
@@ -112,10 +112,8 @@ class GradScaler(torch.amp.GradScaler):
         mesh = _tensor_parallel_mesh(optimizer)
         if mesh is not None and not set(mesh.mesh.flatten().tolist()) <= set(groups[0].ranks):
             groups.extend(mesh_groups(mesh, found_inf.device, self._timeout))
-        for group in groups:
-            operation = Operation("overflow agreement", "the optimizer", self._num_agreements)
-            found_inf = gather_small(found_inf, group, operation).amax()
-        return found_inf
+        name = Operation("overflow agreement", "the optimizer", self._num_agreements)
+        return gather_along(found_inf, groups, lambda _: name).amax()
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""

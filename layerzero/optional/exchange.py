@@ -7,11 +7,11 @@ and all take part in one of these requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from layerzero.comm.collectives import gather_small
-from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.comm.new_groups import new_group
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.operations import Operations
@@ -56,10 +56,8 @@ class Exchange:
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        rows = torch.tensor(row)
-        for group in self._groups:
-            operation = self._operations.next_on_host("agreement", self._subject, group)
-            rows = gather_small(rows, group, operation)
+        name = partial(self._operations.next_on_host, "agreement", self._subject)
+        rows = gather_along(torch.tensor(row), self._groups, name)
         return sorted(rows.view(-1, len(row)).tolist())
 
     def texts(self, text: str | None) -> dict[int, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import make_shard_group
 from layerzero.flat.placement import ShardGroup
@@ -49,16 +49,14 @@ class Totals:
         Raises:
             CollectiveError: a rank did not take part within the timeout.
         """
-        for group in self._groups:
-            own = self._gather(name, own, group)
-        return own
+        return gather_along(own, self._groups, lambda group: self._operation(name))
 
     def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """The sum of `own` over all ranks, in rank order; otherwise as `gather`."""
         for group in self._groups:
-            own = self._gather(name, own, group).sum(dim=0)
+            own = gather_small(own, group, self._operation(name)).sum(dim=0)
         return own
 
-    def _gather(self, name: str, own: torch.Tensor, group: ShardGroup) -> torch.Tensor:
+    def _operation(self, name: str) -> Operation:
         self._num_operations += 1
-        return gather_small(own, group, Operation(name, "the model", self._num_operations))
+        return Operation(name, "the model", self._num_operations)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import broadcast_from_first
+from layerzero.comm.exchanges import broadcast_from_first
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of

@@ -10,13 +10,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import broadcast, gather_small
+from layerzero.comm.exchanges import broadcast, gather_along, gather_bytes
 from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import (
@@ -31,8 +32,7 @@ from layerzero.step.root import RootState
 
 _SLOWEST_DISK = 10_000_000
 """Bytes per second; a rank that writes or reads more slowly may exceed the timeout."""
-
-
+_HOST = torch.device("cpu")
 _TOGETHER = "the ranks that save or load together"
 
 
@@ -87,14 +87,7 @@ class CheckpointGroup:
         group = self._group
         patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
         group = dataclasses.replace(group, timeout=self.timeout + patience)
-        lengths = gather_small(torch.tensor([len(own)]), group, self._operation(what + " (size)"))
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        rows = gather_small(padded, group, self._operation(what)).numpy()
-        return [
-            row[:length].tobytes()
-            for row, length in zip(rows, lengths.view(-1).tolist(), strict=True)
-        ]
+        return gather_bytes(own, [group], lambda _: self._operation(what), _HOST)
 
     def exchange(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> list[Any]:
         """What `make` returns on every rank, in rank order. Collective; blocks the host.
@@ -198,7 +191,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
     if key not in made:
         if process_group is not None:
             has_device = root.device.type in dist.get_backend_config(process_group)
-            device = root.device if has_device else torch.device("cpu")
+            device = root.device if has_device else _HOST
             agree_on_group_names([describe_group(process_group, device, None)], device, _TOGETHER)
         else:
             agree_on_group_names(_axes_of(placements, root), root.device, _TOGETHER)
@@ -228,17 +221,14 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
 def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:
     if len(ranks) == 1:
         return None
-    host = torch.device("cpu")
-    group = describe_group(new_group(ranks, "gloo", timeout), host, None)
+    group = describe_group(new_group(ranks, "gloo", timeout), _HOST, None)
     # Each exchange has its own timeout.
-    raise_backend_timeout(group, host, timedelta(days=1))
+    raise_backend_timeout(group, _HOST, timedelta(days=1))
     return group
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:
     """Global ranks of all that share the model, data-parallel and tensor-parallel. Collective."""
-    ranks = torch.tensor(sorted(members), device=root.device)
-    for group in root.tensor_parallel_groups:
-        operation = root.operations.next_tensor_parallel("checkpoint", "ranks", group)
-        ranks = gather_small(ranks, group, operation).view(-1)
-    return sorted(set(ranks.tolist()))
+    own = torch.tensor(sorted(members), device=root.device)
+    name = partial(root.operations.next_tensor_parallel, "checkpoint", "ranks")
+    return sorted(set(gather_along(own, root.tensor_parallel_groups, name).view(-1).tolist()))

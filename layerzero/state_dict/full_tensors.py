@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, gather_small
+from layerzero.comm.collectives import all_gather
+from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
@@ -267,13 +268,11 @@ def _agree(root: RootState, placement: Placement, rows: Sequence[Any]) -> None:
     """Raise CheckpointError on all ranks if ranks would gather different tensors. Collective."""
     count = sum(len(indices) for _, _, indices in rows)
     own = [dist.get_rank(), count, zlib.crc32(json.dumps(rows).encode())]
-    table = torch.tensor(own, device=root.device)
-    for group in placement.groups:
-        table = gather_small(table, group, root.operations.next("exchange", "state dict", group))
-    # Experts may be other ones there.
-    for group in root.tensor_parallel_groups if placement.data_parallel is None else ():
-        operation = root.operations.next_tensor_parallel("exchange", "state dict", group)
-        table = gather_small(table, group, operation)
+    name = partial(root.operations.next, "exchange", "state dict")
+    table = gather_along(torch.tensor(own, device=root.device), placement.groups, name)
+    if placement.data_parallel is None:  # Experts may be other ones there.
+        name = partial(root.operations.next_tensor_parallel, "exchange", "state dict")
+        table = gather_along(table, root.tensor_parallel_groups, name)
     first, *others = sorted(table.view(-1, 3).tolist())
     for rank, number, digest in others:
         if digest != first[2]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from layerzero.comm.collectives import broadcast_, broadcast_from_first
+from layerzero.comm.exchanges import broadcast, broadcast_from_first
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
@@ -251,6 +251,6 @@ def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     ]
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel("state dict", name, group)
-        broadcast_(tensor, group, operation)
+        broadcast(tensor, group, operation).wait()
     groups = placements[0].groups if placements else ()
     broadcast_from_first(tensor, groups, partial(root.operations.next, "state dict", name))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import broadcast_from_first, gather_small
+from layerzero.comm.exchanges import broadcast_from_first, gather_along
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
 from layerzero.state_dict.full_tensors import flat_of
@@ -234,11 +234,8 @@ def _views(
 def _gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
-    shard = shard.to(root.device)
-    for group in handle.placement.owner_groups:
-        operation = root.operations.next("summon", unit.label, group)
-        shard = gather_small(shard, group, operation).view(-1)
-    return shard
+    name = partial(root.operations.next, "summon", unit.label)
+    return gather_along(shard.to(root.device), handle.placement.owner_groups, name).view(-1)
 
 
 def _show(unit: Unit, made: list[_Summoned]) -> None:

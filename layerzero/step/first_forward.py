@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.exchanges import gather_texts
 from layerzero.flat import unset_values
 from layerzero.step.unit import Unit
 

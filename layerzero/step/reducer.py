@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import all_gather, flags_tensor
+from layerzero.comm.collectives import all_gather
+from layerzero.comm.exchanges import flags_tensor
 from layerzero.comm.pending import Pending
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch

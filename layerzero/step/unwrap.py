@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
 from layerzero.step import methods, module_guards
@@ -131,9 +131,8 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
 @torch.no_grad()
 def _give_back(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn.Parameter]:
     full = {}
-    flat = handle.main_shard.to(handle.full.device)
-    for group in handle.placement.owner_groups:
-        flat = gather_small(flat, group, Operation("unwrap", unit.label, number)).view(-1)
+    own, name = handle.main_shard.to(handle.full.device), Operation("unwrap", unit.label, number)
+    flat = gather_along(own, handle.placement.owner_groups, lambda _: name).view(-1)
     for index, sharded in enumerate(handle.sharded_params):
         value = handle.view_of(flat, index).clone()
         parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_small
 from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations

@@ -6,11 +6,12 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations
 from layerzero.step_ledger.clocks import Reading
@@ -38,9 +39,8 @@ def merge(
     Args:
         before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
     """
-    payloads = [zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)]
-    for group in groups:
-        payloads = _gather(payloads, group, operations, device)
+    own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
+    payloads = gather_bytes(own, groups, partial(operations.next, "ledger", "the model"), device)
     merged = Merged({}, {})
     for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
         first, last = (Reading(*reading) for reading in readings)
@@ -48,25 +48,6 @@ def merge(
         merged.records[found.rank] = found
         merged.clock_errors[found.rank] = max(first.error, last.error)
     return merged
-
-
-def _gather(
-    payloads: list[bytes], group: ShardGroup, operations: Operations, device: torch.device
-) -> list[bytes]:
-    """The payloads of all ranks of the group, of which each has as many."""
-
-    def gather(values: torch.Tensor) -> torch.Tensor:
-        operation = operations.next("ledger", "the model", group)
-        return gather_small(values.to(device), group, operation).cpu()
-
-    table = gather(torch.tensor([len(each) for each in payloads]))
-    joined = b"".join(payloads).ljust(int(table.sum(dim=1).max()))
-    rows = gather(torch.frombuffer(bytearray(joined), dtype=torch.uint8))
-    return [
-        part.numpy().tobytes()
-        for row, sizes in zip(rows, table.tolist(), strict=True)
-        for part in row[: sum(sizes)].split(sizes)
-    ]
 
 
 def _read(text: dict[str, Any]) -> Record:

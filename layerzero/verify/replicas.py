@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import word_sums

@@ -14,12 +14,13 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import Name, gather_along
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
@@ -70,30 +71,24 @@ def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: O
             for key, value in whole_states.pop(id(parameter), []):
                 on_owners += _state(value, info, key)
         by_placement[id(placement)] = placement, own, on_owners
-    total = 0
+    total, what = 0, ("step signature", "the model")
+    name = partial(root.operations.next, *what)
     for placement, own, on_owners in by_placement.values():
-        total += _add_up(root, placement.norm_groups, own)
+        total += _add_up(root, own, placement.norm_groups, name)
         if keeps_whole:
             whole_groups = (placement.data_parallel or placement).groups
-            total += _add_up(root, whole_groups, on_owners)
-    for group in root.tensor_parallel_groups:
-        operation = root.operations.next_tensor_parallel("step signature", "the model", group)
-        parts = gather_small(_tensor(total, root.device), group, operation)
-        total = sum(parts.view(-1).tolist())
-    for name, tensor in whole:
-        total += _elements(tensor.detach(), 0, name)
+            total += _add_up(root, on_owners, whole_groups, name)
+    name = partial(root.operations.next_tensor_parallel, *what)
+    total = _add_up(root, total, root.tensor_parallel_groups, name)
+    for fqn, tensor in whole:
+        total += _elements(tensor.detach(), 0, fqn)
         for key, value in states.pop(id(tensor), []):
-            total += _any(value, name, key)
+            total += _any(value, fqn, key)
     return f"{total % _MODULUS:016x}"
 
 
-def _add_up(root: RootState, groups: Sequence[ShardGroup], own: int) -> int:
-    values = _tensor(own, root.device)
-    for group in groups:
-        if group.size > 1:
-            operation = root.operations.next("step signature", "the model", group)
-            values = gather_small(values, group, operation)
-    return sum(values.view(-1).tolist())
+def _add_up(root: RootState, own: int, groups: Sequence[ShardGroup], name: Name) -> int:
+    return sum(gather_along(_tensor(own, root.device), groups, name).view(-1).tolist())
 
 
 def _tensor(value: int, device: torch.device) -> torch.Tensor:

@@ -22,8 +22,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
-from layerzero.comm.collectives import Add, gather_small, slices_of
-from layerzero.comm.gather_texts import gather_texts
+from layerzero.comm.collectives import Add, slices_of
+from layerzero.comm.exchanges import gather_small, gather_texts
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.comm.collectives import all_to_all, gather_small
+from layerzero.comm.exchanges import all_to_all, gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero.comm import collectives, streams
+from layerzero.comm import collectives, exchanges, streams
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
 from layerzero.flat.placement import ShardGroup
@@ -48,7 +48,7 @@ def test_backends_known_to_use_the_current_stream_are_asked_to(backend, has_work
     collectives._issue_reduce_scatter(part, whole, dist.ReduceOp.SUM, group)
     assert [options.asyncOp for options in asked.options] == [has_work] * 2
     with mock.patch.object(dist, "broadcast", return_value=None) as broadcast:
-        collectives.broadcast(whole, group, Operation("broadcast", "a", 1)).wait()
+        exchanges.broadcast(whole, group, Operation("broadcast", "a", 1)).wait()
     assert broadcast.call_args.kwargs["async_op"] is has_work
     with mock.patch.object(dist, "all_to_all_single", return_value=None) as exchange:
         collectives.reduce_scatter(whole, group, Operation("sum", "a", 2), deterministic=True)

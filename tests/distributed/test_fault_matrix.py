@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.collectives import broadcast
+from layerzero.comm.exchanges import broadcast
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import describe_group
 from tests.faults.cells import FAULTS, PLACES, POSITIONS, Cell, all_cells, meaning

@@ -47,7 +47,7 @@ from tests.harness.stream_uses import (
 )
 
 MAKING_WHOLE_TENSORS = {
-    *("tolist in gather_texts", "tensor in gather_texts", "tolist in _gather"),
+    *("tolist in gather_bytes", "tensor in gather_bytes", "copy_ in gather_bytes"),
     *("_local_scalar_dense in agree_on_group_names", "tolist in OwnerGroup.__init__"),
     *("tolist in _held", "tolist in Exchange.bounds"),
 }

@@ -112,7 +112,7 @@ class Wires:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces the collectives of every model; wrap models inside, too."""
-        start, describe = collectives._start, groups.describe_group
+        start, describe = collectives.start, groups.describe_group
 
         def noting(operation: pending.Operation, *args: Any) -> pending.Pending:
             self._operation = operation
@@ -125,7 +125,7 @@ class Wires:
 
         self._issue = collectives._issue_all_gather, collectives._issue_reduce_scatter
         with (
-            mock.patch.object(collectives, "_start", noting),
+            mock.patch.object(collectives, "start", noting),
             mock.patch.object(collectives, "_issue_all_gather", self.all_gather),
             mock.patch.object(collectives, "_issue_reduce_scatter", self.reduce_scatter),
             mock.patch.object(dist, "all_to_all_single", self.all_to_all),

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_720,
+    "": 46_686,
     "flat": 2_855,
     "step": 4_758,
-    "comm": 1_508,
+    "comm": 1_506,
     "watch": 1_097,
-    "build": 2_645,
+    "build": 2_643,
     "guards": 627,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

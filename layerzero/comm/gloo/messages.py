@@ -30,13 +30,95 @@ Note [Parts arrive where others have left]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.placement import ShardGroup
+
+_Call = functools.partial[dist.Work]
+
+
+class Message(NamedTuple):
+    """One tensor on its way to or from a peer, once `call` has posted it."""
+
+    call: _Call
+    peer: int
+    """The peer's group rank."""
+    receives: bool
+    after: int | None = None
+    """Place of the message that must be over before; None: it is posted at once."""
+
+
+class Messages(Pending):
+    """Handle of messages in flight."""
+
+    _messages: Sequence[Message] = ()
+
+    def __init__(self, operation: Operation, group: ShardGroup, nbytes: int) -> None:
+        super().__init__(operation, group, nbytes)
+        self._posted: list[dist.Work | None] = []
+        """Works in order of posting; None for one that was waited for: never wait for it twice."""
+
+    def post(self, messages: Sequence[Message]) -> Pending:
+        """Post those of `messages` that come first, without `after`; `wait` posts the others.
+
+        Raises:
+            CollectiveError: the connection to a peer is closed.
+        """
+        if self.operation.detector is not None:
+            self.operation.detector.in_flight.add(self)
+        self._messages = messages
+        try:
+            # In one call from C, amid which no signal can raise: a handle that is lost would leave
+            # its peer waiting, and gloo writing into memory that is freed.
+            calls = [message.call for message in messages if message.after is None]
+            self._posted.extend(map(_Call.__call__, calls))
+        except RuntimeError as error:
+            self.peer = messages[len(self._posted)].peer
+            raise self.diagnose(error) from error
+        self.works = self._in_order()
+        return self
+
+    def _in_order(self) -> list[tuple[dist.Work, int]]:
+        """Posted works, receives first; without those waited for already."""
+        posted = zip(self._posted, self._messages, strict=False)
+        in_order = sorted(posted, key=lambda each: not each[1].receives)
+        return [(work, message.peer) for work, message in in_order if work is not None]
+
+    def _post_the_rest(self) -> None:
+        """Post each other message once the one whose memory it needs is over.
+
+        A call after one that raised resumes there; does nothing if `post` has failed.
+        """
+        for message in self._messages[len(self._posted) :]:
+            if message.after is None:
+                return
+            work, self.peer = self._posted[message.after], self._messages[message.after].peer
+            if work is not None:
+                work.wait(self.group.limit)
+                self._posted[message.after] = None
+            self.peer = message.peer
+            self._posted.extend(map(_Call.__call__, (message.call,)))  # See `post`.
+        self.works = self._in_order()
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._posted) == len(self._messages) and super().is_done
+
+    def wait_for_data(self) -> None:
+        if self.works is None and self._posted:
+            self.works = self._in_order()  # Something raised when they had just been posted.
+        super().wait_for_data()
+        self._posted, self._messages = [], ()
+
+    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
+        if len(self._posted) < len(self._messages):
+            self._post_the_rest()
+        return super()._all_works()
 
 
 def exchange(
@@ -54,14 +136,13 @@ def exchange(
         num_steps: a receive may use the memory of the send that many steps before, so it is posted
             after that send; None: all is posted at once. If given, no tensor is empty, or all are.
     """
-    pending = Pending(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
+    pending = Messages(operation, group, outgoing[0].nbytes if nbytes is None else nbytes)
     process_group = group.process_group
-    calls: list[functools.partial[dist.Work]] = []
-    later: list[tuple[int, functools.partial[dist.Work]]] = []
-    peers, receives = [], []
-    late_peers: list[int] = []
+    at_once: list[Message] = []
+    later: list[Message] = []
     sends: list[int] = []
-    """Place in `calls` of the send of each step."""
+    """Place in `at_once` of the send of each step."""
+    num_steps = group.size if num_steps is None else num_steps
     for step in range(1, group.size):
         # Staggered, so that not every rank starts with rank 0. The send is posted before the
         # receive: a 4 MB message between two ranks of one machine then takes 2.0 to 2.4 ms instead
@@ -70,23 +151,16 @@ def exchange(
             ((group.rank + step) % group.size, outgoing, process_group.send),
             ((group.rank - step) % group.size, incoming, process_group.recv),
         ):
-            tensor = tensors[peer]
+            tensor, receives = tensors[peer], tensors is incoming
             if not tensor.numel():
                 continue
             call = functools.partial(method, [tensor], peer, operation.tag(tensor.nbytes))
-            if tensors is incoming and num_steps is not None and step > num_steps:
-                later.append((sends[step - num_steps - 1], call))
-                late_peers.append(peer)
-                continue
-            if tensors is outgoing:
-                sends.append(len(calls))
-            calls.append(call)
-            peers.append(peer)
-            receives.append(tensors is incoming)
-    peers += late_peers
-    receives += [True] * len(late_peers)
-    pending.post(calls, peers, receives, later)
-    return pending
+            is_late = receives and step > num_steps
+            after = sends[step - num_steps - 1] if is_late else None
+            if not receives:
+                sends.append(len(at_once))
+            (later if is_late else at_once).append(Message(call, peer, receives, after))
+    return pending.post([*at_once, *later])
 
 
 def exchange_in_place(
@@ -97,7 +171,7 @@ def exchange_in_place(
     See Note [Parts arrive where others have left].
     """
     rank, size = group.rank, group.size
-    num_steps = _steps_under_way(size)
+    num_steps = min(size - 1, max(2, size // 2))  # Parts of memory beside the input.
     parts = [*own]
     for step in range(1, size):
         parts[rank - step] = (
@@ -120,29 +194,18 @@ def exchange_halves(
             and is received once that has left.
         sent: [N] in the same dtype.
     """
-    pending = Pending(operation, group, sent.nbytes)
+    pending = Messages(operation, group, sent.nbytes)
     process_group, peer = group.process_group, 1 - group.rank
     arriving, leaving = received.chunk(2), sent.chunk(2)
 
-    def message(
-        method: Callable[..., dist.Work], halves: Sequence[torch.Tensor], piece: int
-    ) -> functools.partial[dist.Work]:
-        tag = operation.tag(halves[piece].nbytes, piece)
-        return functools.partial(method, [halves[piece]], peer, tag)
+    def message(receives: bool, piece: int, after: int | None = None) -> Message:
+        method = process_group.recv if receives else process_group.send
+        half = (arriving if receives else leaving)[piece]
+        call = functools.partial(method, [half], peer, operation.tag(half.nbytes, piece))
+        return Message(call, peer, receives, after)
 
-    calls = [
-        message(process_group.send, leaving, 0),
-        message(process_group.recv, arriving, 0),
-        message(process_group.send, leaving, 1),
-    ]
-    later = [(0, message(process_group.recv, arriving, 1))]
-    pending.post(calls, [peer] * 4, [False, True, False, True], later)
-    return pending
-
-
-def _steps_under_way(size: int) -> int:
-    """Parts of memory that a reduction gets beside its input, in a group of `size`."""
-    return min(size - 1, max(2, size // 2))
+    at_once = message(False, 0), message(True, 0), message(False, 1)
+    return pending.post([*at_once, message(True, 1, after=0)])
 
 
 def broadcast_down_a_tree(

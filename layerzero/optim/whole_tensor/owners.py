@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.comm.collectives import gather_small
+from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import describe_group, make_shard_group, mesh_groups
 from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
@@ -62,9 +63,8 @@ class OwnerGroup:
             if group.size > 1 and len(own.intersection(group.ranks)) == 1
         ]
         members = torch.tensor([*own], device=root.device)
-        for axis in self.axes:
-            operation = root.operations.next_tensor_parallel("exchange", "whole tensors", axis)
-            members = gather_small(members, axis, operation)
+        name = partial(root.operations.next_tensor_parallel, "exchange", "whole tensors")
+        members = gather_along(members, self.axes, name)
         self.group = _group_of(root, placement, sorted(members.view(-1).tolist()), self.axes)
         self.host_group = _host_group_of(root, self.group)
         for group in (*self.axes, self.host_group):

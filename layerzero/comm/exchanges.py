@@ -1,0 +1,161 @@
+"""Exchanges beside a step's gathers and reductions: flags, numbers, texts, and broadcasts.
+
+Where several groups are given, they together connect all ranks that take part, as the axes of a
+grid do; an exchange runs over one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from layerzero.comm import collectives
+from layerzero.comm.gloo import messages
+from layerzero.comm.pending import Operation, Pending, messages_carry_names
+from layerzero.flat.placement import ShardGroup
+
+MAX_NBYTES = 1000
+"""Limit on the UTF-8 bytes of one text of `gather_texts`; longer texts are truncated."""
+Name = Callable[[ShardGroup], Operation]
+"""Returns the operation for a group."""
+
+
+def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
+    """[len(flags)] uint8 on `device`. Does not block the host."""
+    if all(flags):
+        return torch.ones(len(flags), dtype=torch.uint8, device=device)
+    return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
+
+
+def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
+    """Gather every rank's `tensor` as [group_size, *shape], in rank order.
+
+    Collective over the group; blocks the host on CPU.
+    """
+    values = tensor.new_empty(group.size, *tensor.shape)
+    full, own = values.view(-1), tensor.reshape(-1)
+    collectives.all_gather(full, own, group, operation).wait()
+    return values
+
+
+def gather_along(tensor: torch.Tensor, groups: Sequence[ShardGroup], name: Name) -> torch.Tensor:
+    """`gather_small` over each group: [size of the last group, ..., size of the first, *shape].
+
+    Groups of one rank are left out, in the shape, too.
+    """
+    for group in groups:
+        if group.size > 1:
+            tensor = gather_small(tensor, group, name(group))
+    return tensor
+
+
+def gather_bytes(
+    data: bytes, groups: Sequence[ShardGroup], name: Name, device: torch.device
+) -> list[bytes]:
+    """Gather every rank's bytes, of any number, in the order of `gather_along`.
+
+    Collective over each group; blocks the host. If no rank has any, the only traffic is one integer
+    a rank.
+    """
+    found = [data]
+    for group in groups:
+        if group.size == 1:
+            continue
+        own = torch.tensor([len(each) for each in found], device=device)
+        sizes = gather_small(own, group, name(group)).tolist()
+        longest = max(map(sum, sizes))
+        if not longest:
+            found = found * group.size
+            continue
+        joined = bytearray(b"".join(found).ljust(longest))
+        sent = torch.frombuffer(joined, dtype=torch.uint8).to(device)
+        rows = gather_small(sent, group, name(group)).cpu()
+        found = [
+            part.numpy().tobytes()
+            for row, lengths in zip(rows, sizes, strict=True)
+            for part in row[: sum(lengths)].split(lengths)
+        ]
+    return found
+
+
+def gather_texts(
+    text: str | None, rank: int, groups: Sequence[ShardGroup], device: torch.device, what: str
+) -> dict[int, str]:
+    """Gather the texts of all ranks that have one, for errors and warnings: {global rank: text}, in
+    rank order.
+
+    Collective over each group; blocks the host. Too slow for every step.
+
+    Args:
+        text: this rank's text; None if it has none.
+        rank: this rank's global number.
+        what: the subject, which the error names if a rank does not take part.
+    """
+    own = b"" if text is None else f"{rank} ".encode() + text.encode()[:MAX_NBYTES]
+    everyone = gather_bytes(own, groups, lambda _: Operation("exchange", what, 0), device)
+    texts = (each.decode(errors="replace").partition(" ") for each in everyone if each)
+    return dict(sorted((int(number), text) for number, _, text in texts))
+
+
+def all_to_all(
+    received: torch.Tensor,
+    received_sizes: Sequence[int],
+    sent: torch.Tensor,
+    sent_sizes: Sequence[int],
+    group: ShardGroup,
+    operation: Operation,
+    nbytes: int,
+) -> Pending:
+    """Send each rank its part of `sent`, of any size. Collective; does not block the host.
+
+    Args:
+        received: [sum of received_sizes], parts in rank order; written.
+        sent: [sum of sent_sizes], parts in rank order, in the same dtype; must not change before
+            `wait()` of the returned handle. A part without elements is not sent.
+        nbytes: a number that is the same on all ranks, for their comparison.
+    """
+    if messages_carry_names(group, sent.device):
+        incoming = received.split_with_sizes(list(received_sizes))
+        outgoing = sent.split_with_sizes(list(sent_sizes))
+        return messages.exchange(incoming, outgoing, group, operation, nbytes)
+    sizes = list(received_sizes), list(sent_sizes)
+    call = collectives.all_to_all_on(group), received, sent
+    return collectives.start(operation, nbytes, group, *call, *sizes)
+
+
+def broadcast(
+    tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
+) -> Pending:
+    """Broadcast from group rank `source`, in place. Collective; does not block the host.
+
+    Where messages carry names, a rank passes the value on only in `wait` of the handle.
+    """
+    if messages_carry_names(group, tensor.device):
+        return messages.broadcast_down_a_tree(tensor, group, operation, source)
+    global_rank, process_group = group.ranks[source], group.process_group
+    is_sent = tensor.dtype in collectives.SENT_BY_ALL
+    sent = tensor if is_sent else tensor.view(-1).view(torch.uint8)
+    has_work = group.backend not in collectives.ON_CURRENT_STREAM
+    return collectives.start(
+        operation,
+        tensor.nbytes,
+        group,
+        lambda: dist.broadcast(sent, global_rank, group=process_group, async_op=has_work),
+    )
+
+
+def broadcast_from_first(
+    tensor: torch.Tensor, groups: Sequence[ShardGroup], name: Name
+) -> torch.Tensor:
+    """Broadcast from the first rank of all, in place. Collective over each group; blocks the host
+    on CPU.
+
+    Args:
+        groups: inner first, as in `Placement.groups`.
+    """
+    # Outer first: afterwards the first rank of every inner group has the value.
+    for group in reversed(groups):
+        broadcast(tensor, group, name(group)).wait()
+    return tensor
