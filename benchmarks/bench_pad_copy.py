@@ -176,7 +176,6 @@ def cases(gap_nbytes: int | None = None) -> list[Callable[[torch.device], Case]]
             missing=9,
             target=Target(None, 2.0),
         ),
-        pack_case("transposed L bfloat16 -> float32", LAYER, BFLOAT16, FLOAT32, transposed=True),
         _shard_case,
         lambda device: _sum_case(device, 2, FLOAT32),
         lambda device: _sum_case(device, 8, BFLOAT16),
@@ -191,7 +190,6 @@ def _pack_case(
     dtype: torch.dtype,
     scale: float = 1.0,
     missing: int = 0,
-    transposed: bool = False,
     target: Target = Target(),
     gap_nbytes: int | None = None,
 ) -> Case:
@@ -202,8 +200,6 @@ def _pack_case(
         srcs = [torch.randn(numel, device=device).to(src_dtype) for numel in numels]
     else:
         srcs = _spaced(numels, src_dtype, device, gap_nbytes)
-    if transposed:
-        srcs = [src.view(-1, WIDTH).t() for src in srcs]
     if missing:
         srcs = [src[:0] if index % missing == 0 else src for index, src in enumerate(srcs)]
     views = [

@@ -9,20 +9,6 @@ std::string numbered(const char* noun, int64_t index) {
   return index < 0 ? noun : noun + (" " + std::to_string(index));
 }
 
-bool has_strides_of_a_transpose(const Handle& tensor, Source& source) {
-  int64_t dim = 0;
-  check_call(aoti_torch_get_dim(tensor.get(), &dim), "dim");
-  if (dim != 2) return false;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  check_call(aoti_torch_get_sizes(tensor.get(), &sizes), "sizes");
-  check_call(aoti_torch_get_strides(tensor.get(), &strides), "strides");
-  if (strides[0] != 1 || strides[1] != sizes[0]) return false;
-  source.rows = sizes[0];
-  source.cols = sizes[1];
-  return true;
-}
-
 // A view outlives its bytes when the storage is resized, which the engine does all the time.
 void check_storage(const Handle& tensor, int64_t extent_nbytes, int64_t itemsize, const char* op,
                    const char* noun, int64_t index) {
@@ -117,7 +103,7 @@ Sources check_sources(TensorList& list, const Output& out, const SourceRules& ru
                ") and [", source.data, ", ", static_cast<const void*>(begin + extent),
                "); pass an output of its own");
     }
-    if (in_order || (rules.keep_transposed && has_strides_of_a_transpose(tensor, source))) continue;
+    if (in_order) continue;
     Handle copy = contiguous(tensor);
     source.data = const_data_of(copy);
     list.copies.push_back(std::move(copy));

@@ -33,13 +33,10 @@ struct Output {
 };
 Output check_output(const Handle& out, const char* op);
 
-// Memory of one source. `rows` and `cols` are set where the source is the transpose of a contiguous
-// matrix [cols, rows]; 0 where it is contiguous.
+// Memory of one source, contiguous.
 struct Source {
   const void* data = nullptr;
   int64_t numel = 0;
-  int64_t rows = 0;
-  int64_t cols = 0;
 };
 
 // All sources of a launch, checked: one dtype, the output's device, apart from the output's memory.
@@ -50,10 +47,9 @@ struct Sources {
 
 struct SourceRules {
   const char* op;
-  const char* noun;      // what the op calls a source
-  bool keep_transposed;  // the kernel reads transposed matrices itself
-  bool may_be_output;    // a source may be exactly the output
-  int64_t numel;         // that every source must have; -1: any
+  const char* noun;    // what the op calls a source
+  bool may_be_output;  // a source may be exactly the output
+  int64_t numel;       // that every source must have; -1: any
 };
 
 // Sources that the kernel cannot read in place are copied first; the copies live as long as `list`.

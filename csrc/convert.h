@@ -18,11 +18,6 @@ namespace layerzero {
 // lies there, nothing is read.
 using Copy = void (*)(const void* src, void* dst, int64_t n, double scale, const void* ahead);
 
-// Elements [begin, begin + n), counted row by row, of a [rows, cols] matrix that lies in memory
-// column by column.
-using CopyTransposed = void (*)(const void* src, int64_t rows, int64_t cols, int64_t begin,
-                                int64_t n, void* dst, double scale);
-
 // dst[begin + i] = cast(scale * (parts[0][begin + i] + parts[1][begin + i] + ...)), i < n. dst may
 // be one of the parts.
 using Sum = void (*)(const void* const* parts, int64_t num_parts, int64_t begin, int64_t n,
@@ -34,7 +29,6 @@ using SumWords = uint64_t (*)(const void* data, int64_t nbytes);
 struct Kernels {
   Copy copy[4][4];    // [source dtype][output dtype], numbered as in dtypes.h
   Copy stream[4][4];  // the same with stores past the cache
-  CopyTransposed copy_transposed[4][4];
   Sum sum[4][4];
   SumWords sum_words;
   bool avx2;  // whether this is the set for AVX2

@@ -49,7 +49,7 @@ void add_up(const char* op, const Handle& out_tensor, TensorList& list, double s
             uint64_t* sums, int64_t skip) {
   const Output out = check_output(out_tensor, op);
   if (list.tensors.empty()) refuse(op, ": expected at least one part, got none");
-  const Sources parts = check_sources(list, out, {op, "part", false, true, out.numel});
+  const Sources parts = check_sources(list, out, {op, "part", true, out.numel});
   if (sums != nullptr) std::fill_n(sums, list.tensors.size(), 0);
   if (out.numel == 0) return;
 

@@ -47,7 +47,6 @@ struct Job {
   int64_t out_itemsize;
   double scale;
   Copy copy;
-  CopyTransposed copy_transposed;
 };
 
 // What is read after `row`, before `end`; null: nothing, or not in order.
@@ -57,7 +56,6 @@ const void* ahead_of(const Job& job, int64_t row, int64_t end) {
     if (seg[2] >= end) break;  // the sentinel at the latest
     const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
     if (source == nullptr || source->numel == 0) continue;
-    if (source->rows != 0) break;
     return static_cast<const char*>(source->data) + seg[1] * job.src_itemsize;
   }
   return nullptr;
@@ -85,14 +83,10 @@ void pack_range(const Job& job, int64_t begin, int64_t end, char* to) {
       __builtin_memset(to, 0, count * job.out_itemsize);
     } else {
       const int64_t from = seg[1] + begin - seg[2];
-      if (source->rows != 0) {
-        job.copy_transposed(source->data, source->rows, source->cols, from, count, to, job.scale);
-      } else {
-        const bool fetches =
-            job.out_itemsize < job.src_itemsize && count * job.src_itemsize <= kAheadNbytes;
-        job.copy(static_cast<const char*>(source->data) + from * job.src_itemsize, to, count,
-                 job.scale, fetches ? ahead_of(job, row, end) : nullptr);
-      }
+      const bool fetches =
+          job.out_itemsize < job.src_itemsize && count * job.src_itemsize <= kAheadNbytes;
+      job.copy(static_cast<const char*>(source->data) + from * job.src_itemsize, to, count,
+               job.scale, fetches ? ahead_of(job, row, end) : nullptr);
     }
     begin = stop;
     to += count * job.out_itemsize;
@@ -163,8 +157,7 @@ Job make_job(const Output& out, const SegsShape& segs, const Sources& sources, d
           size_of(sources.dtype),
           size_of(out.dtype),
           scale,
-          (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype],
-          table.copy_transposed[sources.dtype][out.dtype]};
+          (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype]};
 }
 
 void pack(const Job& job) {
@@ -184,7 +177,7 @@ void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
 
   const Output out = check_output(out_tensor, "pack_");
   const SegsShape segs = check_segs_shape(segs_tensor, out);
-  const Sources sources = check_sources(list, out, {"pack_", "source", true, false, -1});
+  const Sources sources = check_sources(list, out, {"pack_", "source", false, -1});
   check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
   if (out.numel == 0) return;
   pack(make_job(out, segs, sources, unbox<double>(stack[3]), unbox<bool>(stack[4])));

@@ -70,7 +70,7 @@ void pack_cuda(StableIValue* stack, uint64_t, uint64_t) {
   check_is_cuda(out, "pack_");
   const SegsShape segs = check_segs_shape(segs_tensor, out);
   const DeviceGuard guard(out.device.index);
-  const Sources sources = check_sources(list, out, {"pack_", "source", false, false, -1});
+  const Sources sources = check_sources(list, out, {"pack_", "source", false, -1});
   if (out.numel == 0) return;
 
   std::vector<const void*> pointers;
@@ -99,7 +99,7 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
     refuse("ordered_sum_: on a GPU one call takes at most ", kMaxParts, " parts, got ",
            list.tensors.size());
   const DeviceGuard guard(out.device.index);
-  const Sources parts = check_sources(list, out, {"ordered_sum_", "part", false, true, out.numel});
+  const Sources parts = check_sources(list, out, {"ordered_sum_", "part", true, out.numel});
   if (out.numel == 0) return;
 
   std::vector<const void*> pointers;

@@ -90,8 +90,7 @@ def pack_(
             dtype, if all sources have the same one and `scale` is 1. Written.
         srcs: all of the same one of the four dtypes, on out's device; must not overlap out. A
             tensor without elements stands for a missing source, and zeros are written. A source is
-            read in row-major order of its shape; one that is neither contiguous nor (on the CPU) a
-            transposed matrix is copied first.
+            read in row-major order of its shape; one that is not contiguous is copied first.
         nt: use non-temporal stores (CPU only); None: for outputs of at least `STREAMING_NBYTES`.
 
     Returns:
