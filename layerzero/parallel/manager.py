@@ -115,26 +115,6 @@ class ParallelManager:
     # The mesh -------------------------------------------------------------------------------
 
     @property
-    def dp_size(self) -> int:
-        return self.sizes.dp
-
-    @property
-    def tp_size(self) -> int:
-        return self.sizes.tp
-
-    @property
-    def cp_size(self) -> int:
-        return self.sizes.cp
-
-    @property
-    def ep_size(self) -> int:
-        return self.sizes.ep
-
-    @property
-    def pp_size(self) -> int:
-        return self.sizes.pp
-
-    @property
     def is_first_stage(self) -> bool:
         """Whether this rank is in the first pipeline stage, which takes the inputs."""
         return self.rank_of("pp") == 0

@@ -86,7 +86,7 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
             assert mesh.size() == manager.size_of(axis) == len(expected)
             assert mesh.get_local_rank() == manager.rank_of(axis) == expected.index(rank)
         assert manager.is_first_stage == (manager.rank_of("pp") == 0)
-        assert manager.is_last_stage == (manager.rank_of("pp") == manager.pp_size - 1)
+        assert manager.is_last_stage == (manager.rank_of("pp") == manager.sizes.pp - 1)
 
 
 @on_ranks(2)
@@ -189,16 +189,16 @@ def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
 def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: Any) -> None:
     """Beside the unsharded model on whole sequences: products are summed in other parts."""
     for block in module.blocks:
-        block.attention.group = manager.mesh["cp"].get_group() if manager.cp_size > 1 else None
+        block.attention.group = manager.mesh["cp"].get_group() if manager.sizes.cp > 1 else None
     model = manager.parallelize(module, tp_plan=TP_PLAN, timeout=TIMEOUT, **options)
     assert [unit.fqn for unit in units(model)] == ["", "blocks.0", "blocks.1"]
     plain = seeded(Model)
     own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
-    for index, step in enumerate(batches(manager.dp_size)):
+    for index, step in enumerate(batches(manager.sizes.dp)):
         own.zero_grad()
         expected.zero_grad()
         whole = step[manager.rank_of("dp")]
-        loss = loss_backward(model, whole.chunk(manager.cp_size, 2)[manager.rank_of("cp")])
+        loss = loss_backward(model, whole.chunk(manager.sizes.cp, 2)[manager.rank_of("cp")])
         losses = backward_of_all_ranks(plain, step, loss_backward)
         dist.all_reduce(loss, group=manager.data_mesh.get_group())
         mean = torch.stack(losses).mean()
@@ -216,7 +216,7 @@ def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> Non
     for sizes in ({"cp_size": 2, "zero3_size": 2}, {"cp_size": 2, "tp_size": 2}):
         manager = ParallelManager(**sizes)
         module = seeded(Model)
-        if manager.tp_size > 1:
+        if manager.sizes.tp > 1:
             for block in module.blocks:
                 block.compile(backend="eager")
         _follow(manager, str(sizes), module)

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_686,
+    "": 46_665,
     "flat": 2_855,
     "step": 4_758,
     "comm": 1_506,
