@@ -11,13 +11,12 @@ from torch import nn
 from layerzero.build.plan import WrapPlan
 from layerzero.config import MixedPrecision
 from layerzero.flat.names import clean_name
+from layerzero.notices import some
 from layerzero.optional.arguments import names_of_optional
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
 _logger = logging.getLogger(__name__)
-_SHOWN = 12
-"""Number of names that are listed; the rest is only counted."""
 
 
 def log_units(module: nn.Module, plan: WrapPlan, root: RootState) -> None:
@@ -28,9 +27,9 @@ def log_units(module: nn.Module, plan: WrapPlan, root: RootState) -> None:
     lines = [_summary(module, root), *_placements(root.units), *_padding(root.units)]
     lines += [*_precisions(module, root.units), *_hook_modules(module, plan)]
     ignored = root.structure.ignored
-    lines += [f"ignored: {names_text(sorted(ignored.names))}"] if ignored.names else []
+    lines += [f"ignored: {some(sorted(ignored.names))}"] if ignored.names else []
     optional = names_of_optional(root.units[0])
-    lines += [f"a rank may skip: {names_text(optional)}"] if optional else []
+    lines += [f"a rank may skip: {some(optional)}"] if optional else []
     _logger.info("\n  ".join([*lines, _gathering(root)]))
 
 
@@ -51,7 +50,7 @@ def _summary(module: nn.Module, root: RootState) -> str:
         f"{root.device}: {total:,} parameters{f' ({frozen:,} frozen)' if frozen else ''}, "
         f"{nbytes_text(shards)} of shards on this rank, {nbytes_text(full)} with all units full; "
         f"the largest unit, {largest.label}, has {nbytes_text(largest.nbytes)}\n  units: "
-        f"{names_text([unit.label for unit in units])}"
+        f"{some([unit.label for unit in units])}"
     )
 
 
@@ -65,7 +64,7 @@ def _placements(units: Sequence[Unit]) -> list[str]:
             labels = by_placement.setdefault(text, [])
             if unit.label not in labels:
                 labels.append(unit.label)
-    return [f"{text}: {names_text(labels)}" for text, labels in by_placement.items()]
+    return [f"{text}: {some(labels)}" for text, labels in by_placement.items()]
 
 
 def _padding(units: Sequence[Unit]) -> list[str]:
@@ -107,7 +106,7 @@ def _precisions(module: nn.Module, units: Sequence[Unit]) -> list[str]:
             "mixed precision: "
             + ", ".join(f"{name}={value}" for name, value in dtypes.items())
             + (f"; kept in float32: {stays}" if stays else "")
-            + (f"; for {names_text(labels)}" if len(by_precision) > 1 else "")
+            + (f"; for {some(labels)}" if len(by_precision) > 1 else "")
         )
     return lines
 
@@ -120,7 +119,7 @@ def _hook_modules(module: nn.Module, plan: WrapPlan) -> list[str]:
         for unit in plan.units
         if (hook := plan.arguments[id(unit)].hook_module) is not None
     ]
-    return [f"hook modules, which gather: {names_text(found)}"] if found else []
+    return [f"hook modules, which gather: {some(found)}"] if found else []
 
 
 def _gathering(root: RootState) -> str:
@@ -136,15 +135,8 @@ def _gathering(root: RootState) -> str:
         f"prefetch: {scheduler.forward_depth} in forward, "
         f"{'none' if when is None else when.name} in backward, "
         f"at most {' and '.join(limits) or 'any number'} full at a time"
-        + (f"; not freed after forward: {names_text(kept)}" if kept else "")
+        + (f"; not freed after forward: {some(kept)}" if kept else "")
     )
-
-
-def names_text(labels: Sequence[str]) -> str:
-    """Join names by commas; if there are many, count the last ones."""
-    shown = ", ".join(labels[:_SHOWN])
-    more = len(labels) - _SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def nbytes_text(nbytes: int) -> str:

@@ -1,10 +1,11 @@
-"""Warnings to the user: each is given once, by one rank."""
+"""Warnings to the user: each is given once, by one rank; and how messages list names."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -12,6 +13,13 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 _issued: set[str] = set()
 """Keys of warnings that this process has given, or left to the first rank."""
+
+
+def some(names: Iterable[str]) -> str:
+    """The first eight names, and the number of the others, for a message."""
+    listed = list(names)
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return (", ".join(listed[:8]) or "nothing") + more
 
 
 def is_first_rank() -> bool:

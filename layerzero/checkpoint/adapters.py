@@ -14,7 +14,6 @@ A change to one of these names affects every adapter; everything else in `checkp
     files       `committed_steps`, `LATEST`, `open_source`: find and open checkpoints;
                 `plan_files`, `Announcement`, `MODEL`, `bytes_of`, `write_durably`, `sync_folder`:
                 write safetensors files
-    errors      `some`: the first few of many names
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.source import open_source
 from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
-from layerzero.state_dict.errors import some
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
@@ -57,7 +55,6 @@ __all__ = [
     "put_state",
     "refuse_experts",
     "root_state_of",
-    "some",
     "state_template",
     "sync_folder",
     "under_global_names",

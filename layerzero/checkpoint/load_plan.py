@@ -24,7 +24,8 @@ from layerzero.checkpoint.format.inventory import (
 )
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Source
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.notices import some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, decode_dict
 from layerzero.state_dict.names import Names, name_in_group, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class

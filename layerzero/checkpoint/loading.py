@@ -33,8 +33,9 @@ from layerzero.checkpoint.file_io.transfer import Tally, read_ranges, sum_tallie
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan
 from layerzero.checkpoint.source import Source, check_crc, open_source
+from layerzero.notices import some
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.optimizer_state import put_state
 from layerzero.state_dict.optimizers import (

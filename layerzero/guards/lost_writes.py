@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from layerzero.flat.flat_param import version_of
-from layerzero.notices import outside, warn_once
+from layerzero.notices import outside, some, warn_once
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
@@ -81,20 +81,20 @@ class LostWrites(Extension):
                         names.append(fqn)
             unit.drop_unsharded_gradients()
         raise RuntimeError(
-            f"the last backward computed gradients of {_listed(names)} that could not be reduced "
-            "and were dropped: the loss uses a tensor that left its unit without being an output "
-            "of a forward (stored by a hook, or on a module), and no output of the unit had a "
-            "gradient; return that tensor from the forward, or add an output to the loss, times 0"
+            f"the last backward computed gradients of {some(map(repr, names))} that could not be "
+            "reduced and were dropped: the loss uses a tensor that left its unit without being an "
+            "output of a forward (stored by a hook, or on a module), and no output of the unit had "
+            "a gradient; return that tensor from the forward, or add an output to the loss, times 0"
         )
 
     def after_forward(self) -> RuntimeError | None:
         if self._context.replaced:
             replaced = self._context.take_replaced()
             return RuntimeError(
-                f"the forward replaced {_listed(replaced)}, which are sharded; the new parameters "
-                "were dropped and the sharded ones restored: use buffers, exclude these parameters "
-                "from sharding (ignored_parameters), or change values between steps, inside "
-                "summon_full_params()"
+                f"the forward replaced {some(map(repr, replaced))}, which are sharded; the new "
+                "parameters were dropped and the sharded ones restored: use buffers, exclude these "
+                "parameters from sharding (ignored_parameters), or change values between steps, "
+                "inside summon_full_params()"
             )
         names: list[str] = []
         for handle in self._copies:
@@ -111,8 +111,8 @@ class LostWrites(Extension):
 
 def _written_into(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
-        f"the forward wrote into the full parameters {_listed(names)}. These are copies, freed "
-        "after use: use buffers, ignored_parameters, or write between steps, inside "
+        f"the forward wrote into the full parameters {some(map(repr, names))}. These are copies, "
+        "freed after use: use buffers, ignored_parameters, or write between steps, inside "
         "summon_full_params(). A forward that writes into none met a late gather: report that"
     )
 
@@ -205,11 +205,6 @@ def _digest(handle: FlatParamHandle) -> torch.Tensor:
         for start, numel in zip(starts, numels, strict=True)
     ]
     return torch.stack(sums)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    listed = ", ".join(repr(name) for name in names[:most])
-    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # Equal draws --------------------------------------------------------------------------------------

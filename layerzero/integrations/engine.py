@@ -15,7 +15,7 @@ and the names below; everything else is internal, which `tests/unit/test_imports
     plans       `NamePattern`, `optional_by_name`; `load_yaml`, `read_plan_options`,
                 `engine_arguments`: from a file to arguments of `ZeRO3`; `MODULE_OPTIONS`,
                 `ZERO3_OPTIONS`: names of options
-    messages    `warn_once`, `near_matches`
+    messages    `warn_once`, `near_matches`, `some`
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
 from layerzero.migrate import to_policy
-from layerzero.notices import warn_once
+from layerzero.notices import some, warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
 from layerzero.parallel.totals import Totals
@@ -71,6 +71,7 @@ __all__ = [
     "read_plan_options",
     "refuse_pieces",
     "root_of",
+    "some",
     "summoned",
     "to_policy",
     "warn_once",

@@ -26,8 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from layerzero import ShardingPlan
-from layerzero.checkpoint.adapters import some
-from layerzero.integrations.engine import MODULE_OPTIONS, clean_name, near_matches
+from layerzero.integrations.engine import MODULE_OPTIONS, clean_name, near_matches, some
 from layerzero.integrations.lightning import ZeRO3Strategy
 
 _WILDCARD = re.compile(r"\{(\*|\d+-\d+)\}")

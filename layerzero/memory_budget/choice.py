@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from layerzero.config import BackwardPrefetch
 from layerzero.memory_budget.timeline import Settings, Timeline
-
-_SHOWN = 12
-"""Number of names that are listed."""
+from layerzero.notices import some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +36,7 @@ class MemoryChoice:
 
     def __str__(self) -> str:
         names = [name or "the root unit" for name in self.kept]
-        shown = ", ".join(names[:_SHOWN])
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        listed = f" ({shown}{more})" if names else ""
+        listed = f" ({some(names)})" if names else ""
         ahead = 0 if self.backward_prefetch is None else 1
         return (
             f"memory_budget: of {self.budget_bytes:,} bytes a step holds at most "

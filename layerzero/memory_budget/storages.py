@@ -98,14 +98,12 @@ class StorageCount:
                 counted = self._counted[key] = Counted(self.kind, storage.nbytes(), alive)
                 self._add(counted.nbytes)
 
-    def mark(self, tensors: Iterable[torch.Tensor], kind: str, only: str | None = None) -> None:
-        """Set the kind of these tensors' storages; with `only`, of those that have that kind."""
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Set the kind of these tensors' storages."""
         for tensor in tensors:
             self.note(tensor)
             for part in _parts(tensor):
-                counted = self._counted[part.untyped_storage()._cdata]
-                if only is None or counted.kind == only:
-                    counted.kind = kind
+                self._counted[part.untyped_storage()._cdata].kind = kind
 
     def by_kind(self) -> dict[str, int]:
         """Bytes that live now."""

@@ -12,7 +12,7 @@ from torch import nn
 from layerzero.build.wrap import UnitPlan, has_forward, plan_units
 from layerzero.flat.names import WRAPPER_NAMES
 from layerzero.flat.parameter_info import get_info
-from layerzero.notices import warn_once
+from layerzero.notices import some, warn_once
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import Match, NamePattern
@@ -114,10 +114,8 @@ _SHARDED = "sharded already"
 _NO_FORWARD = "no forward"
 
 
-def names(fqns: Sequence[str], most: int = 4) -> str:
-    """The first `most` names, for a message."""
-    listed = ", ".join(repr(fqn) for fqn in fqns[:most])
-    return listed + (f" and {len(fqns) - most} more" if len(fqns) > most else "")
+def names(fqns: Sequence[str]) -> str:
+    return some(map(repr, fqns))
 
 
 def _named_modules(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

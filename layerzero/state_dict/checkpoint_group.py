@@ -121,9 +121,9 @@ class CheckpointGroup:
             raise CheckpointError("; ".join(shown)) from error
         return [answer for _, answer in answers]
 
-    def from_first(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> Any:
+    def from_first(self, what: str, make: Callable[[], Any]) -> Any:
         """What `make` returns on the first rank; it runs only there. Otherwise as `exchange`."""
-        return self.exchange(what, make if self.is_first else lambda: None, nbytes_moved)[0]
+        return self.exchange(what, make if self.is_first else lambda: None)[0]
 
     def broadcast(self, what: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The CPU tensor of one of the ranks, in place. Collective; blocks the host."""

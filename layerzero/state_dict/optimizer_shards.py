@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import get_info
+from layerzero.notices import some
 from layerzero.optim import attach
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
 from layerzero.state_dict.optimizers import map_values

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.notices import some
 from layerzero.optim.decay import original_ndim
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import group_text
 from layerzero.state_dict.optimizers import keeps_whole_states, on_device, optimizer_inside
 

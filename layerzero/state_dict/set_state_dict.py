@@ -16,9 +16,10 @@ from layerzero.comm.exchanges import broadcast, broadcast_from_first
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
+from layerzero.notices import some
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError, some
+from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.names import Names, name_in_group

@@ -17,18 +17,16 @@ from collections.abc import Hashable
 
 Order = tuple[int, ...]
 
+MAX_KINDS = 64
+"""Number of kinds kept; the least recently seen one is dropped."""
+MAX_AGE = 32
+"""Passes of its kind after which an order that was not seen again is dropped."""
+
 
 class ExecOrderRecorder:
     """Records visits of units (integers) by pass and predicts the next ones."""
 
-    def __init__(self, max_kinds: int = 64, max_age: int = 32) -> None:
-        """
-        Args:
-            max_kinds: number of kinds kept; the least recently seen one is dropped.
-            max_age: passes of its kind after which an order not seen again is dropped.
-        """
-        self._max_kinds = max_kinds
-        self._max_age = max_age
+    def __init__(self) -> None:
         self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
         self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
         """State that `take_back` restores: a kind, its orders, and the kind dropped for it."""
@@ -80,8 +78,8 @@ class ExecOrderRecorder:
         assert self._kind is not None, "no pass is open"
         order = tuple(self._trace)
         before, dropped = self._recorded.get(self._kind), None
-        self._recorded[self._kind] = (before or _Orders()).with_pass(order, self._max_age)
-        if len(self._recorded) > self._max_kinds:
+        self._recorded[self._kind] = (before or _Orders()).with_pass(order)
+        if len(self._recorded) > MAX_KINDS:
             dropped = self._recorded.popitem(last=False)
         self._before = None if is_final else (self._kind, before, dropped)
         self.abort()
@@ -126,10 +124,9 @@ class _Orders:
         self.num_passes = num_passes
         self.last_seen = last_seen or {}
 
-    def with_pass(self, order: Order, max_age: int) -> _Orders:
+    def with_pass(self, order: Order) -> _Orders:
         number = self.num_passes + 1
         last_seen = {**self.last_seen, order: number}
         if len(last_seen) > 1:
-            oldest = number - max_age
-            last_seen = {o: seen for o, seen in last_seen.items() if seen > oldest}
+            last_seen = {o: seen for o, seen in last_seen.items() if seen > number - MAX_AGE}
         return _Orders(number, last_seen)

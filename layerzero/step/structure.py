@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.names import clean_name
+from layerzero.notices import some
 from layerzero.step.module_guards import check_compiled
 from layerzero.step.unit import Unit, get_unit
 
@@ -166,7 +167,7 @@ class Structure:
             "replaced": replaced,
             "renamed": [f"{name} -> {new}" for name, new in moved.items()],
         }
-        return "; ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
+        return "; ".join(f"{what} {some(names)}" for what, names in parts.items() if names)
 
     def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Every module that is not ignored, once, with its first name.
@@ -220,9 +221,3 @@ def _members(
         for name, each in (*module._modules.items(), *module._parameters.items()):
             if each is not None:
                 yield clean_name(f"{fqn}.{name}" if fqn else name), each
-
-
-def _some(names: Sequence[str], limit: int = 8) -> str:
-    """The first few names, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{list(names[:limit])}{more}"

@@ -35,7 +35,6 @@ def run_periodically(
     pause_s: float,
     name: str,
     prepare: Callable[[], None] = lambda: None,
-    first_pause_s: float | None = None,
 ) -> threading.Thread:
     """Start a thread that calls `check(owner)` after each pause.
 
@@ -45,14 +44,11 @@ def run_periodically(
     Args:
         check: must hold no reference to the owner itself.
         prepare: called once on the thread, before the first check.
-        first_pause_s: before the first check; doubles with each check, until it is `pause_s`. None:
-            all pauses are equal.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive.
     weakref.finalize(owner, stop.set)
-    first_pause_s = pause_s if first_pause_s is None else first_pause_s
-    arguments = (weakref.ref(owner), check, pause_s, first_pause_s, stop, prepare)
+    arguments = (weakref.ref(owner), check, pause_s, stop, prepare)
     thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
     thread.start()
     end_at_exit(thread, stop.set)
@@ -69,14 +65,12 @@ def prepare_thread(device: torch.device) -> None:
 def _run(
     owner_ref: weakref.ref[_T],
     check: Callable[[_T], bool],
-    longest_pause_s: float,
     pause_s: float,
     stop: threading.Event,
     prepare: Callable[[], None],
 ) -> None:
     is_prepared = has_failed = False
     while not stop.wait(pause_s):
-        pause_s = min(2 * pause_s, longest_pause_s)
         owner = owner_ref()
         if owner is None:
             return

@@ -215,7 +215,7 @@ def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() 
 def test_a_replaced_parameter_is_refused() -> None:
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     model.module.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
-    with pytest.raises(RuntimeError, match=r"replaced \['blocks.0.up.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"replaced blocks.0.up.weight"):
         model(torch.randn(2, WIDTH))
 
 

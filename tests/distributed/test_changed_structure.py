@@ -45,53 +45,53 @@ def _replace_parameter(model: nn.Module) -> None:
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "a module replaced": (
         lambda model: setattr(model, "head", nn.Linear(WIDTH, 4)),
-        r"added \['head.bias'\]; replaced \['head.weight'\]",
+        "added head.bias; replaced head.weight",
     ),
-    "a module appended": (lambda model: model.blocks.append(Block()), r"added \['blocks.3.up.w"),
+    "a module appended": (lambda model: model.blocks.append(Block()), "added blocks.3.up.w"),
     "a module inserted": (
         lambda model: model.blocks.insert(1, Block()),
-        r"replaced .*'blocks.1.up.weight'",
+        "replaced .*blocks.1.up.weight",
     ),
     "an item replaced": (
         lambda model: model.blocks.__setitem__(1, Block()),
-        r"replaced \['blocks.1.up.weight', 'blocks.1.up.bias'",
+        "replaced blocks.1.up.weight, blocks.1.up.bias",
     ),
     "an item deleted": (
         lambda model: model.blocks.__delitem__(2),
-        r"removed \['blocks.2.up.weight'",
+        "removed blocks.2.up.weight",
     ),
     "another order": (
         lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
-        r"replaced \['blocks.0.up.weight'.*'blocks.2.down.bias'\]",
+        "replaced blocks.0.up.weight.*blocks.2.down.bias",
     ),
-    "adapters": (_adapt, r"added \['blocks.0.up.down.weight'.*renamed \['blocks.0.up.weight -> "),
-    "a module beside": (lambda model: model.add_module("extra", Block()), r"added \['extra.up.we"),
-    "a parameter replaced": (_replace_parameter, r"replaced \['blocks.0.up.weight'\]"),
+    "adapters": (_adapt, "added blocks.0.up.down.weight.*renamed blocks.0.up.weight -> "),
+    "a module beside": (lambda model: model.add_module("extra", Block()), "added extra.up.we"),
+    "a parameter replaced": (_replace_parameter, "replaced blocks.0.up.weight"),
     "a parameter registered": (
         lambda model: model.head.register_parameter("scale", nn.Parameter(torch.ones(()))),
-        r"added \['head.scale'\]",
+        "added head.scale",
     ),
     "a parameter where there was none": (
         lambda model: setattr(model.head, "bias", nn.Parameter(torch.ones(3))),
-        r"added \['head.bias'\]",
+        "added head.bias",
     ),
     "a parameter removed": (
         lambda model: setattr(model.stem, "bias", None),
-        r"removed \['stem.bias'\]",
+        "removed stem.bias",
     ),
     "a parameter tied": (
         lambda model: setattr(model.blocks[0].up, "weight", model.blocks[1].up.weight),
-        r"replaced \['blocks.0.up.weight'\]",
+        "replaced blocks.0.up.weight",
     ),
     "a sharded module": (
         lambda model: model.add_module("extra", ZeRO3(Block())),
-        r"added \['extra.up.weight'",
+        "added extra.up.weight",
     ),
     "a parametrization": (
         lambda model: parametrize.register_parametrization(
             model.blocks[0].up, "weight", nn.Identity(), unsafe=True
         ),
-        r"renamed \['blocks.0.up.weight -> blocks.0.up.parametrizations.weight.original'",
+        "renamed blocks.0.up.weight -> blocks.0.up.parametrizations.weight.original",
     ),
 }
 
@@ -188,7 +188,7 @@ def test_ignored_parts_may_change_and_stay_ignored_in_an_outer_wrapper() -> None
     outer(torch.randn(2, WIDTH)).sum().backward()
     assert outer[0].stem.bias.grad is not None and outer[0].stem.weight.grad is not None
     outer[0].stem.more = nn.Parameter(torch.zeros(1))
-    with pytest.raises(RuntimeError, match=r"added \['0.stem.more'\]"):
+    with pytest.raises(RuntimeError, match=r"added 0.stem.more"):
         outer(torch.randn(2, WIDTH))
 
 

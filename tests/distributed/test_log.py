@@ -101,7 +101,7 @@ def test_the_log_tells_what_was_made() -> None:
         "15 units of Model on cpu",
         f"({3 * WIDTH} frozen)",
         "units: the root unit, layers.0, layers.1",
-        "layers.10 and 3 more",
+        "layers.6 and 7 more",
         "group of 2, gloo, timeout 60 s: the root unit",
         "mixed precision: param_dtype=bfloat16; kept in float32: LayerNorm (1)",
         "prefetch: 1 in forward, BACKWARD_PRE in backward, at most",

@@ -476,9 +476,7 @@ def _merges(folder: str) -> None:
     # It merges in every forward, by putting other parameters in place of the weights.
     config = peft.LoraConfig(target_modules=["attention"])
     model = ZeRO3(peft.get_peft_model(_Attends(), config))
-    with pytest.raises(
-        RuntimeError, match=r"forward: the model .*replaced \[.*layer.in_proj_weight"
-    ):
+    with pytest.raises(RuntimeError, match=r"forward: the model .*replaced .*layer.in_proj_weight"):
         model(torch.ones(3, 1, 8))
 
 

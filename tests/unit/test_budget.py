@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_665,
+    "": 46_629,
     "flat": 2_855,
-    "step": 4_758,
+    "step": 4_750,
     "comm": 1_506,
-    "watch": 1_097,
+    "watch": 1_091,
     "build": 2_643,
-    "guards": 627,
+    "guards": 622,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from layerzero.step.exec_order import ExecOrderRecorder
+from layerzero.step.exec_order import MAX_AGE, MAX_KINDS, ExecOrderRecorder
 
 
-def run(recorder: ExecOrderRecorder, kind: str, order: list[int], depth: int = 1) -> list:
+def run(recorder: ExecOrderRecorder, kind: object, order: list[int], depth: int = 1) -> list:
     """Visit `order`; what was predicted after each visit."""
     recorder.begin(kind)
     predictions = []
@@ -62,9 +62,9 @@ def test_a_unit_visited_twice_is_predicted_twice() -> None:
 
 
 def test_an_odd_pass_stops_counting_after_a_while() -> None:
-    recorder = ExecOrderRecorder(max_age=5)
+    recorder = ExecOrderRecorder()
     run(recorder, "train", [0, 2, 1])
-    for _ in range(5):
+    for _ in range(MAX_AGE):
         assert run(recorder, "train", [0, 1, 2])[0] != [1]
     assert run(recorder, "train", [0, 1, 2])[0] == [1]
     assert recorder.orders("train") == [(0, 1, 2)]
@@ -81,8 +81,9 @@ def test_an_aborted_pass_leaves_no_trace() -> None:
 
 
 def test_the_least_recent_kind_makes_room() -> None:
-    recorder = ExecOrderRecorder(max_kinds=2)
-    for kind in ("a", "b", "a", "c"):
+    recorder = ExecOrderRecorder()
+    kinds = range(MAX_KINDS)
+    for kind in (*kinds, 0, MAX_KINDS):
         run(recorder, kind, [0])
-    assert recorder.orders("b") == []
-    assert recorder.orders("a") == recorder.orders("c") == [(0,)]
+    assert recorder.orders(1) == []
+    assert all(recorder.orders(kind) == [(0,)] for kind in (0, *kinds[2:], MAX_KINDS))

@@ -22,8 +22,8 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import some, under_global_names
-from layerzero.integrations.engine import Totals, copy_attributes, get_info
+from layerzero.checkpoint.adapters import under_global_names
+from layerzero.integrations.engine import Totals, copy_attributes, get_info, some
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer_checkpoint import (

@@ -26,9 +26,9 @@ from layerzero.checkpoint.adapters import (
     Names,
     keeps_whole_states,
     put_state,
-    some,
     state_template,
 )
+from layerzero.integrations.engine import some
 from layerzero.integrations.megatron.several import AnyOptimizer, SeveralOptimizers
 from layerzero.integrations.megatron.shards import EmptyShard
 from layerzero.integrations.megatron.whole_states import (

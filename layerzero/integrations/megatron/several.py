@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.checkpoint.adapters import some
+from layerzero.integrations.engine import some
 
 StateDict = dict[str, Any]
 

@@ -18,8 +18,8 @@ from layerzero.checkpoint.adapters import (
     keeps_whole_states,
     parameters_with_state,
     put_state,
-    some,
 )
+from layerzero.integrations.engine import some
 
 WHOLE_STATES = "whole_states"
 """Key of whole states in an optimizer's state dict."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from layerzero.notices import some
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.checks import name_of
 from layerzero.optim.whole_tensor.owners import info_of
@@ -115,10 +116,9 @@ class Factory(NamedTuple):
             except Exception:
                 refused.append(name_of(parameter))
         if refused and not len(refused) == len(members) > 1:
-            more = f" and {len(refused) - 4} more" if refused[4:] else ""
             raise ValueError(
-                f"WholeTensorOptimizer: {self.cls.__name__} refuses {', '.join(refused[:4])}{more}:"
-                f" {error}; give these parameters to another optimizer"
+                f"WholeTensorOptimizer: {self.cls.__name__} refuses {some(refused)}: {error}; "
+                "give these parameters to another optimizer"
             ) from error
 
     def _make_like(self, groups: Sequence[Group], like: Any) -> torch.optim.Optimizer:
