@@ -132,7 +132,7 @@ def _call(
         if call is not None:
             if len(root.units) > 1:
                 _note_shape(error, unit)
-            root.abandon_call(call, error)
+            root.call_raised(call, error)
         raise
     finally:
         if caches:

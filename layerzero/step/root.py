@@ -194,7 +194,7 @@ class RootState:
                 for begin_call in self.extensions.begin_call:
                     begin_call(unit)
         except BaseException as error:
-            self.abandon_call(call, error)
+            self.call_raised(call, error)
             raise
         return call
 
@@ -228,41 +228,38 @@ class RootState:
         try:
             for exit_call in self.extensions.exit_call:
                 exit_call(call, outputs, is_outermost)
-            self._end_call(call, grad_enabled, is_outermost)
+            try:
+                if call.unit.depth == 1 and not self.context.in_backward:
+                    for end_call in self.extensions.end_call:
+                        end_call(call.unit)
+            finally:
+                self._leave(call)
+            # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
+            if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
+                self.scheduler.free_after_forward(call.unit, grad_enabled)
+            self.clock += 1
+            call.ended(self.clock)
+            if grad_enabled:
+                call.forward_pass.note_call(call.unit, call.start)
+                if not self.context.in_backward:
+                    call.unit.open_starts.add(call.start)
+            if is_outermost:
+                # The user may write main shards on the host after a forward.
+                self.context.wait_for_uploads()
+                errors = [check() for check in self.extensions.after_forward]
+                for error in filter(None, errors):
+                    raise error
+                self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
         except BaseException as error:
             if is_outermost:
                 self.abort(error)
             raise
 
-    def _end_call(self, call: ForwardCall, grad_enabled: bool, is_outermost: bool) -> None:
-        try:
-            if call.unit.depth == 1 and not self.context.in_backward:
-                for end_call in self.extensions.end_call:
-                    end_call(call.unit)
-        finally:
-            self._leave(call)
-        # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
-        if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
-            self.scheduler.free_after_forward(call.unit, grad_enabled)
-        self.clock += 1
-        call.ended(self.clock)
-        if grad_enabled:
-            call.forward_pass.note_call(call.unit, call.start)
-            if not self.context.in_backward:
-                call.unit.open_starts.add(call.start)
-        if is_outermost:
-            # The user may write main shards on the host after a forward.
-            self.context.wait_for_uploads()
-            errors = [check() for check in self.extensions.after_forward]
-            for error in filter(None, errors):
-                raise error
-            self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
-
     def _leave(self, call: ForwardCall) -> None:
         self._call_depth = max(self._call_depth - 1, 0)
         call.unit.leave_forward()
 
-    def abandon_call(self, call: ForwardCall, error: BaseException) -> None:
+    def call_raised(self, call: ForwardCall, error: BaseException) -> None:
         """The forward of `call` raised.
 
         In a backward pass this can be a recomputation that stops early on purpose. A real error
@@ -285,14 +282,6 @@ class RootState:
             before_abort(error)
         if isinstance(error, CollectiveError) or self.operations.has_failed:
             return  # See Note [A failed collective is final].
-        self._end_pass()
-
-    def give_up_step(self) -> None:
-        """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
-        self.backward.clear_abandoned()
-        self.reducer.kept.give_up()
-
-    def _end_pass(self) -> None:
         if self.backward.is_recorded:
             self.scheduler.take_back_forward()
         self.backward.forget_passes()
@@ -314,6 +303,11 @@ class RootState:
         self.context.take_replaced()
         for after_abort in self.extensions.after_abort:
             after_abort()
+
+    def give_up_step(self) -> None:
+        """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
+        self.backward.clear_abandoned()
+        self.reducer.kept.give_up()
 
 
 def root_of(unit: Unit) -> RootState:
