@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from layerzero.comm.pending import Operation
 from layerzero.comm.streams import CommStream, Event, InlineStream, Waitable
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
@@ -93,7 +94,7 @@ class Reduction:
         """
         handle, gradients, context = self.handle, self.handle.gradients, self._context
         # An unsharded sum on the host is added here, before the first hop. A sharded one has the
-        # size of a chunk, and is added after it (`hops` in `_send`).
+        # size of a chunk, and is added after it (`hops` in `_start_hops`).
         comes_back = gradients.host_sum is not None and not in_shards
         gradients.collect(handle.unsharded_params, comes_back)
         self.present = gradients.present
@@ -112,7 +113,7 @@ class Reduction:
                     gradients.take_host_sum(gradients.sum)
                     stream.wait(offload.record_event())
                 gradients.fill_buffer()
-            self.pending = self._send(stream, result)
+            self.pending = self._start_hops(stream, result)
 
     def _allocate_chunk(self, in_shards: bool) -> torch.Tensor | None:
         """[chunk_numel] memory of the compute stream for what the last hop leaves.
@@ -144,7 +145,7 @@ class Reduction:
             gradients.send_to_host(gradients.sum)
             self.pending = offload.drain_handle()
 
-    def _send(self, stream: CommStream, result: torch.Tensor | None) -> Waitable:
+    def _start_hops(self, stream: CommStream, result: torch.Tensor | None) -> Waitable:
         """Start the hops: reduce-scatter, outer reduce-scatter, and an all-gather to replicas."""
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
@@ -160,9 +161,7 @@ class Reduction:
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)
         scales[0 if gradients.dtype == torch.float16 else -1] = options.gradient_scale
-        given = None
-        if context.extensions.reduce:
-            given = self._reduced_by_extension(groups[0], scales)
+        given = self._reduced_by_extension(groups[0], scales)
         # Sums that wait in shards: this chunk is added to them, or is the first of them.
         adds_up = self.is_partial or gradients.is_waiting_after_first_hop
         # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
@@ -173,24 +172,12 @@ class Reduction:
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         is_only_hop = is_only_hop and given is None and not context.extensions.reduced
         transport = context.transport
-        chunks = None if gradients.pair is None else gradients.pair.take()
         started: Waitable
         if given is not None:
             chunk, started = given, stream.drain_handle()
-        elif chunks is not None:
-            chunk, started = transport.reduce_with_peer(
-                *chunks, groups[0], operations[0], scales[0]
-            )
         else:
-            chunk, started = transport.reduce_scatter(
-                gradients.buffer,
-                groups[0],
-                operations[0],
-                scale=scales[0],
-                deterministic=options.deterministic,
-                order=None if placement.world is None else placement.world_slices,
-                out=result if is_only_hop else None,
-            )
+            out = result if is_only_hop else None
+            chunk, started = self._first_hop(groups[0], operations[0], scales[0], out)
         if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
             # block the host until it is done, where there are neither streams nor a thread.
@@ -232,6 +219,25 @@ class Reduction:
             return InlineStream.run(stream, hops, gradients.free_buffer)  # Not on a thread.
         return stream.run(hops, gradients.free_buffer)
 
+    def _first_hop(
+        self, group: ShardGroup, operation: Operation, scale: float, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Waitable]:
+        """Start reducing the full buffer, or the two halves of it that a pair of ranks keeps apart.
+
+        Returns:
+            This rank's chunk, and what its users wait for.
+        """
+        gradients, placement = self.handle.gradients, self.handle.placement
+        transport = self._context.transport
+        chunks = None if gradients.pair is None else gradients.pair.take()
+        if chunks is not None:
+            return transport.reduce_with_peer(*chunks, group, operation, scale)
+        order = None if placement.world is None else placement.world_slices
+        deterministic = self.unit.options.deterministic
+        return transport.reduce_scatter(
+            gradients.buffer, group, operation, scale, deterministic, order, out
+        )
+
     def _reduced_by_extension(self, group: ShardGroup, scales: list[float]) -> torch.Tensor | None:
         """The chunk that the first hop leaves, if an extension runs that; adapts the scales."""
         for reduce in self._context.extensions.reduce:
@@ -263,15 +269,8 @@ class Reduction:
                 # The last micro-batch: the sum is needed on the device, not on the host.
                 gradients.take_host_sum(chunk)
             # The next hop reads the sum; or the chunk is freed, whose memory is the stream's.
-            self._wait_for_offload(stream, offload)
+            stream.wait(offload.record_event())
         return chunk
-
-    @staticmethod
-    def _wait_for_offload(stream: CommStream, offload: CommStream) -> Event:
-        """Order `stream`, which owns the chunk, after the copies that `offload` makes of it."""
-        copied = offload.record_event()
-        stream.wait(copied)
-        return copied
 
     def _download(self, chunk: torch.Tensor, stream: CommStream) -> None:
         """Start copying the reduced chunk to the host memory that holds the main shard."""
@@ -283,4 +282,5 @@ class Reduction:
             offload.wait(ready)
             self.chunk = self.handle.params_on.empty(chunk.numel(), chunk.dtype)
             self.chunk.copy_(chunk, non_blocking=True)
-            self.landed = self._wait_for_offload(stream, offload)
+            self.landed = offload.record_event()
+            stream.wait(self.landed)

@@ -37,7 +37,7 @@ _NAMES = {
     "Reduction._allocate_chunk": "reduced chunk",
     "Reduction._add_up_on_host": "reduced chunk",
     "Reduction._download": "reduced chunk",
-    "Reduction._send.<locals>.hops": "sum between hops",
+    "Reduction._start_hops.<locals>.hops": "sum between hops",
     "reduce_scatter": "sum of a hop",
     "_all_to_all": "received parts",
     "exchange_in_place": "received parts",
