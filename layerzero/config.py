@@ -245,6 +245,14 @@ def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
     return int(number)
 
 
+def size_text(nbytes: int) -> str:
+    """`nbytes` in the unit in which `parse_nbytes` and docs count: powers of ten."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"
+
+
 def prefetch_depth(value: bool | int, name: str) -> int:
     """Parse a prefetch depth: False is 0, True is 1, an int is itself. Raises ValueError."""
     if isinstance(value, bool):

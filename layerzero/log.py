@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from layerzero.build.plan import WrapPlan
-from layerzero.config import MixedPrecision
+from layerzero.config import MixedPrecision, size_text
 from layerzero.flat.names import clean_name
 from layerzero.notices import some
 from layerzero.optional.arguments import names_of_optional
@@ -48,8 +48,8 @@ def _summary(module: nn.Module, root: RootState) -> str:
     return (
         f"ZeRO3: {len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__} on "
         f"{root.device}: {total:,} parameters{f' ({frozen:,} frozen)' if frozen else ''}, "
-        f"{nbytes_text(shards)} of shards on this rank, {nbytes_text(full)} with all units full; "
-        f"the largest unit, {largest.label}, has {nbytes_text(largest.nbytes)}\n  units: "
+        f"{size_text(shards)} of shards on this rank, {size_text(full)} with all units full; "
+        f"the largest unit, {largest.label}, has {size_text(largest.nbytes)}\n  units: "
         f"{some([unit.label for unit in units])}"
     )
 
@@ -127,7 +127,7 @@ def _gathering(root: RootState) -> str:
     budget = root.context.limiter.budget
     limits = [
         *([] if (most := budget.max_units) is None else [f"{most} unit{'s' * (most > 1)}"]),
-        *([] if budget.max_nbytes is None else [nbytes_text(budget.max_nbytes)]),
+        *([] if budget.max_nbytes is None else [size_text(budget.max_nbytes)]),
     ]
     kept = [unit.label for unit in root.units if unit.options.reshard_after_forward is not True]
     when = scheduler.backward_prefetch
@@ -137,10 +137,3 @@ def _gathering(root: RootState) -> str:
         f"at most {' and '.join(limits) or 'any number'} full at a time"
         + (f"; not freed after forward: {some(kept)}" if kept else "")
     )
-
-
-def nbytes_text(nbytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes} B"

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from layerzero.build.device import current_accelerator
-from layerzero.config import MixedPrecision, parse_nbytes
-from layerzero.memory_plan.plan import MemoryPlan, plan_memory, size_text
+from layerzero.config import MixedPrecision, parse_nbytes, size_text
+from layerzero.memory_plan.plan import MemoryPlan, plan_memory
 from layerzero.memory_plan.pretrained import UnknownModel, batch_of, model_of
 
 _PROGRAM = "python -m layerzero.plan"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.config import size_text
 from layerzero.flat.flat_param import FlatParam
 from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare
 from layerzero.memory_plan.experts import with_all_experts
@@ -221,11 +222,3 @@ def _check_optimizer(optimizer: object) -> Optimizer:
             f"got {optimizer!r}"
         )
     return optimizer  # type: ignore[return-value]
-
-
-def size_text(nbytes: int) -> str:
-    """`nbytes` in the unit in which docs and `parse_nbytes` count: powers of ten."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

@@ -114,32 +114,6 @@ def _find_changed(
     nan: int = 0,
 ) -> tuple[int, int]:
     """See `find_changed`. `nan`, the bits of the NaN that casts make, is for native kernels."""
-    check_find_changed(indices, values, main, snapshot, start)
-    count, stop = 0, start
-    while stop < main.numel() and count < indices.numel():
-        end = min(stop + _BLOCK, main.numel())
-        new = cast(main[stop:end], snapshot.dtype)
-        found = differs(new, snapshot[stop:end]).nonzero().view(-1)
-        room = indices.numel() - count
-        if found.numel() >= room:
-            found = found[:room]
-            end = stop + int(found[-1]) + 1
-        torch.add(found, stop, out=indices[count : count + found.numel()])
-        values[count : count + found.numel()] = new[found]
-        if update:
-            snapshot[stop:end][found] = new[found]
-        count, stop = count + found.numel(), end
-    return count, stop
-
-
-def check_find_changed(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    main: torch.Tensor,
-    snapshot: torch.Tensor,
-    start: int,
-) -> None:
-    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
     named = {"main": main, "snapshot": snapshot, "indices": indices, "values": values}
     for name, tensor in named.items():
         if tensor.ndim != 1 or not tensor.is_contiguous():
@@ -160,6 +134,21 @@ def check_find_changed(
         )
     if not 0 <= start <= main.numel():
         raise ValueError(f"find_changed: start {start} is outside of {main.numel()} elements")
+    count, stop = 0, start
+    while stop < main.numel() and count < indices.numel():
+        end = min(stop + _BLOCK, main.numel())
+        new = cast(main[stop:end], snapshot.dtype)
+        found = differs(new, snapshot[stop:end]).nonzero().view(-1)
+        room = indices.numel() - count
+        if found.numel() >= room:
+            found = found[:room]
+            end = stop + int(found[-1]) + 1
+        torch.add(found, stop, out=indices[count : count + found.numel()])
+        values[count : count + found.numel()] = new[found]
+        if update:
+            snapshot[stop:end][found] = new[found]
+        count, stop = count + found.numel(), end
+    return count, stop
 
 
 LIBRARY.define(

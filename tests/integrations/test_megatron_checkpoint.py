@@ -48,14 +48,14 @@ from layerzero.integrations.megatron import (
     ZeRO3Optimizer,
     get_zero3_optimizer,
 )
-from layerzero.integrations.megatron.checkpoint import (
+from layerzero.integrations.megatron.several import SeveralOptimizers
+from layerzero.integrations.megatron_checkpoint import (
     load_main_parameters,
     load_model_state_dict,
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
     sharded_state_dict,
 )
-from layerzero.integrations.megatron.several import SeveralOptimizers
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import on_ranks, run_ranks

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_623,
+    "": 46_596,
     "flat": 2_855,
     "step": 4_744,
     "comm": 1_506,

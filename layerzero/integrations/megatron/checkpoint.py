@@ -20,19 +20,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from layerzero import ZeRO3
 from layerzero.checkpoint.adapters import root_state_of, under_global_names
 from layerzero.integrations.engine import ordered_units
-from layerzero.integrations.megatron.optimizer_checkpoint import (
-    load_optimizer_state_dict,
-    optimizer_sharded_state_dict,
-)
 from layerzero.integrations.megatron.shards import shard_entry, stand_ins
-
-__all__ = [
-    "load_main_parameters",
-    "load_model_state_dict",
-    "load_optimizer_state_dict",
-    "optimizer_sharded_state_dict",
-    "sharded_state_dict",
-]
 
 StateDict = dict[str, Any]
 
