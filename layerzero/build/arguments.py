@@ -40,7 +40,7 @@ from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import require_timeout, resolve_process_groups
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
@@ -343,7 +343,7 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
         return OffloadPolicy()
     if (offload.params or offload.grads) and not has_separate_memory(device):
         text = f"offload={offload} has no effect: {device} has no memory of its own"
-        warn_once(text, text, stacklevel=outside())
+        warn_once(text)
         return OffloadPolicy()
     return offload
 

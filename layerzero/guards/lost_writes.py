@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from layerzero.flat.flat_param import version_of
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
@@ -163,7 +163,7 @@ class FirstForward(Extension):
         text = self._draws.found()
         if text is not None:
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
-            warn_once(text, text, is_first=is_first, stacklevel=outside())
+            warn_once(text, is_first=is_first)
         return None
 
     @property

@@ -103,8 +103,7 @@ class ParallelManager:
         )
         _check_agreement(f"{self.sizes}, sequence_parallel={sequence_parallel}")
         if sequence_parallel and self.sizes.tp == 1:
-            text = "sequence_parallel=True has no effect: tp_size is 1"
-            warn_once(text, text)
+            warn_once("sequence_parallel=True has no effect: tp_size is 1")
         self.zero3_size = zero3_size
         self.sequence_parallel = sequence_parallel
         self.mixed_precision: MixedPrecision | None = policies.get("mixed_precision")

@@ -198,10 +198,10 @@ def _call_uncompiled(
 ) -> Any:
     if not any(map(is_compiled, and_wrapped(unit.module))):
         warn_once(
-            "torch.compile around",
             f"torch.compile around {unit.label} compiles nothing inside that unit, whose call ends "
             "the graph; compile() of the sharded model compiles each unit, and compile() of a "
             "unit's module that one",
+            "torch.compile around",
         )
     return _call(unit, method, args, kwargs, casts)
 

@@ -125,10 +125,8 @@ def join(
         )
     if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
         warn_once(
-            "join without schedulers",
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
-            "it to layerzero.join, too: on ranks that run out of batches it would fall behind",
-            stacklevel=4,
+            "it to layerzero.join, too: on ranks that run out of batches it would fall behind"
         )
     running = enter(
         model,
