@@ -60,7 +60,8 @@ def _timeout(name: str, value: Any) -> timedelta | None:
 
 def _init_function(name: str, value: Any) -> InitFunction | Later | None:
     if value is not None and value != "later" and not callable(value):
-        raise TypeError(f"{name}: expected a function of a module or None, got {value!r}")
+        expected = "expected a function of a module, 'later' or None"
+        raise TypeError(f"{name}: {expected}, got {value!r}")
     return value
 
 
@@ -201,8 +202,8 @@ def check(**given: Any) -> dict[str, Any]:
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         several = (
-            ": put one module around them; or do not make them units, then they are gathered with "
-            "the unit around them (docs/reference/migrating.md)"
+            ": put one module around them, or leave them to the unit around them "
+            "(docs/reference/migrating.md)"
         )
         raise TypeError(
             f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
@@ -342,8 +343,7 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
     if offload is None:
         return OffloadPolicy()
     if (offload.params or offload.grads) and not has_separate_memory(device):
-        text = f"offload={offload} has no effect: {device} has no memory of its own"
-        warn_once(text)
+        warn_once(f"offload={offload} has no effect: the model is on the CPU")
         return OffloadPolicy()
     return offload
 
@@ -376,11 +376,11 @@ def check_arguments(
     ours["group"] = find_group(given["process_group"])
     ours["reduction"] = _reduction(ours)
     ours["row_multiple"] = row_multiple(given["layout"])
-    is_default = all(ours[name] == value for name, value in _CHOSEN_FOR_A_BUDGET.items())
-    if ours["memory_budget"] is not None and not is_default:
+    chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
+    if ours["memory_budget"] is not None and chosen:
         raise ValueError(
             "memory_budget: chooses what stays full and what is prefetched; leave out "
-            + ", ".join(_CHOSEN_FOR_A_BUDGET)
+            + ", ".join(chosen)
         )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
 

@@ -162,8 +162,8 @@ def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) ->
     has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
     if outer != "zero1" and not has_outer:
         warn_once(
-            f"outer={outer!r} has no effect: the shard group is the whole group, so there is no "
-            "outer group",
+            f"outer={outer!r} has no effect: the shard group is the whole group; pass zero3_size "
+            "or a mesh (outer, inner), or leave out outer",
             is_first=is_first,
         )
 

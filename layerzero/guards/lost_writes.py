@@ -113,7 +113,7 @@ def _written_into(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
         f"the forward wrote into the full parameters {_listed(names)}. These are copies, freed "
         "after use: use buffers, ignored_parameters, or write between steps, inside "
-        "summon_full_params(). A forward that writes into none met a late gather: report that"
+        "summon_full_params(). If your forward writes into none, please report a bug of layerzero"
     )
 
 
@@ -291,10 +291,9 @@ def _equal_heads(heads: Iterable[_Head]) -> str | None:
         other = first_with.setdefault(head.values, head)
         if other is not head:
             return (
-                f"the parts of {other.fqn!r} in shard {other.shard} and of {head.fqn!r} in shard "
-                f"{head.shard} begin with the same numbers, and were written after the model was "
-                "wrapped. If they were drawn there with one seed on all ranks: a rank holds only "
-                "its part of each parameter, and drew the same numbers for another part. "
-                "Initialise before wrapping, with param_init_fn, or inside summon_full_params()"
+                f"{other.fqn!r} in shard {other.shard} and {head.fqn!r} in shard {head.shard} were "
+                "written after wrapping, and begin with the same numbers. Ranks that draw with one "
+                "seed draw the same numbers for different parts of the model. If they did, "
+                "initialise before wrapping, with param_init_fn, or inside summon_full_params()"
             )
     return None

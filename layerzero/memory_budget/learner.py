@@ -122,8 +122,8 @@ class Learner(Extension):
         root = self._root
         if root.device.type == "cpu" and any(_is_compiled(unit) for unit in root.units):
             self._refuse(
-                "memory_budget: a compiled module allocates on the CPU what nobody sees; leave "
-                "memory_budget or torch.compile out"
+                "memory_budget: memory that a compiled module allocates on the CPU cannot be "
+                "measured; leave out memory_budget or torch.compile"
             )
         self._meter.start(_held_by_engine(root))
         # The model may go while it learns.

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import make_meshes
@@ -83,11 +84,7 @@ class ParallelManager:
         backend: str | None = None,
         **of_torch: Any,
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "ParallelManager needs torch.distributed: call "
-                "torch.distributed.init_process_group first (or start the script with torchrun)"
-            )
+        resolve_process_groups(None)  # Raises if torch.distributed is not initialised.
         _refuse_unknown(of_torch)
         policies = {"mixed_precision": mixed_precision, "offload": offload, **of_torch}
         policies = {name: value for name, value in policies.items() if value is not None}
@@ -332,7 +329,8 @@ def _check_agreement(own: str) -> None:
     if len(first_with) > 1:
         listed = "; ".join(f"rank {rank}: {each}" for each, rank in first_with.items())
         raise ValueError(
-            f"ParallelManager: arguments differ between ranks; first rank with each: {listed}"
+            "ParallelManager: arguments differ between ranks; pass the same to each. The first "
+            f"rank with each: {listed}"
         )
 
 

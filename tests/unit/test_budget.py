@@ -17,12 +17,12 @@ PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
     "": 46_747,
-    "flat": 2_855,
-    "step": 4_758,
+    "flat": 2_854,
+    "step": 4_757,
     "comm": 1_508,
     "watch": 1_097,
-    "build": 2_664,
-    "guards": 624,
+    "build": 2_658,
+    "guards": 623,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89
