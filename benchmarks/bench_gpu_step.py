@@ -254,7 +254,7 @@ class Training:
         """`states`: dtype of the states of `layerzero.optim.AdamW`; None: torch's, fused."""
         self._device = config.device
         model: nn.Module = config.build()
-        unit = type(model.blocks[0])  # type: ignore[index, arg-type]
+        unit = type(model.blocks[0])  # type: ignore[index]
         if engine == "layerzero":
             precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             model = ZeRO3(model, auto_wrap_policy={unit}, mixed_precision=precision)

@@ -10,9 +10,7 @@ checkpoint of the first, is evaluated, saved to a folder, and loaded from it str
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,24 +68,16 @@ def make_trainer(folder: Path, steps: int, use_cpu: bool) -> ZeRO3Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="an even number")
-    parser.add_argument(
-        "--out", type=Path, help="for checkpoints and the model; default: none kept"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/train_hf"), help="where it writes")
     options = parser.parse_args()
-    use_cpu = not torch.cuda.is_available()
-    dist.init_process_group("gloo" if use_cpu else "nccl")
-    with tempfile.TemporaryDirectory() as temporary:
-        shared: list[Any] = [str(options.out or temporary)]
-        dist.broadcast_object_list(shared)
-        train(Path(shared[0]), options.steps, use_cpu)
-        dist.barrier()
-    dist.destroy_process_group()
+    train(options.out, options.steps, use_cpu=not torch.cuda.is_available())
+    dist.destroy_process_group()  # TrainingArguments made it.
 
 
 def train(folder: Path, steps: int, use_cpu: bool) -> list[int]:
     make_trainer(folder, steps // 2, use_cpu).train()
     trainer = make_trainer(folder, steps, use_cpu)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{steps // 2}"))
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(folder / "model"))
 

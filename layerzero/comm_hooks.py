@@ -75,13 +75,13 @@ def set_hooks(
 def _check(unit: Unit) -> None:
     if unit.options.deterministic:
         raise NotImplementedError(
-            f"{unit.label}: a communication hook with deterministic=True, whose sums are the "
-            "engine's own; leave out one of them"
+            f"{unit.label}: a communication hook replaces the sums that deterministic=True fixes; "
+            "leave out one of them"
         )
     if type(unit.context.transport) is not Transport:
         raise NotImplementedError(
-            f"{unit.label}: a communication hook with verify=, which does not see what the hook "
-            "sends; leave out one of them"
+            f"{unit.label}: verify= cannot check what a communication hook sends; leave out one "
+            "of them"
         )
 
 

@@ -109,8 +109,8 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            "fully_shard: dp_mesh_dims: cut the data-parallel axes out of the mesh: "
-            'mesh=mesh["dp"], or mesh["replicate", "shard"]'
+            "fully_shard: dp_mesh_dims is not supported: pass the data-parallel axes, "
+            'mesh=mesh["dp"] or mesh=mesh["replicate", "shard"]'
         )
     given_modules: Any = [module] if isinstance(module, nn.Module) else module
     modules = _outermost(list(given_modules))
@@ -172,11 +172,11 @@ def _check_module(module: nn.Module) -> None:
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
-            f"fully_shard does not support containers that do not implement forward, such as this "
-            f"{name}: nothing would gather its parameters; call it for each member"
+            f"fully_shard: this {name} has no forward, so nothing would gather its parameters; "
+            "call it for each member"
         )
     if _STATE in module.__dict__:
-        raise RuntimeError(f"fully_shard: this {name} is sharded already; call it once for each")
+        raise RuntimeError(f"fully_shard: this {name} is sharded already")
     parts = {id(part) for part in modules_of(module)}
     for unit in units_inside(module):
         root = root_if_alive(unit)
@@ -196,12 +196,12 @@ def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | 
             if found is not None and type(found) is not Shard:
                 raise NotImplementedError(
                     f"fully_shard: shard_placement_fn returned {found} for {name!r}; expected None "
-                    "or a Shard: give experts an expert-data group with ZeRO3"
+                    "or a Shard; for experts use ZeRO3, with a process_group of their own"
                 )
             if found is not None and not -parameter.ndim <= found.dim < max(parameter.ndim, 1):
                 raise ValueError(
                     f"fully_shard: shard_placement_fn returned {found} for {name!r}, which has "
-                    f"{parameter.ndim} dimensions"
+                    f"only {parameter.ndim} dimensions"
                 )
 
 
@@ -215,11 +215,11 @@ def _defaults() -> Mapping[str, Any]:
 def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard: expected a DeviceMesh or None, got {mesh!r}")
+        raise TypeError(f"fully_shard: mesh: expected a DeviceMesh or None, got {mesh!r}")
     if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard: expected a mesh of one or two axes, got {mesh}")
+        raise ValueError(f"fully_shard: mesh: expected one or two axes, got {mesh}")
     if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise ValueError(f"fully_shard: a mesh of two axes needs mesh_dim_names, got {mesh}")
+        raise ValueError(f"fully_shard: mesh: two axes need mesh_dim_names, got {mesh}")
     has_copies = mesh is not None and mesh.ndim == 2
     arguments: dict[str, Any] = {"outer": "replicate"} if has_copies else {}
     if value is None or isinstance(value, bool):
@@ -234,7 +234,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
         return {**arguments, "reshard_after_forward": value == size}
     if has_copies:
         raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={value} with a mesh of two axes; use True or False"
+            f"fully_shard: reshard_after_forward={value} with a mesh of two axes is not supported; "
+            "use True or False"
         )
     return {"zero3_size": value, "outer": "shard", "reshard_after_forward": "compute_shard"}
 
@@ -259,7 +260,7 @@ class _Together(nn.Module):
             self.add_module(str(number), module)
 
     def forward(self) -> NoReturn:
-        raise NotImplementedError("its modules are called, each by itself")
+        raise NotImplementedError("each of its modules is called by itself")
 
 
 def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootState) -> None:
@@ -362,7 +363,7 @@ class FSDPModule:
         """Change it from the next forward on. The same on every rank; between steps."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
-                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+                f"set_reshard_after_forward: expected a bool, got {reshard_after_forward!r}"
             )
         for state in self._chosen(recurse):
             state.is_auto = False
@@ -409,8 +410,8 @@ class FSDPModule:
         state = _state(self)
         if any(handle.placement.num_ranks == 1 for handle in state.unit.handles):
             raise NotImplementedError(
-                "set_custom_reduce_scatter, set_all_reduce_hook: one rank has this unit alone, and "
-                "reduces nothing; register hooks on its parameters, which get the gradients"
+                "set_custom_reduce_scatter, set_all_reduce_hook: one rank has this unit alone, so "
+                "nothing is reduced; register hooks on its parameters instead"
             )
         for name, hook in hooks.items():
             setattr(state, name, hook)
@@ -515,8 +516,8 @@ def _follow_flags(root: RootState) -> None:
             in_shards = state.requires_sync
         if in_shards is not before and any(h.gradients.host_sum is not None for h in unit.handles):
             raise RuntimeError(
-                f"{unit.label}: set_requires_all_reduce was changed while sums of micro-batches "
-                "wait on the host: change it between steps"
+                f"{unit.label}: set_requires_all_reduce or set_requires_gradient_sync was called "
+                "while sums of micro-batches wait in host memory; call it between steps"
             )
         if waits or in_shards:
             flags[unit] = waits, in_shards
@@ -563,7 +564,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if isinstance(module, FSDPModule):
         if not callable(getattr(module, method_name, None)):
-            raise ValueError(f"{type(module)} does not have a method {method_name}")
+            raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
         hooks.install(module, method_name, _state(module).unit)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterable
 
 import torch.distributed as dist
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+_PASSED_OVER = {
+    *("layerzero", "torch", "contextlib"),
+    *("lightning", "pytorch_lightning", "transformers", "accelerate", "megatron"),
+}
+"""Packages between the user's line and a warning: those that call the engine for the user."""
 
 _issued: set[str] = set()
 """Keys of warnings that this process has given, or left to the first rank."""
@@ -27,26 +30,25 @@ def is_first_rank() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
 
 
-def warn_once(key: str, message: str, *, is_first: bool | None = None, stacklevel: int = 2) -> None:
-    """Warn on one rank, and only the first time in this process.
+def warn_once(message: str, key: str = "", *, is_first: bool | None = None) -> None:
+    """Warn on one rank, and only the first time in this process. The warning shows the user's line.
 
     Args:
-        key: identifies the warning; it is given once for each key.
+        key: identifies the warning, which is given once for each key; "": the message does.
         is_first: whether this rank warns, such as the first of a model's ranks; None: rank 0 of
             the default group does.
-        stacklevel: as in `warnings.warn`: 1 is the caller of this function.
     """
+    key = key or message
     if key in _issued:
         return
     _issued.add(key)
     if is_first_rank() if is_first is None else is_first:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warnings.warn(message, stacklevel=_users_level())
 
 
-def outside() -> int:
-    """The `stacklevel` with which a `warn_once` in the calling function shows the user's line: the
-    first one outside this package."""
+def _users_level() -> int:
+    """The `stacklevel` with which `warnings.warn` in the calling function shows the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
         level, frame = level + 1, frame.f_back
     return level

@@ -48,14 +48,16 @@ def models_that_share(
         for model in filter(None, (reference() for reference in members)):
             if id(model.module) not in inside and id(model) not in found:
                 found[id(model)] = model
-                _check(model, root, given, f"ZeRO3: shares {plan.label!r} with a wrapped ")
+                _check(
+                    model, root, given, f"ZeRO3: this model shares {plan.label!r} with a wrapped "
+                )
     return list(found.values())
 
 
 def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -> None:
     what += type(model.module).__name__
     theirs = model.__dict__["_arguments"]
-    root.check_between_steps(f"{what}, which is in forward or backward")
+    root.check_between_steps(f"{what}, which is in forward or backward; wrap it between steps")
     for name in _OF_THE_ROOT:
         ours, other = getattr(given, name), getattr(theirs, name)
         if ours != other:
@@ -68,7 +70,7 @@ def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -
         "an optimizer in step_in_backward": root.reducer.uses_up_gradients,
     }
     for thing in (thing for thing, is_there in has.items() if is_there):
-        raise NotImplementedError(f"{what} that has {thing}, which only one model can have")
+        raise NotImplementedError(f"{what} with {thing}, which models that share units cannot have")
 
 
 def join(

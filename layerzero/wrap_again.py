@@ -98,9 +98,8 @@ def rewrap(model: ZeRO3) -> list[str]:
     lost = [fqn for number, fqn in hooked.items() if number not in shown]
     if lost:
         warn_once(
-            f"rewrap: {lost}",
             f"rewrap: the hooks on {lost} were lost, because their sharded parameters were "
-            "replaced; register them again",
+            "replaced; register them again"
         )
     return [
         name

@@ -14,7 +14,7 @@ from layerzero.build.plan import WrapPlan
 from layerzero.build.wrap import Visit, classes_of
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.ops import missing_kernels
 
 
@@ -25,7 +25,7 @@ def warn(module: nn.Module, given: Arguments, plan: WrapPlan, placement: Placeme
         placement: placement of the whole model.
     """
     for text in _texts(module, given, plan, placement.num_ranks > 1):
-        warn_once(text, text, is_first=True, stacklevel=outside())
+        warn_once(text, is_first=True)
 
 
 def _texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) -> Iterator[str]:

@@ -38,7 +38,7 @@ from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import require_timeout, resolve_process_groups
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
@@ -58,7 +58,8 @@ def _timeout(name: str, value: Any) -> timedelta | None:
 
 def _init_function(name: str, value: Any) -> InitFunction | Later | None:
     if value is not None and value != "later" and not callable(value):
-        raise TypeError(f"{name}: expected a function of a module or None, got {value!r}")
+        expected = "expected a function of a module, 'later' or None"
+        raise TypeError(f"{name}: {expected}, got {value!r}")
     return value
 
 
@@ -200,8 +201,8 @@ def check(**given: Any) -> dict[str, Any]:
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         several = (
-            ": put one module around them; or do not make them units, then they are gathered with "
-            "the unit around them (docs/reference/migrating.md)"
+            ": put one module around them, or leave them to the unit around them "
+            "(docs/reference/migrating.md)"
         )
         raise TypeError(
             f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
@@ -338,8 +339,7 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
     if offload is None:
         return OffloadPolicy()
     if (offload.params or offload.grads) and not has_separate_memory(device):
-        text = f"offload={offload} has no effect: {device} has no memory of its own"
-        warn_once(text, text, stacklevel=outside())
+        warn_once(f"offload={offload} has no effect: the model is on the CPU")
         return OffloadPolicy()
     return offload
 
@@ -372,11 +372,11 @@ def check_arguments(
     ours["group"] = find_group(given["process_group"])
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = row_multiple(given["layout"])
-    is_default = all(ours[name] == value for name, value in _CHOSEN_FOR_A_BUDGET.items())
-    if ours["memory_budget"] is not None and not is_default:
+    chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
+    if ours["memory_budget"] is not None and chosen:
         raise ValueError(
             "memory_budget: chooses what stays full and what is prefetched; leave out "
-            + ", ".join(_CHOSEN_FOR_A_BUDGET)
+            + ", ".join(chosen)
         )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
 

@@ -22,7 +22,7 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.step import hooks, methods, module_guards
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
@@ -54,7 +54,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
     difference = settle(materializer.failure, digests, topology.placement, plan.device)
     if difference is not None:
         is_first = topology.placement.is_first
-        warn_once(difference, difference, is_first=is_first, stacklevel=outside())
+        warn_once(difference, is_first=is_first)
     root = builder.join(units)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:

@@ -93,9 +93,9 @@ def _check_resizing(device: torch.device) -> None:
         torch.empty(1, device=device).untyped_storage().resize_(0)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"rank {own_rank()}: parameters go to {device}, whose storages torch cannot "
-            "resize: full parameters could not be freed. Ask the maker of the device's extension "
-            f"for it. ({error})"
+            f"rank {own_rank()}: parameters go to {device}, whose storages torch cannot resize "
+            f"({error}), so full parameters could not be freed; use a device whose extension of "
+            "torch supports untyped_storage().resize_(0)"
         ) from None
 
 

@@ -27,7 +27,7 @@ from layerzero.flat.groups import (
     resolve_process_groups,
 )
 from layerzero.flat.placement import Outer, Placement, ShardGroup
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 
 _logger = logging.getLogger(__name__)
 
@@ -162,11 +162,9 @@ def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) ->
     has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
     if outer != "zero1" and not has_outer:
         warn_once(
-            f"outer={outer}",
-            f"outer={outer!r} has no effect: the shard group is the whole group, so there is no "
-            "outer group",
+            f"outer={outer!r} has no effect: the shard group is the whole group; pass zero3_size "
+            "or a mesh (outer, inner), or leave out outer",
             is_first=is_first,
-            stacklevel=outside(),
         )
 
 

@@ -166,8 +166,8 @@ def plan_units(
         owner = _nearest_common(users)
         if owner.existing is not None:
             raise ValueError(
-                f"parameter {original.fqn!r} was added to {owner.label!r} after that was wrapped; "
-                "add parameters before wrapping, or call layerzero.rewrap(the wrapped model) first"
+                f"parameter {original.fqn!r} was added to {owner.label!r} after wrapping; add "
+                "parameters before wrapping, or call layerzero.rewrap of the inner model first"
             )
         owner.originals.append(original)
         for user in users:
@@ -297,18 +297,12 @@ def _refuse_shared_with_wrapped(
         if found is not None:
             plan, fqn = found
             raise ValueError(
-                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which has been "
-                "wrapped separately: they would no longer be tied; wrap both with one "
-                "ZeRO3(..., auto_wrap_policy=...), which keeps tied parameters in a unit around "
-                "both"
+                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which was "
+                "wrapped alone: they would no longer be tied; wrap both by one "
+                "ZeRO3(..., auto_wrap_policy=...), which keeps them in a unit around both"
             )
 
 
 def _nearest_common(users: list[UnitPlan]) -> UnitPlan:
-    first, *others = users
-    if not others:
-        return first
-    for candidate in first.ancestors():
-        if all(any(candidate is around for around in user.ancestors()) for user in others):
-            return candidate
-    raise AssertionError("plans of one module tree share its root")
+    around = [{id(each) for each in user.ancestors()} for user in users]
+    return next(each for each in users[0].ancestors() if all(id(each) in a for a in around))

@@ -183,8 +183,8 @@ def _verify(
         where = f"{source.folder / place.file}: {name}"
         if nbytes != place.entry.nbytes:
             raise CheckpointError(
-                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; the shards of the "
-                "model's ranks leave a gap, or overlap"
+                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; process_group= has "
+                "to contain every rank of the model"
             )
         check_crc(where, crc, place.crc)
 

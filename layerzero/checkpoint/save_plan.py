@@ -64,11 +64,9 @@ class SavePlan:
             f"names to save to {arguments[0]}",
             lambda: self._collect(model, optimizers, schedulers, extra, arguments),
         )
-        _check_same("root, step and keep", [each["arguments"] for each in messages])
+        _check_same("root, step and keep", [each["arguments"] for each in messages], together)
         given = [sorted(each["optimizers"]) for each in messages]
-        if [] in given and any(given):
-            raise CheckpointError("some ranks passed an optimizer and some did not")
-        _check_same("names of optimizers", given)
+        _check_same("names of optimizers", given, together)
         announced, self._writers = merge([each["entries"] for each in messages])
         self.nbytes_moved: int = max(each["nbytes"] for each in messages)
         groups = self._groups
@@ -161,8 +159,8 @@ class SavePlan:
                     nbytes, crc = sums.get((self._numbers[plan.kind, name], 0), (0, 0))
                     if nbytes != entry.nbytes:
                         raise CheckpointError(
-                            f"{name}: ranks wrote {nbytes} of {entry.nbytes} bytes; their shards "
-                            "leave a gap, or overlap"
+                            f"{name}: ranks wrote {nbytes} of {entry.nbytes} bytes; process_group= "
+                            "has to contain every rank of the model"
                         )
                     own[name] = crc
                     parts.append(crc)
@@ -173,10 +171,11 @@ class SavePlan:
         return replace(self._manifest, step=step, files=records, tensors=crcs)
 
 
-def _check_same(what: str, values: Sequence[Any]) -> None:
+def _check_same(what: str, values: Sequence[Any], together: CheckpointGroup) -> None:
     if any(value != values[0] for value in values):
-        listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-        raise CheckpointError(f"{what} differ between ranks: {listed}")
+        pairs = zip(together.ranks, values, strict=True)
+        listed = "; ".join(f"rank {rank}: {value}" for rank, value in pairs)
+        raise CheckpointError(f"{what} differ between ranks: {listed}; pass the same on every rank")
 
 
 def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:

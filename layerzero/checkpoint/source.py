@@ -128,7 +128,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         tensors, _ = _tensors_of(path, names, manifest)
         if tensors.keys() != manifest.tensors[kind].keys():
             raise CheckpointError(
-                f"{path}: the tensors in the files of the {kind} differ from those in {MANIFEST}"
+                f"{path}: damaged: its {kind} files contain other tensors than {MANIFEST} lists"
             )
         by_kind[kind] = tensors
     return Source(path, by_kind, manifest.aliases, manifest)
@@ -150,8 +150,8 @@ def foreign_files(folder: Path) -> list[str]:
     """
     if is_unfinished(folder):
         raise CheckpointError(
-            f"{folder}: has no {MANIFEST}: its save or its removal was interrupted; load another "
-            "one"
+            f"{folder}: has no {MANIFEST}: its save or removal was interrupted; load another "
+            "checkpoint"
         )
     index = folder / index_name(MODEL)
     if index.exists():

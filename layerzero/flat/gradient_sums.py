@@ -56,8 +56,8 @@ class GradientSums(GradientBuffer):
         some of them, move. Raises RuntimeError if such sums are on the host."""
         if self.host_sum is not None:
             raise RuntimeError(
-                "parameters were unfrozen while gradients of no_sync wait on the host: change "
-                "requires_grad between optimizer steps, not inside an accumulation"
+                "parameters were unfrozen while gradients of no_sync wait in host memory: change "
+                "requires_grad between optimizer steps, not between micro-batches"
             )
         former, self._spare = self.__dict__.get("layout"), None
         super().set_trainable(indices)

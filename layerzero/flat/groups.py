@@ -53,8 +53,8 @@ def resolve_process_groups(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "ZeRO3 needs torch.distributed: call torch.distributed.init_process_group first "
-            "(or start the script with torchrun)"
+            "there is no process group: call torch.distributed.init_process_group first, in a "
+            "script that torchrun starts"
         )
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim > 2:

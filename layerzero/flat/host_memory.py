@@ -46,10 +46,10 @@ class HostMemory:
                 return registered(numel, dtype, self._runtime)
             except RuntimeError as error:
                 warn_once(
-                    "register host memory",
                     f"the device's runtime could not page-lock {numel * dtype.itemsize} bytes of "
                     f"host memory ({error}); torch's allocator does it instead, which rounds up to "
                     "a power of two and keeps what is freed",
+                    "register host memory",
                 )
         return self.empty(numel, dtype)
 

@@ -78,11 +78,6 @@ class FlatLayout:
             alignment: in elements; every start and every slice of a shard is a multiple of it.
             slices: number of equal slices into which each shard can be cut.
         """
-        if group_size < 1 or alignment < 1 or any(numel < 0 for numel in numels):
-            raise ValueError(
-                f"layout: expected group_size >= 1, alignment >= 1 and numels >= 0, "
-                f"got {group_size}, {alignment}, {tuple(numels)}"
-            )
         starts = []
         end = 0
         for numel in numels:

@@ -40,11 +40,15 @@ class ParameterInfo:
         Collective over the ranks that share the model, between steps.
 
         Raises:
-            RuntimeError: the parameter belongs to no model of this process.
+            RuntimeError: the parameter was copied or read from a file.
+            ValueError: its model was deleted.
             CollectiveError: a rank died, or did not take part within the timeout.
         """
         if self.gather is None:
-            raise RuntimeError(f"full_tensor: {self.fqn!r} belongs to no model of this process")
+            raise RuntimeError(
+                f"full_tensor: {self.fqn!r} was copied or read from a file, and belongs to no "
+                "model; call it on one of model.parameters()"
+            )
         return self.gather()
 
     def __reduce__(self) -> tuple[type[ParameterInfo], tuple[Any, ...]]:

@@ -141,12 +141,10 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         _warn_of_decay(optimizer, sharded_params)
     if not is_known and (sharded_params.are_parts or sharded_params.ndim > 1):
         warn_once(
-            f"not known to be element-wise: {name}",
             f"{name} was given sharded parameters, which are this rank's parts. If it uses "
             "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "
             f"trains differently than unsharded: use {whole}, or {element_wise}",
             is_first=sharded_params.owner.issues_warnings,
-            stacklevel=5,
         )
 
 
@@ -166,13 +164,12 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
     decay = max(empty | held, key=lambda each: each or 0.0)
     name = type(optimizer).__name__
     warn_once(
-        f"decay groups: {name}",
         f"{name}: all parameters are in the group with weight_decay={held.pop()}, and the one with "
         f"weight_decay={empty.pop()} is empty. Sharded parameters are 1-D, so parameter.ndim "
         'cannot distinguish matrices from vectors: use parameter.layerzero.ndim, layout="rows", or '
         f"layerzero.optim.decay_groups(model, weight_decay={decay})",
+        f"decay groups: {name}",
         is_first=sharded_params.owner.issues_warnings,
-        stacklevel=6,
     )
 
 

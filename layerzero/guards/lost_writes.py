@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from layerzero.flat.flat_param import version_of
-from layerzero.notices import outside, some, warn_once
+from layerzero.notices import some, warn_once
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
@@ -113,7 +113,7 @@ def _written_into(names: Sequence[str]) -> RuntimeError:
     return RuntimeError(
         f"the forward wrote into the full parameters {some(map(repr, names))}. These are copies, "
         "freed after use: use buffers, ignored_parameters, or write between steps, inside "
-        "summon_full_params(). A forward that writes into none met a late gather: report that"
+        "summon_full_params(). If your forward writes into none, please report a bug of layerzero"
     )
 
 
@@ -163,7 +163,7 @@ class FirstForward(Extension):
         text = self._draws.found()
         if text is not None:
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
-            warn_once(text, text, is_first=is_first, stacklevel=outside())
+            warn_once(text, is_first=is_first)
         return None
 
     @property
@@ -286,10 +286,9 @@ def _equal_heads(heads: Iterable[_Head]) -> str | None:
         other = first_with.setdefault(head.values, head)
         if other is not head:
             return (
-                f"the parts of {other.fqn!r} in shard {other.shard} and of {head.fqn!r} in shard "
-                f"{head.shard} begin with the same numbers, and were written after the model was "
-                "wrapped. If they were drawn there with one seed on all ranks: a rank holds only "
-                "its part of each parameter, and drew the same numbers for another part. "
-                "Initialise before wrapping, with param_init_fn, or inside summon_full_params()"
+                f"{other.fqn!r} in shard {other.shard} and {head.fqn!r} in shard {head.shard} were "
+                "written after wrapping, and begin with the same numbers. Ranks that draw with one "
+                "seed draw the same numbers for different parts of the model. If they did, "
+                "initialise before wrapping, with param_init_fn, or inside summon_full_params()"
             )
     return None

@@ -98,12 +98,12 @@ def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
         if is_accumulating():
             return  # The engine delivers a reduced gradient to a parameter with hooks.
         warn_once(
-            "gradients of sharded parameters",
             f"{fqn!r} was used outside the forward of its unit, where it is this rank's shard, as "
             "in a penalty on model.parameters(): autograd computed a gradient of the shard itself, "
             "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
             "and wrong for norms and anything else that needs the whole tensor: compute that "
             "inside the model's forward",
+            "gradients of sharded parameters",
             is_first=is_first,
         )
 

@@ -25,7 +25,7 @@ from layerzero.flat.placement import Placement
 from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
 from layerzero.memory_budget.meter import LateStream, Meter, make_meter
 from layerzero.memory_budget.timeline import Event, Settings, Timeline
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.ops import Segments
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
@@ -92,11 +92,9 @@ class Learner(Extension):
         root = self._root
         if root.join is not None:
             warn_once(
-                "memory_budget: joined",
                 "memory_budget: steps inside layerzero.join are not measured; nothing stays full "
                 "between forward and backward before five steps outside are",
                 is_first=self._placement.is_first,
-                stacklevel=outside(),
             )
         elif self._record is None:
             if torch.is_grad_enabled():
@@ -125,8 +123,8 @@ class Learner(Extension):
         root = self._root
         if root.device.type == "cpu" and any(_is_compiled(unit) for unit in root.units):
             self._refuse(
-                "memory_budget: a compiled module allocates on the CPU what nobody sees; leave "
-                "memory_budget or torch.compile out"
+                "memory_budget: memory that a compiled module allocates on the CPU cannot be "
+                "measured; leave out memory_budget or torch.compile"
             )
         self._meter.start(_held_by_engine(root))
         # The model may go while it learns.

@@ -182,13 +182,13 @@ def _refuse_unplanned(request: PlanRequest) -> None:
         if isinstance(inner, nn.RNNBase) and (request.on_accelerator or isinstance(inner, nn.LSTM)):
             raise NotImplementedError(
                 f"plan_memory: {name} on {request.device.type}: the workspace that its library "
-                "keeps for backward is not known without running it"
+                "keeps for backward is not known without running it; measure a step there"
             )
     offload = request.given["offload"]
     if request.on_accelerator and offload is not None:
         raise NotImplementedError(
-            f"plan_memory: offload on {request.device.type} cannot be planned yet: the plan has "
-            "one memory"
+            f"plan_memory: offload on {request.device.type} cannot be planned, because the plan "
+            "has one memory; leave it out, or measure a step there"
         )
 
 

@@ -54,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", required=True, type=_numbers, help="numbers of ranks, such as 8,64,1024")
     add("--ranks-per-node", type=int, default=8)
     add("--zero3-size", type=int, help="plan this size instead of recommending one")
-    add("--memory", help="of one device, such as 80GB; default: of the one here, else 80GB")
-    add("--device", help="planned for; it need not be here. Default: the accelerator, else cpu")
+    add("--memory", help="memory of one device; default: that of the device here, else 80GB")
+    add("--device", help="device type to plan for, here or not; default: the accelerator, else cpu")
     add("--batch-size", type=int, default=1, help="sequences on a rank, for a transformers config")
     add(
         "--length",
@@ -65,14 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--param-dtype", choices=_DTYPES, default="bfloat16")
     add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
-    add("--units", help="names of module classes, such as Block,Head; default: those of lists")
+    add("--units", help="module classes to wrap, such as Block,Head; default: those in ModuleLists")
     return parser
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
-        raise ValueError
+        expected = "expected numbers of ranks, such as 8,64,1024"
+        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
     return numbers
 
 
@@ -174,7 +175,7 @@ def _units(module: nn.Module, names: str | None) -> set[type[nn.Module]] | None:
     wanted = names.split(",")
     for name in wanted:
         if name not in classes:
-            raise _Refused(f"--units: no module of class {name!r}, only {', '.join(classes)}")
+            raise _Refused(f"--units: no module is a {name!r}; there are {', '.join(classes)}")
     return {classes[name] for name in wanted}
 
 

@@ -142,11 +142,14 @@ class AdamW(torch.optim.AdamW):
         check_parameters("AdamW", parameters, held)
         for parameter in parameters:
             if not parameter.dtype.is_floating_point:
-                raise ValueError(f"AdamW: parameter {name_of(parameter)} is {parameter.dtype}")
+                raise ValueError(
+                    f"AdamW: parameter {name_of(parameter)}: expected a floating-point dtype, got "
+                    f"{parameter.dtype}"
+                )
             if parameter.dtype == torch.float64 and self._state_dtype != "float32":
                 raise ValueError(
-                    "AdamW: states in fewer bits are for float32 and smaller parameters, "
-                    f"{name_of(parameter)} is float64"
+                    f"AdamW: parameter {name_of(parameter)} is float64, which needs "
+                    f"state='float32', got {self._state_dtype!r}"
                 )
         check_options("AdamW", [last], _FIXED)
 
@@ -475,8 +478,8 @@ def _scale_of_gradients(
         return None
     if scaler._scale is None:
         raise RuntimeError(
-            "clip_grad_norm_: the scaler has scaled no loss; call "
-            "scaler.scale(loss).backward() before"
+            "clip_grad_norm_: the scaler has scaled no loss; call scaler.scale(loss).backward() "
+            "first"
         )
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return scaler._scale if stage is OptState.READY else None

@@ -43,11 +43,9 @@ def check_parameters(
         owner = known.get(id(parameter))
         if owner is None and not (takes_ignored and root and _is_ignored(root, parameter)):
             raise ValueError(
-                f"{what}: parameter {name_of(parameter)} belongs to no ZeRO3 module"
-                f"{' that the other parameters belong to' if root is not None else ''}; wrap "
-                "the model first, pass model.parameters() of the wrapper, outside "
-                "summon_full_params, and give ignored parameters and those of other models to "
-                "torch's optimizer"
+                f"{what}: parameter {name_of(parameter)} belongs to no ZeRO3 module; wrap the "
+                "model first, pass its parameters() outside summon_full_params, and give "
+                "parameters that it does not shard to an optimizer of torch"
             )
         if owner is not None and first is not None and owner.root is not root:
             raise ValueError(

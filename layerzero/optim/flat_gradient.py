@@ -58,7 +58,7 @@ def copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.d
         RuntimeError: a gradient is sparse.
     """
     if any(each.layout is not torch.strided for each in parts):
-        raise RuntimeError("sparse gradients are not supported; use to_dense()")
+        raise RuntimeError("AdamW: expected dense gradients, got a sparse one; use to_dense()")
     end = 0
     offsets = []
     for each in parts:

@@ -193,10 +193,9 @@ def _warn_about_torchs(optimizer: torch.optim.Optimizer) -> None:
     caller = scaler_that_calls()
     if caller is not None and caller.is_enabled() and not isinstance(caller, GradScaler):
         warn_once(
-            "torch.amp.GradScaler",
             "torch.amp.GradScaler is used with sharded parameters: it checks this rank's "
             "shards only, so after an overflow some ranks skip the step and others do not, "
-            "and their scales differ from then on; use layerzero.GradScaler",
+            "and their scales differ from then on; use layerzero.GradScaler"
         )
 
 

@@ -21,7 +21,7 @@ from layerzero.build.plan import AnyGroup, Feature, ranks_of
 from layerzero.build.wrap import UnitPlan, has_forward
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
-from layerzero.notices import outside, warn_once
+from layerzero.notices import warn_once
 from layerzero.optional.exchange import Exchange
 from layerzero.optional.optional_units import OptionalRegions, OptionalUnits, exchange_of
 from layerzero.step.root import RootState
@@ -75,8 +75,7 @@ class OptionalModules(Feature):
             _check_units(name, module, plans, groups, everyone())
             _warn_of_own_collectives(name, module)
         if not modules and self.mean != "all":
-            text = f"optional_mean={self.mean!r} has no effect: no optional_modules were given"
-            warn_once(text, text, stacklevel=outside())
+            warn_once(f"optional_mean={self.mean!r} has no effect: no optional_modules were given")
 
     def compared(self) -> dict[str, list[str]]:
         rows = [f"{name!r} with optional_mean={self.mean!r}" for name in sorted(self.modules)]
@@ -273,12 +272,11 @@ def _warn_of_own_collectives(name: str, module: nn.Module) -> None:
     found = [n for n, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
     if found:
         inside = clean_name(f"{name}.{found[0]}".rstrip("."))
-        text = (
+        warn_once(
             f"optional_modules: {name!r} contains a SyncBatchNorm ({inside!r}), whose statistics "
             "all ranks exchange in training: if a rank skips it, the others wait for that rank; "
             "use BatchNorm, or keep it in eval mode"
         )
-        warn_once(text, text, stacklevel=outside())
 
 
 def _why_no_unit(name: str, module: nn.Module, inside: set[int], plans: Sequence[UnitPlan]) -> str:

@@ -126,8 +126,9 @@ class OptionalUnits(Extension):
         if self._context.in_backward or not self._is_open:
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
-                    f"{unit.label}: the parameters of this optional module were freed before its "
-                    "backward, in which no rank gathers it"
+                    f"{unit.label}: the full parameters of this optional module were freed before "
+                    "its backward, by reshard() or by an exception in another forward, and no rank "
+                    "gathers it in backward; run forward and backward again"
                 )
         elif unit.is_optional:
             if unit not in self._fresh or unit.state is ShardState.SHARDED:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
+from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import make_meshes
@@ -83,11 +84,7 @@ class ParallelManager:
         backend: str | None = None,
         **of_torch: Any,
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "ParallelManager needs torch.distributed: call "
-                "torch.distributed.init_process_group first (or start the script with torchrun)"
-            )
+        resolve_process_groups(None)  # Raises if torch.distributed is not initialised.
         _refuse_unknown(of_torch)
         policies = {"mixed_precision": mixed_precision, "offload": offload, **of_torch}
         policies = {name: value for name, value in policies.items() if value is not None}
@@ -103,8 +100,7 @@ class ParallelManager:
         )
         _check_agreement(f"{self.sizes}, sequence_parallel={sequence_parallel}")
         if sequence_parallel and self.sizes.tp == 1:
-            text = "sequence_parallel=True has no effect: tp_size is 1"
-            warn_once(text, text)
+            warn_once("sequence_parallel=True has no effect: tp_size is 1")
         self.zero3_size = zero3_size
         self.sequence_parallel = sequence_parallel
         self.mixed_precision: MixedPrecision | None = policies.get("mixed_precision")
@@ -313,7 +309,8 @@ def _check_agreement(own: str) -> None:
     if len(first_with) > 1:
         listed = "; ".join(f"rank {rank}: {each}" for each, rank in first_with.items())
         raise ValueError(
-            f"ParallelManager: arguments differ between ranks; first rank with each: {listed}"
+            "ParallelManager: arguments differ between ranks; pass the same to each. The first "
+            f"rank with each: {listed}"
         )
 
 

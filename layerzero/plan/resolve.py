@@ -107,7 +107,7 @@ class Resolved:
             is_first: whether this rank warns; None: the first rank of the world does.
         """
         for text in self.warnings:
-            warn_once(text, text, is_first=is_first, stacklevel=3)
+            warn_once(text, is_first=is_first)
 
 
 _SHARDED = "sharded already"

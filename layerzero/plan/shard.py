@@ -147,8 +147,7 @@ def _expert_arguments(plan: ShardingPlan, expert_mesh: Mesh) -> dict[str, Any]:
             "have the same experts; pass it, or leave out ep_plan"
         )
     if not plan.ep_plan and expert_mesh is not None:
-        text = "shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)"
-        warn_once(text, text, stacklevel=3)
+        warn_once("shard_with_plan: expert_mesh has no effect: the plan names no experts (ep_plan)")
     axes = expert_mesh.mesh_dim_names or () if isinstance(expert_mesh, DeviceMesh) else ()
     arguments: dict[str, Any] = {"process_group": expert_mesh}
     if isinstance(expert_mesh, DeviceMesh) and "edp" in axes:

@@ -77,9 +77,9 @@ class CheckpointGroup:
         return self.rank == 0
 
     @property
-    def first(self) -> int:
-        """Global rank of the first."""
-        return dist.get_rank() if self._group is None else self._group.ranks[0]
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks."""
+        return (dist.get_rank(),) if self._group is None else self._group.ranks
 
     def _gather(self, what: str, own: bytes, nbytes_moved: int) -> list[bytes]:
         if self._group is None:
@@ -110,8 +110,7 @@ class CheckpointGroup:
             own = json.dumps([False, describe(caught)])
         answers = [json.loads(each) for each in self._gather(what, own.encode(), nbytes_moved)]
         ranks_of: dict[str, list[int]] = {}
-        ranks = (0,) if self._group is None else self._group.ranks
-        for rank, (is_good, answer) in zip(ranks, answers, strict=True):
+        for rank, (is_good, answer) in zip(self.ranks, answers, strict=True):
             if not is_good:
                 ranks_of.setdefault(answer, []).append(rank)
         if ranks_of:

@@ -68,7 +68,7 @@ class _Choice(NamedTuple):
 
     def made(self, roots: Sequence[RootState], found: StateDict) -> StateDict:
         """What was asked for, from a state dict of shards. Collective if `full`."""
-        keepers = [checkpoint_group_of(roots[0], None).first] if self.rank0_only else []
+        keepers = [checkpoint_group_of(roots[0], None).ranks[0]] if self.rank0_only else []
         if self.full:
             found = gather_shards(found, cpu_offload=self.cpu_offload, ranks_only=keepers)
         if keepers and dist.get_rank() not in keepers:

@@ -152,7 +152,7 @@ def _call(
 
 
 _SHAPES = re.compile(r"\b(shape|size)s?\b")
-_NOTE = "only this unit's own parameters are full here; those of other units are 1-D shards"
+_NOTE = "only this unit's own parameters are full here; those of other units are shards"
 
 
 def _note_shape(error: BaseException, unit: Unit) -> None:
@@ -198,10 +198,10 @@ def _call_uncompiled(
 ) -> Any:
     if not any(map(is_compiled, and_wrapped(unit.module))):
         warn_once(
-            "torch.compile around",
             f"torch.compile around {unit.label} compiles nothing inside that unit, whose call ends "
-            "the graph; compile() of the sharded model compiles each unit, and compile() of a "
-            "unit's module that one",
+            "the graph; call compile() of the sharded model, which compiles each unit, or of the "
+            "unit's module",
+            "torch.compile around",
         )
     return _call(unit, method, args, kwargs, casts)
 

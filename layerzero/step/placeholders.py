@@ -100,9 +100,8 @@ class WaitingGradient(torch.Tensor):
         has_elements = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1
         if func not in _VERBS or has_elements:
             raise RuntimeError(
-                f"{func}: .grad stands for gradients of no_sync, which are not reduced yet: "
-                "multiply it by a number or clear it, and write it otherwise after the backward "
-                "that reduces"
+                f"{func}: .grad stands for gradients of no_sync, which are not reduced yet. Until "
+                "the backward that reduces them, only clear it or multiply it by a number"
             )
         for place, target in enumerate(targets if several else [targets]):
             numbers = factor if factors is None else [factors[place]]

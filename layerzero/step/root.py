@@ -318,7 +318,7 @@ def root_of(unit: Unit) -> RootState:
     """
     root = unit.context.owner()
     if root is None:
-        raise RuntimeError(f"{unit.label}: the wrapped model around it was deleted; keep that")
+        raise RuntimeError(f"{unit.label}: the wrapped model around it was deleted; keep it alive")
     return root  # type: ignore[return-value]  # not `cast`, a call for each call of a unit
 
 

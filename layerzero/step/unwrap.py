@@ -81,8 +81,8 @@ def left_units(module: nn.Module) -> list[Unit]:
                     continue
                 raise RuntimeError(
                     f"ZeRO3: this {type(module).__name__} contains parameters of {unit.label!r} of "
-                    f"a wrapped {type(outermost).__name__}. Two models can share units only: wrap "
-                    "the part that both have before, or both models in one module"
+                    f"a wrapped {type(outermost).__name__}. Wrap inner modules first. Two models "
+                    "can share whole units only: wrap what they share first, or both in one module"
                 )
         if unit not in nested:
             left.append(unit)
@@ -105,8 +105,8 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
         patched = methods.patched_methods(module)
         if patched:
             raise RuntimeError(
-                f"{type(module).__name__}: {patched} were replaced after wrapping and call the "
-                "methods that ZeRO3 installed; undo that before wrapping the module again"
+                f"{type(module).__name__}: {patched} were replaced after wrapping, and call what "
+                "ZeRO3 installed there; undo that before wrapping the module again"
             )
     full: dict[int, nn.Parameter] = {}
     for unit in units:

@@ -125,10 +125,8 @@ def join(
         )
     if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
         warn_once(
-            "join without schedulers",
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
-            "it to layerzero.join, too: on ranks that run out of batches it would fall behind",
-            stacklevel=4,
+            "it to layerzero.join, too: on ranks that run out of batches it would fall behind"
         )
     running = enter(
         model,
@@ -229,7 +227,7 @@ def _check(unit: Unit, root: RootState, optimizers: Sequence[torch.optim.Optimiz
         raise ValueError("join: the model has no parameters")
     if root.tensor_parallel_groups or any(h.placement.data_parallel for h in handles):
         raise NotImplementedError(
-            "join: not for tensor-parallel models or experts, whose own collectives a rank without "
-            "batches cannot take part in"
+            "join: tensor-parallel models and experts have collectives of their own, in which a "
+            "rank without batches cannot take part"
         )
     root.check_between_steps("join: called inside forward or backward")

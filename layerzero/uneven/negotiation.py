@@ -118,11 +118,14 @@ class Negotiation:
         own = len(self.optimizers.all), len(self.optimizers.options()), len(self.optimizers.scalers)
         rows = self.exchange([self.exchange.rank, *own])
         if any(row[1:] != rows[0][1:] for row in rows):
-            texts = {
-                rank: f"{count} with {options} numbers in their groups, {scaler_count} scalers"
+            texts = [
+                f"rank {rank}: {count} optimizers with {options} numbers in their groups, "
+                f"{scaler_count} scalers"
                 for rank, count, options, scaler_count in rows
-            }
-            raise ValueError(f"join: optimizers differ between ranks: {texts}")
+            ]
+            raise ValueError(
+                f"join: optimizers differ between ranks: {'; '.join(texts)}. Pass the same to each"
+            )
 
     def _bring(self, request: Request, is_last: bool, looks: bool) -> list[list[int]]:
         """Exchange this rank's request, and its optimizers as they are now. Collective.

@@ -269,7 +269,9 @@ class RunningJoin(Extension):
         if what == "rewrap":
             raise RuntimeError("rewrap: the model is inside a join; leave that first")
         if what == "micro_batches":
-            raise NotImplementedError("join: not for pipeline stages, nor around micro_batches()")
+            raise NotImplementedError(
+                "join: does not work around pipeline stages or micro_batches()"
+            )
         if what == "reduce_gradients":
             self.come_to(Request(Kind.REDUCE))
         else:

@@ -135,8 +135,8 @@ def _table(reports: _Reports, have_diverged: bool) -> str:
         )
     elif len(texts) < len(ranks) and not have_diverged:
         lines.append(
-            "Look at the ranks without a report first. A rank that is well and elsewhere did not "
-            "make this call: every rank must, also to save or load (no `if rank == 0:`)."
+            "Look at the ranks without a report first. One that still runs did not make this call: "
+            "every rank must, also to save or load (not under `if rank == 0:`)."
         )
     elif len(waited_in) > 1 or len(texts) < len(ranks):
         lines.append(

@@ -188,7 +188,7 @@ def _what_users_write() -> None:
                 state["exp_avg"].mul_(0.5)
         step()
         with pytest.raises(ZeroDivisionError):
-            model(torch.ones(4, 5)).mean().register_hook(lambda _: 1 // 0)  # type: ignore[arg-type]
+            model(torch.ones(4, 5)).mean().register_hook(lambda _: 1 // 0)
             loss = model(torch.ones(4, 5)).mean()
             loss.register_hook(lambda _: 1 // 0)
             loss.backward()
@@ -232,7 +232,7 @@ def _micro_batches() -> None:
         if fails:
             with pytest.raises(ZeroDivisionError):
                 loss = model(torch.ones(4, 5)).mean()
-                loss.register_hook(lambda _: 1 // 0)  # type: ignore[arg-type]
+                loss.register_hook(lambda _: 1 // 0)
                 loss.backward()
         with pytest.raises(CorruptionError, match="all-gather of"):
             model(torch.ones(4, 5)).square().mean().backward()

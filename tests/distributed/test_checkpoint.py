@@ -621,6 +621,15 @@ def test_shards_on_a_device_are_written_through_small_windows(
             assert file.read_bytes() == (other / file.name).read_bytes()
 
 
+@on_ranks(3)
+def test_ranks_that_differ_are_named_by_their_global_numbers(tmp_path: Path) -> None:
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    if rank:
+        model = ZeRO3(Mlp(), process_group=group)
+        with pytest.raises(CheckpointError, match=r"rank 1: \[.*\]; rank 2: \["):
+            save(tmp_path, model, step=rank)
+
+
 @on_ranks(2)
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     rank = dist.get_rank()
@@ -633,7 +642,10 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused("rank 1: extra: a function cannot be saved", extra=(lambda: 0) if rank else 0)
     refused("^ranks 0-1: extra: a function cannot be saved((?!rank).)*$", extra=lambda: 0)
     refused("root, step and keep differ between ranks", step=rank)
-    refused("some ranks passed an optimizer and", optimizer=optimizer if rank else None)
+    refused(
+        r"names of optimizers differ between ranks: rank 0: \[\]; rank 1: \[\'\'\]; pass",
+        optimizer=optimizer if rank else None,
+    )
     refused("keep: expected at least 1", keep=0)
     refused("step: expected an int", step=-1)
     refused("max_file_size: expected a size such as", max_file_size="many")

@@ -307,7 +307,7 @@ def _names_that_differ(folder: str) -> None:
         refused(text, {"a": rest, "b": stranger}, verb)
     rank = dist.get_rank()
     refused("names of optimizers differ between ranks", {"a" if rank else "b": rest}, save)
-    refused("some ranks passed an optimizer", own if rank else None, save)
+    refused("names of optimizers differ between ranks: rank 0: ", own if rank else None, save)
 
     saved = "contains the state of optimizers named 'matrices', 'rest', but optimizer= has"
     refused(f"{saved} optimizers named 'rest'", {"rest": rest})

@@ -246,7 +246,7 @@ def test_the_host_makes_as_many_calls_whatever_the_number_of_parameters() -> Non
         found = []
         for count in (4, 64):
             model = ZeRO3(_Many(count))
-            optimizer = AdamW(model.parameters(), state=state)  # type: ignore[arg-type]
+            optimizer = AdamW(model.parameters(), state=state)
             calls = []
             for _ in range(9):
                 forward_backward(model, torch.ones(2))
@@ -268,7 +268,7 @@ def test_bad_input_is_refused_with_names() -> None:
     loose = nn.Parameter(torch.randn(3))
     first = next(model.parameters())
     for wrong, message in [
-        ([*model.parameters(), loose], r"of shape \(3,\) belongs to no ZeRO3 module that"),
+        ([*model.parameters(), loose], r"of shape \(3,\) belongs to no ZeRO3 module;"),
         ([loose], r"of shape \(3,\) belongs to no ZeRO3 module;"),
         ([*model.parameters(), *other.parameters()], "'stem.weight' belongs to another ZeRO3"),
     ]:
@@ -610,7 +610,7 @@ def test_every_state_trains() -> None:
     (batches,) = batches_of(CASES["mlp"], dist.get_world_size(), 1)
     for state in ("float32", "bfloat16", "8bit"):
         model = sharded(CASES["mlp"])
-        optimizer = AdamW(model.parameters(), lr=1e-2, state=state)  # type: ignore[arg-type]
+        optimizer = AdamW(model.parameters(), lr=1e-2, state=state)
         losses = []
         for _ in range(30):
             optimizer.zero_grad()

@@ -28,7 +28,7 @@ BENCHMARK = REPOSITORY / "benchmarks" / "bench_host_work.py"
 def _committed() -> dict[str, Any]:
     [page] = (REPOSITORY / "benchmarks" / "results").glob("host_work_*.md")
     [line] = re.findall(r'^\{"benchmark": "host_work".*\}$', page.read_text(), re.M)
-    return json.loads(line)  # type: ignore[no-any-return]
+    return json.loads(line)
 
 
 @pytest.mark.skipif(

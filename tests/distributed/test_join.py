@@ -737,7 +737,7 @@ ERRORS: list[tuple[Callable[[ZeRO3, torch.optim.Optimizer], Any], Any]] = [
     (_scales(layerzero.GradScaler), "a gradient scaler that the join does not have"),
     (_scales(torch.amp.GradScaler), "a gradient scaler that the join does not have"),
     (_has_a_closure, "SGD.step(closure) inside a join"),
-    (_has_stages, "join: not for pipeline stages"),
+    (_has_stages, "join: does not work around pipeline stages"),
     (lambda m, optimizer: layerzero.join(m, optimizer).__enter__(), "inside a join already"),
 ]
 """What a loop does, and words of the error; of rank 0's and rank 1's, if they differ."""
@@ -778,7 +778,7 @@ def test_what_cannot_join_is_refused() -> None:
     rank, model = dist.get_rank(), _wrapped()
     nested = ZeRO3(nn.Sequential(_wrapped(), nn.Linear(3, 3).double()), timeout=TIMEOUT)
     optimizer = _sgd(model)
-    features = "NotImplementedError: join: not for tensor-parallel models or experts"
+    features = "NotImplementedError: join: tensor-parallel models and experts have collectives"
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: layerzero.join(nn.Linear(2, 2), optimizer), "expected a ZeRO3 module, got Linear"),
         (lambda: layerzero.join(model, model), "expected optimizers, learning-rate"),

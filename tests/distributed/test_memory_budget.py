@@ -188,7 +188,7 @@ def test_ranks_with_batches_of_other_sizes_choose_alike(ranks: KeptRanks) -> Non
     (free, middle), (larger_free, larger) = ranks(2, _uneven, timeout=120)
     assert free.choice == larger_free.choice and middle.choice == larger.choice
     assert middle.choice is not None and middle.choice.kept
-    assert free.learned < larger_free.learned <= larger.choice.least_bytes  # type: ignore[union-attr]
+    assert free.learned < larger_free.learned <= larger.choice.least_bytes
     assert larger.held <= middle.choice.budget_bytes
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
         (least - 1, {}, f"a step needs at least {least:,} bytes"),
         ("1kB", {}, "for the shards and its largest unit alone"),
         (HUGE, {"reshard_after_forward": False}, "leave out reshard_after_forward"),
-        (HUGE, {"forward_prefetch": 2}, "leave out reshard_after_forward"),
+        (HUGE, {"forward_prefetch": 2}, "prefetched; leave out forward_prefetch"),
         (HUGE, {"auto_wrap_policy": _kept_blocks}, "reshard_after_forward"),
         (10**9 + dist.get_rank(), {}, "memory_budget"),
     ):

@@ -144,4 +144,4 @@ def test_a_rank_that_finished_early_is_named_and_a_later_use_repeats_it(tmp_path
     assert "Look at the ranks without a report first" in trains
     assert "gradient norm" in clips, "a small collective has the timeout, too"
     assert "exchange of the ranks that save or load together" in saves
-    assert "every rank must, also to save or load (no `if rank == 0:`)" in saves
+    assert "every rank must, also to save or load (not under `if rank == 0:`)" in saves

@@ -150,7 +150,7 @@ def _unfreezes_amid() -> None:
             with model.no_sync():
                 forward_backward(model, batch)
         model.stem.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="gradients of no_sync wait on the host"):
+        with pytest.raises(RuntimeError, match="gradients of no_sync wait in host memory"):
             forward_backward(model, batch)
 
 
@@ -290,7 +290,7 @@ def _steps_as_gradients_land() -> None:
 
 def _without_a_device() -> None:
     for offload in POLICIES.values():
-        with warns_on_first_rank("has no effect: cpu has no memory of its own"):
+        with warns_on_first_rank("has no effect: the model is on the CPU"):
             model = ZeRO3(Mlp(), offload=offload)
         assert all(
             handle.params_on is None for unit in inner_units(model) for handle in unit.handles

@@ -231,7 +231,7 @@ def test_inputs_are_cast_unless_the_plan_says_no() -> None:
 def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() -> None:
     with warns_on_first_rank(r"offload=OffloadPolicy\(params=True, grads=False, pin_"):
         shard_with_plan(seeded(Model), ShardingPlan(cpu_offload={"pin_memory": False}))
-    with warns_on_first_rank("cpu has no memory of its own"):
+    with warns_on_first_rank("has no effect: the model is on the CPU"):
         plan = ShardingPlan(apply_modules={"head": {"cpu_offload": True}})
         trains_alike(shard_with_plan(seeded(Model), plan))
 

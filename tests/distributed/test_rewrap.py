@@ -184,7 +184,7 @@ def test_a_backbone_in_no_unit_of_its_own_is_in_one_wrapped_model() -> None:
     both = seeded(Both)
     actor = ZeRO3(both.actor)
     before = list(actor.parameters())
-    with pytest.raises(RuntimeError, match=r"of a wrapped Head.*can share units only"):
+    with pytest.raises(RuntimeError, match=r"of a wrapped Head.*share whole units only"):
         ZeRO3(both.critic)
     with pytest.raises(RuntimeError, match="of a wrapped Head"):
         ZeRO3(actor.backbone)

@@ -148,7 +148,7 @@ def test_a_worker_of_ray_resumes_after_a_failure(
             super().__init__(worker, train_loop_config=train_loop_config, **given)
             self.config = train_loop_config
 
-        def fit(self) -> None:  # type: ignore[override]
+        def fit(self) -> None:
             with pytest.raises(AssertionError, match="asked to fail at step 5"):
                 run_ranks(2, _ray_worker, self.config)
             run_ranks(2, _ray_worker, self.config)

@@ -118,7 +118,7 @@ def _go_on(folder: str, saves: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     after = {}
     for state in ("bfloat16", "8bit"):
         model = _model()
-        optimizer = AdamW(model.parameters(), lr=1e-2 if saves else 0.5, state=state)  # type: ignore[arg-type]
+        optimizer = AdamW(model.parameters(), lr=1e-2 if saves else 0.5, state=state)
         if saves:
             _steps(model, optimizer, range(3))
             layerzero.checkpoint.save(f"{folder}/{state}", model, optimizer)
@@ -146,7 +146,7 @@ def test_a_checkpoint_goes_on_with_these_bits_at_another_world_size(
 def test_state_dicts_lose_no_bit(world_size: int) -> None:
     for state in ("float32", "bfloat16", "8bit"):
         models = [_model() for _ in range(3)]
-        makers = [AdamW(m.parameters(), lr=1e-2, state=state) for m in models]  # type: ignore[arg-type]
+        makers = [AdamW(m.parameters(), lr=1e-2, state=state) for m in models]
         for model, optimizer in zip(models, makers, strict=True):
             _steps(model, optimizer, range(3))
         _steps(models[0], makers[0], range(3, 5))
@@ -177,7 +177,7 @@ def test_states_outlast_the_option_that_uses_them() -> None:
             model = _model()
             parameters = [*model.parameters()]
             groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
-            optimizer = AdamW(groups, lr=1e-2, amsgrad=True, state=state)  # type: ignore[arg-type]
+            optimizer = AdamW(groups, lr=1e-2, amsgrad=True, state=state)
             _steps(model, optimizer, range(4, 6))
             for group in optimizer.param_groups[turned_off]:
                 group["amsgrad"] = False
@@ -198,7 +198,7 @@ def test_small_states_step_in_backward() -> None:
         models = [_model(), _model()]
         # On most ranks, one has nothing of some units, and knows only the parameters it has.
         given = [p for p in models[0].parameters() if p.numel()], models[1].parameters()
-        makers = [AdamW(each, lr=1e-2, state=state) for each in given]  # type: ignore[arg-type]
+        makers = [AdamW(each, lr=1e-2, state=state) for each in given]
         models[0].step_in_backward(makers[0])
         for step in range(4):
             batch = torch.randn(2, 19, generator=torch.Generator().manual_seed(step))

@@ -71,7 +71,7 @@ class Renamed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
 
-    def state_dict(self, *, prefix: str = "", **options: Any) -> Any:  # type: ignore[override]
+    def state_dict(self, *, prefix: str = "", **options: Any) -> Any:
         return self.module.state_dict(prefix=prefix, **options)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:

@@ -106,7 +106,7 @@ def test_what_units_share_and_bad_values_are_refused() -> None:
         with pytest.raises(error, match=message):
             ZeRO3(module, auto_wrap_policy=policy(block1=own))
         assert module.stem.weight.shape == (WIDTH, WIDTH), "nothing was changed"
-    with warns_on_first_rank("cpu has no memory of its own"):
+    with warns_on_first_rank("has no effect: the model is on the CPU"):
         own = {"offload": OffloadPolicy(params=True)}
         ZeRO3(Mlp(), auto_wrap_policy=policy(block1=own))
 

@@ -16,7 +16,7 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import seeded
 
 Make = Callable[[ZeRO3], Any]
@@ -240,6 +240,19 @@ class Fails(SGD):
         super().step()
 
 
+@on_ranks(3)
+def test_ranks_with_a_gradient_are_named_by_their_global_numbers() -> None:
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    if rank:
+        model = ZeRO3(seeded(Mlp), process_group=group)
+        optimizer = WholeTensorOptimizer(model.parameters(), SGD, lr=1e-3)
+        model(torch.randn(3, WIDTH)).sum().backward()
+        if rank == 1:
+            next(model.parameters()).grad = None
+        with pytest.raises(RuntimeError, match=r"on 1 of 2 ranks only, \[2\]"):
+            optimizer.step()
+
+
 def _errors_in_a_step() -> None:
     rank = dist.get_rank()
     model = _model()
@@ -268,7 +281,9 @@ def _errors_in_a_step() -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
     if rank == 1:
         first.grad = None
-    with pytest.raises(RuntimeError, match=r"stem.weight has a gradient on ranks \[0\] of 2 only"):
+    with pytest.raises(
+        RuntimeError, match=r"stem.weight has a gradient on 1 of 2 ranks only, \[0\]"
+    ):
         optimizer.step()
     # On none: as in plain torch, nothing happens to it.
     before = [p.detach().clone() for p in model.parameters()]

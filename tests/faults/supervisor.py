@@ -132,7 +132,7 @@ def _watch(
             report.problems.append("the ranks hang")
             return False
         for sentinel in wait(list(running), min(delay - elapsed, 1.0)):
-            code = running.pop(sentinel).exitcode  # type: ignore[call-overload]
+            code = running.pop(sentinel).exitcode
             if code:
                 report.problems.append(f"a rank ended with exit code {code}, and nobody killed it")
                 return False

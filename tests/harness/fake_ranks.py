@@ -59,7 +59,7 @@ def run_fake_ranks(
     Returns:
         What each returned.
     """
-    return run_ranks(1, _each, ranks, world_size, fn, args, timeout=timeout)[0]  # type: ignore[no-any-return]
+    return run_ranks(1, _each, ranks, world_size, fn, args, timeout=timeout)[0]
 
 
 def _each(ranks: Sequence[int], world_size: int, fn: Callable[..., Any], args: Any) -> list[Any]:

@@ -111,10 +111,10 @@ class Slot(nn.Module):
 
     def _result(self, region: nn.Module, source: Tensor, call: Call) -> Tensor:
         if call.way == "part":
-            return region.blocks[call.order[0]](source)  # type: ignore[no-any-return, index, operator]
+            return region.blocks[call.order[0]](source)  # type: ignore[index, operator]
         if self.recomputes:
-            return checkpoint(region, source, call, use_reentrant=False)  # type: ignore[no-any-return]
-        return region(source, call)  # type: ignore[no-any-return]
+            return checkpoint(region, source, call, use_reentrant=False)
+        return region(source, call)
 
 
 class TextBlock(nn.Module):

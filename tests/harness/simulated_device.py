@@ -404,7 +404,7 @@ class SimulatedDevice(TorchDispatchMode):
 
         def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self._is_devices(tensor):
-                return method(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+                return method(tensor, *args, **kwargs)
             self._read_and_wait(tensor, "cpu")
             with self.paused():
                 copy = tensor.detach().clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Operations(Callback):
     """Names of the units whose gradients were reduced, in each training step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.recording = recorded_operations(trainer.model)  # type: ignore[arg-type]
+        self.recording = recorded_operations(trainer.model)
         self.operations = self.recording.__enter__()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -450,9 +451,26 @@ def _goes_on(cls: type[Regression], kind: str, folder: Path) -> None:
         assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
 
 
+class _ByNdim(Regression):
+    def configure_optimizers(self) -> Any:
+        parts = [[p for p in self.parameters() if (p.ndim > 1) is each] for each in (True, False)]
+        groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1]}]
+        return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def _warns_at_the_users_line() -> None:
+    own = trainer(max_epochs=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        own.fit(seeded(_ByNdim), rows())
+    places = [each.filename for each in told if "decay_groups" in str(each.message)]
+    assert places == [__file__] * (dist.get_rank() == 0), places
+
+
 @on_ranks(RANKS)
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
     _precisions()
+    _warns_at_the_users_line()
     _goes_on(_TwoOptimizers, "full", tmp_path)
     _goes_on(_Whole, "full", tmp_path)
     _goes_on(_WholeAndRest, "sharded", tmp_path)

@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_583,
-    "flat": 2_855,
-    "step": 4_731,
+    "": 46_568,
+    "flat": 2_854,
+    "step": 4_730,
     "comm": 1_506,
     "watch": 1_091,
-    "build": 2_643,
-    "guards": 622,
+    "build": 2_635,
+    "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89

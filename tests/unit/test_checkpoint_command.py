@@ -292,9 +292,9 @@ def test_a_save_that_did_not_end_is_no_folder_of_weights(
     left = root / ".writing-step-00000012"
     shutil.copytree(root / "step-00000008", left)
     (left / "checkpoint.json").unlink()
-    assert "has no checkpoint.json: its save or its rem" in _fails(capsys, 1, "inspect", left)
+    assert "has no checkpoint.json: its save or rem" in _fails(capsys, 1, "inspect", left)
     assert main(["verify", str(left)]) == 1
-    assert "its save or its removal" in capsys.readouterr().out
+    assert "its save or removal" in capsys.readouterr().out
 
 
 def test_nothing_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -305,7 +305,7 @@ def test_a_folder_of_ours_without_a_manifest_is_no_folder_of_weights(
     partial.mkdir()
     head, entries = make_head([("w", torch.float32, (3,))], {})
     folder.write_durably(partial / "model.safetensors", head, entries["w"].end)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint\.json: its save or its removal"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\.json: its save or removal"):
         open_source(partial)
     assert list(open_source(partial.rename(tmp_path / "weights")).tensors["model"]) == ["w"]
 

@@ -192,7 +192,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     import layerzero
 
     with pytest.raises(AttributeError, match="no attribute 'checkpoints'"):
-        layerzero.checkpoints  # type: ignore[attr-defined]  # noqa: B018
+        layerzero.checkpoints  # noqa: B018
 
 
 PROGRAM = """

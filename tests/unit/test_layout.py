@@ -193,11 +193,3 @@ def _subsets(count: int) -> list[tuple[int, ...]]:
     for _ in range(4):
         subsets.add(tuple(i for i in range(count) if generator.random() < 0.5))
     return sorted(subsets)
-
-
-@pytest.mark.parametrize(
-    ("numels", "group_size", "alignment"), [([1], 0, 1), ([1], 1, 0), ([-1], 1, 1)]
-)
-def test_nonsense_is_refused(numels: list[int], group_size: int, alignment: int) -> None:
-    with pytest.raises(ValueError, match="expected group_size"):
-        FlatLayout.build(numels, group_size, alignment)

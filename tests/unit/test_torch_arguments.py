@@ -194,7 +194,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("sync_module_states: expected True or False, got 'yes'", {"sync_module_states": "yes"}),
     ("deterministic: expected True or False, got 1", {"deterministic": 1}),
     ("expected an nn.Module, got Tensor", {"module": torch.ones(1)}),
-    ("got list: put one module around them", {"module": [Mlp(), Mlp()]}),
+    ("got list: put one module around them, or leave them", {"module": [Mlp(), Mlp()]}),
     ("forward_prefetch: expected a bool or a depth.*got -1", {"forward_prefetch": -1}),
     ("limit_all_gathers: expected at least 1 unit, got 0", {"limit_all_gathers": 0}),
     ("limit_all_gathers: expected a size such.*parsecs", {"limit_all_gathers": "2 parsecs"}),

@@ -123,8 +123,8 @@ def _check_before(target: torch.Tensor, patch: Patch) -> None:
     present = _at(target, patch).to(patch.values.dtype)
     if crc_of(present) != patch.before:
         raise DeltaError(
-            f"{patch.where}: the tensors follow no stream yet, and do not hold the values that the "
-            "model had when the stream was made; apply full() of every rank first"
+            f"{patch.where}: no patch was applied to these tensors yet, and they do not hold the "
+            "values that the model had when the stream was made; apply full() of every rank first"
         )
 
 

@@ -87,7 +87,7 @@ def check_link(patch: Patch, mark: Mark, anchor: Mark) -> bool:
             "DeltaStream object, or another run)"
         )
     elif found.part is not None:
-        problem = f"full() of the rank was applied up to part {found.part + 1} only"
+        problem = f"full() of rank {link.sender} was applied up to part {found.part + 1} only"
     elif found.number >= link.number:
         problem = f"it is repeated, the tensors are at patch {found.number} of this rank"
     elif found.number < link.after:

@@ -152,7 +152,7 @@ class Patch:
         length, crc = _START.unpack_from(data)
         body = data[_START.size :]
         if zlib.crc32(body) != crc:
-            raise ValueError("its bytes do not have their checksum")
+            raise ValueError("the checksum of its bytes differs")
         head = json.loads(bytes(body[:length]))
         name, aliases, shape, dtype_text, first, numel, width, before, given = head
         link = Link(*given)
@@ -170,11 +170,11 @@ class Patch:
             and dtype_text in _DTYPES
         )
         if not is_right:
-            raise ValueError(f"not the head of a patch: {head!r:.200}")
+            raise ValueError(f"expected the header of a patch, got {head!r:.200}")
         dtype = _DTYPES[dtype_text]
         gaps_end = length + width * (numel - 1)
         if len(body) != gaps_end + numel * dtype.itemsize:
-            raise ValueError(f"{len(body)} bytes are not those of {numel} elements")
+            raise ValueError(f"{len(body)} bytes do not hold {numel} elements")
         indices = np.ones(numel, dtype=np.int64)
         if width:
             indices[1:] = np.frombuffer(body[length:gaps_end], dtype=f"<u{width}")

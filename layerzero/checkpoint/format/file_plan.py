@@ -96,8 +96,8 @@ def merge(
             old = found.setdefault((kind, name), new)
             if (old.dtype, old.shape, old.is_whole) != (new.dtype, new.shape, new.is_whole):
                 raise CheckpointError(
-                    f"{name} is {old.dtype} of shape {old.shape} on one rank and {new.dtype} of "
-                    f"shape {new.shape} on another"
+                    f"{name} is {old.dtype} of shape {old.shape} (whole: {old.is_whole}) on one "
+                    f"rank, {new.dtype} of shape {new.shape} (whole: {new.is_whole}) on another"
                 )
             if is_whole:
                 writers.setdefault((kind, name), rank)

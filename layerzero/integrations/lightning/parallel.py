@@ -195,11 +195,10 @@ class MeshStrategy(DDPStrategy):
             mesh = self._device_mesh[TENSOR]
             if split is None and mesh.size() > 1:
                 warn_once(
-                    "tensor_parallel_size without DTensors",
                     f"ZeRO3Strategy: tensor_parallel_size={mesh.size()}, but no parameter is a "
                     f"DTensor, so {mesh.size()} ranks each compute the same; call "
                     f'parallelize_module(..., self.device_mesh["{TENSOR}"], ...) in '
-                    "configure_model",
+                    "configure_model"
                 )
             if split is not None and mesh.size() == 1 and split.size() > 1:
                 raise ValueError(

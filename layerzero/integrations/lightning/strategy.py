@@ -424,8 +424,8 @@ class ZeRO3Strategy(MeshStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
-                f"the checkpoint has the state of {len(states)} optimizers, but "
-                f"{len(self.optimizers)} are configured"
+                f"the checkpoint has the state of {len(states)} optimizers, configure_optimizers "
+                f"returned {len(self.optimizers)}; return those of the saved run"
             )
         names = Names(self.model)
         for optimizer, state in zip(self.optimizers, states, strict=True):

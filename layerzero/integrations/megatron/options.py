@@ -190,12 +190,11 @@ def _matching(
 
 def _warn(key: str, text: str, known: list[str], is_first: bool | None) -> None:
     warn_once(
-        f"{key}: {text}",
         f"{key}: {text!r} matches nothing in this chunk of the model"
         f"{near_matches(text, known)}; a pattern must match a whole name, and a pipeline stage has "
         "only its own layers",
+        f"{key}: {text}",
         is_first=is_first,
-        stacklevel=4,
     )
 
 

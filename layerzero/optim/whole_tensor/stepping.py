@@ -61,11 +61,13 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
         operation = name("optimizer flags", "the optimizer", group)
         rows = _exchange_on_host([flags[n] for n in numbers], group, operation)
         for number, column in zip(numbers, zip(*rows, strict=True), strict=True):
-            with_gradient = [rank for rank, flag in enumerate(column) if flag & _PRESENT]
+            pairs = zip(group.ranks, column, strict=True)
+            with_gradient = [rank for rank, flag in pairs if flag & _PRESENT]
             if 0 < len(with_gradient) < group.size:
                 raise RuntimeError(
-                    f"WholeTensorOptimizer: {members[number].fqn} has a gradient on ranks "
-                    f"{with_gradient} of {group.size} only; set .grad to None on all ranks or none"
+                    f"WholeTensorOptimizer: {members[number].fqn} has a gradient on "
+                    f"{len(with_gradient)} of {group.size} ranks only, {with_gradient}; set .grad "
+                    "to None on all ranks or none"
                 )
             flags[number] = max(column)
     return Agreed(
