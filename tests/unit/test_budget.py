@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_762,
+    "": 46_752,
     "flat": 2_855,
     "step": 4_758,
     "comm": 1_508,
     "watch": 1_097,
     "build": 2_666,
-    "guards": 627,
+    "guards": 615,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89
