@@ -9,9 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +49,6 @@ class Surroundings(Extension):
 
         Raises:
             RuntimeError: DistributedDataParallel manages them.
-            NotImplementedError: a transform of `torch.func` runs the forward.
         """
         around = DistributedDataParallel._active_ddp_module
         if around is not None:
@@ -59,16 +57,6 @@ class Surroundings(Extension):
                 raise RuntimeError(
                     f"ZeRO3 inside a module that DistributedDataParallel wraps: {_ADVICE}"
                 )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            _refuse_transform()
-
-
-def _refuse_transform() -> NoReturn:
-    raise NotImplementedError(
-        "torch.func transforms (vmap, grad, jvp, jacrev) around the forward of a sharded module: "
-        "all-gathers cannot run inside them; use torch.autograd.grad, or transform functions "
-        "inside a unit's forward"
-    )
 
 
 class StrayGradients(Extension):

@@ -28,6 +28,8 @@ _SAME_SHAPE = (
     _aten.clone.default,
     _aten._to_copy.default,
     _aten.copy_.default,
+    _aten.fill_.Scalar,
+    _aten.zero_.default,
     _aten.empty_like.default,
     _aten.zeros_like.default,
     _aten.ones_like.default,

@@ -25,11 +25,7 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def refuse_copies(name: str) -> NoReturn:
-    """Refuse to copy: two modules would share hooks, sharded parameters and the unit.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: two modules would share hooks, sharded parameters and the unit."""
     raise NotImplementedError(
         f"{name}: a module that ZeRO3 sharded cannot be copied or pickled (copy, deepcopy, pickle, "
         "torch.save of the module itself). To average weights copy sharded parameters: {name: "
@@ -40,16 +36,20 @@ def refuse_copies(name: str) -> NoReturn:
 
 
 def refuse_export(label: str) -> NoReturn:
-    """Refuse to trace: the trace would contain gathers, and parameters whose memory is freed.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: a trace would contain gathers, and parameters that are freed."""
     raise NotImplementedError(
         f"{label}: a sharded model cannot be exported or traced (torch.export, torch.onnx, "
         "torch.jit.trace). Call full = layerzero.checkpoint.get_model_state_dict(model, full=True, "
         "cpu_offload=True, rank0_only=True) on every rank; on the first rank, "
         "load_state_dict(full) into an unwrapped module, and export that"
+    )
+
+
+def refuse_transform(label: str) -> NoReturn:
+    """Raise NotImplementedError: a transform would take the engine's own tensors for the user's."""
+    raise NotImplementedError(
+        f"{label}: torch.func transforms (vmap, grad, jvp) cannot run a sharded module's forward; "
+        "use torch.autograd.grad or torch.autograd.forward_ad, or transform inside a unit's forward"
     )
 
 

@@ -23,15 +23,13 @@ from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
 from layerzero.step.extension import Extensions
-from layerzero.step.module_guards import refuse_export
+from layerzero.step.module_guards import refuse_export, refuse_transform
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.structure import Ignored, Structure
 from layerzero.step.unit import TrainingState, Unit, get_unit
 from layerzero.watch.diagnosis import CollectiveError
-
-_is_tracing = torch._C._is_tracing
 
 
 class RootState:
@@ -199,19 +197,21 @@ class RootState:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
-        if _is_tracing() or torch.compiler.is_exporting():
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
             refuse_export(unit.label)
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
-        if self.has_forward_checks and not self.context.in_backward:
+        self._forward_pass = ForwardPass(self.clock)
+        if self.context.in_backward:
+            return  # A recomputation: its visits belong to the backward pass.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transform(unit.label)
+        if self.has_forward_checks:
             from layerzero.step.first_forward import check_first_forward
 
             check_first_forward(self.units, self.device)
             self.has_forward_checks = False
-        self._forward_pass = ForwardPass(self.clock)
-        if self.context.in_backward:
-            return  # A recomputation: its visits belong to the backward pass.
         self._start = self.clock
         self.reducer.kept.give_up_if_cleared()
         self.structure.check("forward")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -516,6 +517,41 @@ def _one_seed() -> None:
 def test_a_meta_model_is_sharded_then_allocated_then_initialised() -> None:
     run_ranks(2, _meta_first)
     run_ranks(2, _one_seed)
+
+
+def _derivatives_in_forward_mode() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def derive(module: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            output = forward_ad.unpack_dual(module(forward_ad.make_dual(batch, direction)))
+            return output.tangent
+
+    batch, direction = torch.randn(2, 3, 8)
+    plain = seeded(build)
+    with torch.device("meta"):
+        model: Any = build()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    model.to_empty(device="cpu")
+    # Before the ranks agree that every parameter has a value, which a transform would break.
+    with pytest.raises(NotImplementedError, match=r"torch\.func transforms.*forward_ad"):
+        torch.func.jvp(model, (batch,), (direction,))
+    with torch.no_grad():
+        for shard, value in zip(
+            model.state_dict().values(), plain.state_dict().values(), strict=True
+        ):
+            shard.copy_(value)
+    for module in (model, plain):
+        derive(module).square().sum().backward()  # Both ranks have one batch: the mean is equal.
+    assert_bitwise(derive(model).detach(), derive(plain).detach(), "derivative")
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same_parameters(gradients(model), expected, what="gradient of")
+
+
+def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
+    run_ranks(2, _derivatives_in_forward_mode)
 
 
 def _full_tensors() -> None:

@@ -195,6 +195,10 @@ def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
     file.seek(0)
     model.load_state_dict(torch.load(file))
     assert_same_parameters(_full(model), expected)
+    for fill, value in ((lambda shard: shard.fill_(0.5), 0.5), (Tensor.zero_, 0.0)):
+        for shard in model.state_dict().values():
+            assert fill(shard) is shard
+        assert all(bool((parameter == value).all()) for parameter in model.parameters())
     with pytest.raises(RuntimeError, match=r"stem\.weight: size mismatch.*\(5, 4\).*\(5, 5\)"):
         model.load_state_dict({**copied, "stem.weight": torch.ones(5, 4)})
     with pytest.raises(RuntimeError, match=r"Missing key.*head"):

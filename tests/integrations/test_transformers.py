@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -437,7 +438,7 @@ def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int)
 
 
 def _accelerate(folder: str) -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
 
     from layerzero.integrations.accelerate import prepare
 
@@ -507,6 +508,11 @@ def _accelerate(folder: str) -> None:
         prepare(accelerator, other, stepped)
     with pytest.raises(ValueError, match="does not belong to the model"):
         prepare(accelerator, build("llama"), parts(build("llama"))[0])
+    with (
+        mock.patch.object(type(accelerator), "distributed_type", DistributedType.FSDP),
+        pytest.raises(ValueError, match=r"set up for FSDP.*pass options of ZeRO3 to prepare\(\)"),
+    ):
+        prepare(accelerator, build("llama"))
     as_if_launched(False)
     with pytest.raises(ValueError, match="accelerate detects 1, "):
         prepare(Accelerator(cpu=True), build("llama"))
@@ -562,6 +568,10 @@ def _refuses(folder: str) -> None:
         ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({"bf16_full_eval": True}, "use bf16=True"),
         ({"fsdp": True}, "pass options as zero3="),
+        (
+            {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}},
+            "leave fsdp and fsdp_config out, and pass options as zero3=",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ZeRO3Trainer(build("llama"), arguments(folder, **changes))

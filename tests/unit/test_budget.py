@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_568,
+    "": 46_558,
     "flat": 2_854,
     "step": 4_730,
     "comm": 1_506,
     "watch": 1_091,
     "build": 2_635,
-    "guards": 618,
+    "guards": 606,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89

@@ -24,8 +24,8 @@ _ELEMENTWISE = (
 _FULL_EVAL = "it casts the main weights; use bf16=True, or pass zero3={'mixed_precision': ...}"
 _REFUSED = {
     "fsdp": (
-        "ZeRO3 shards instead: pass options as zero3={...}, such as reshard_after_forward or "
-        "offload"
+        "ZeRO3 shards instead: leave fsdp and fsdp_config out, and pass options as zero3={...}, "
+        "such as reshard_after_forward or offload"
     ),
     "deepspeed": (
         "ZeRO3 shards instead: leave it out, pass options as zero3={...} and the optimizer as "
