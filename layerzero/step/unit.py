@@ -77,26 +77,22 @@ class Hold(enum.IntFlag):
     """Ranks may skip it, and the backward of a forward that used it is still to come."""
 
 
-SHARD_TRANSITIONS: dict[ShardState, frozenset[ShardState]] = {
-    ShardState.SHARDED: frozenset({ShardState.GATHERING}),
-    ShardState.GATHERING: frozenset({ShardState.UNSHARDED}),
-    ShardState.UNSHARDED: frozenset({ShardState.SHARDED}),
-}
-
-TRAINING_TRANSITIONS: dict[TrainingState, frozenset[TrainingState]] = {
-    TrainingState.IDLE: frozenset(
-        {TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMON_FULL_PARAMS}
-    ),
-    TrainingState.FORWARD: frozenset({TrainingState.IDLE}),
-    TrainingState.BACKWARD: frozenset({TrainingState.IDLE}),
-    TrainingState.SUMMON_FULL_PARAMS: frozenset({TrainingState.IDLE}),
-}
+for _shard_state, _next in (
+    (ShardState.SHARDED, ShardState.GATHERING),
+    (ShardState.GATHERING, ShardState.UNSHARDED),
+    (ShardState.UNSHARDED, ShardState.SHARDED),
+):
+    _shard_state.successors = (_next,)
+_IDLE = (TrainingState.IDLE,)
+_BUSY = (TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMON_FULL_PARAMS)
+for _training_state in TrainingState:
+    _training_state.successors = _BUSY if _training_state is TrainingState.IDLE else _IDLE
 
 
 def check_transition(
     unit: str, current: ShardState | TrainingState, new: ShardState | TrainingState
 ) -> None:
-    """Refuse a transition that is not in the tables.
+    """Refuse a transition to a state that is no successor.
 
     Raises:
         RuntimeError: names the unit and both states.
@@ -110,12 +106,6 @@ def check_transition(
 def names_of(holds: Hold) -> str:
     """The names of the flags that are set, such as `LAST_OF_FORWARD|EXPLICIT`."""
     return "|".join(hold.name or "" for hold in Hold if hold & holds)
-
-
-for _shard_state, _shard_states in SHARD_TRANSITIONS.items():
-    _shard_state.successors = tuple(_shard_states)
-for _training_state, _training_states in TRAINING_TRANSITIONS.items():
-    _training_state.successors = tuple(_training_states)
 
 
 _UNIT = "_layerzero_unit"

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_596,
+    "": 46_586,
     "flat": 2_855,
-    "step": 4_744,
+    "step": 4_734,
     "comm": 1_506,
     "watch": 1_091,
     "build": 2_643,
