@@ -245,13 +245,7 @@ def _from_first(
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     """Broadcast from the first of all ranks, tensor-parallel ones included, in place."""
-    placements = [
-        handle.placement.data_parallel or handle.placement
-        for unit in root.units
-        for handle in unit.handles
-    ]
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel("state dict", name, group)
         broadcast(tensor, group, operation).wait()
-    groups = placements[0].groups if placements else ()
-    broadcast_from_first(tensor, groups, partial(root.operations.next, "state dict", name))
+    broadcast_from_first(tensor, root.groups, partial(root.operations.next, "state dict", name))

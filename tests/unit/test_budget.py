@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_586,
+    "": 46_547,
     "flat": 2_855,
-    "step": 4_734,
+    "step": 4_733,
     "comm": 1_506,
     "watch": 1_091,
     "build": 2_643,
