@@ -22,7 +22,7 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
-from layerzero.state_dict.names import Names, name_in_group
+from layerzero.state_dict.names import Names, names_in_groups
 from layerzero.state_dict.optimizer_state import (
     options_of_groups,
     put_state,
@@ -161,10 +161,7 @@ def _set_one(
         )
         for group in optim_state_dict["param_groups"]
     ]
-    groups = [
-        [name_in_group(names, parameter, number) for parameter in group["params"]]
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    groups = names_in_groups(names, optimizer)
     options_by_group = options_of_groups(groups, saved, strict, "the state dict")
     if keeps_whole_states(optimizer):
         _put_whole(names, optimizer, options_by_group, optim_state_dict["state"])

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_547,
+    "": 46_541,
     "flat": 2_855,
     "step": 4_733,
     "comm": 1_506,
