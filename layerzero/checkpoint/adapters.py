@@ -3,7 +3,7 @@
 A change to one of these names affects every adapter; everything else in `checkpoint/` and
 `state_dict/` is internal, which `tests/unit/test_imports.py` enforces.
 
-    names       `Names`, `named_buffers`, `name_in_group`, `global_name`, `under_global_names`:
+    names       `Names`, `named_buffers`, `names_in_groups`, `global_name`, `under_global_names`:
                 names of parameters and buffers in checkpoints
     shards      `Extent`, `boxes`, `Box`: where a sharded parameter lies in the full one
     optimizers  `state_template`, `put_state`: get and set state by parameter;
@@ -26,7 +26,7 @@ from layerzero.checkpoint.source import open_source
 from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.json_codec import decode, encode
-from layerzero.state_dict.names import Names, name_in_group, named_buffers
+from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import put_state, state_template
 from layerzero.state_dict.optimizers import keeps_whole_states, parameters_with_state
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
@@ -47,8 +47,8 @@ __all__ = [
     "encode",
     "global_name",
     "keeps_whole_states",
-    "name_in_group",
     "named_buffers",
+    "names_in_groups",
     "open_source",
     "parameters_with_state",
     "plan_files",

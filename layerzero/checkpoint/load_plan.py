@@ -27,7 +27,7 @@ from layerzero.checkpoint.source import Source
 from layerzero.notices import some
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, decode_dict
-from layerzero.state_dict.names import Names, name_in_group, named_buffers
+from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.state_dict.optimizers import (
     Optimizers,
@@ -192,11 +192,8 @@ class LoadPlan:
             saved.setdefault(split_state_name(name)[0], []).append(name)
         known = {name for group in saved_groups for name in group["params"]}
         names_of_groups = [
-            [
-                self._saved_name(name_in_group(self._names, each, number, optimizer_name), known)
-                for each in group["params"]
-            ]
-            for number, group in enumerate(optimizer.param_groups)
+            [self._saved_name(each, known) for each in group]
+            for group in names_in_groups(self._names, optimizer, optimizer_name)
         ]
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)

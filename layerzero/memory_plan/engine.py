@@ -232,4 +232,4 @@ class _PlannedMeter:
 
 def _exchange_of(root: RootState) -> Exchange:
     """Every rank enters those optional units that this one enters."""
-    return PlannedExchange(next(h.placement for u in root.units for h in u.handles).rank)
+    return PlannedExchange(root.placements[0].rank)

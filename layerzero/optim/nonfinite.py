@@ -18,7 +18,6 @@ from torch import nn
 
 from layerzero.comm.exchanges import gather_texts
 from layerzero.config import OnNonFinite
-from layerzero.flat.placement import Placement
 from layerzero.optim.norm import Part, all_finite, global_power
 from layerzero.step.extension import Extension
 from layerzero.step.reduction import Reduction
@@ -54,7 +53,7 @@ class NonFinite(Extension):
                 f"{text}. This backward changed nothing; run it again with a smaller loss or "
                 "another batch, or call zero_grad() to go on (on_nonfinite='raise')"
             )
-        if _placement(root).is_first:
+        if root.placements[0].is_first:
             _logger.warning("%s; no optimizer steps this model now (on_nonfinite='skip')", text)
         return True
 
@@ -79,21 +78,15 @@ class NonFinite(Extension):
 @torch.no_grad()
 def _is_any(root: RootState, own: bool) -> bool:
     """Whether it is so on any rank. Collective over the model, tensor-parallel ranks too."""
-    handles = [handle for unit in root.units for handle in unit.handles]
-    placements: list[Placement] = [*{id(h.placement): h.placement for h in handles}.values()]
-    parameter = handles[0].sharded_params[0]
+    parameter = next(each for unit in root.units for each in unit.sharded_params)
     number = torch.full((1,), float(own), dtype=torch.float64, device=root.device)
-    sharded = [(placement, [Part(parameter, number)]) for placement in placements]
+    sharded = [(placement, [Part(parameter, number)]) for placement in root.placements]
     return bool(global_power(root, sharded, (), math.inf, torch.float64, "finite gradients"))
-
-
-def _placement(root: RootState) -> Placement:
-    return next(handle.placement for unit in root.units for handle in unit.handles)
 
 
 def _name_of_all(root: RootState, own: str | None) -> str | None:
     """The name that the first rank with one has; ranks with other experts have other names."""
-    placement = _placement(root)
+    placement = root.placements[0]
     groups = [*placement.norm_groups, *root.tensor_parallel_groups]
     names = gather_texts(own, placement.rank, groups, root.device, "gradients that are not finite")
     return next(iter(names.values()), None)

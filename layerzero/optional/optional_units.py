@@ -41,9 +41,8 @@ class OptionalRegions:
 
 def exchange_of(root: RootState) -> Exchange:
     """An exchange between the ranks of a model. Collective where it makes new groups."""
-    placement = next(h.placement for unit in root.units for h in unit.handles)
     on_device = root.streams.are_apart or root.device.type != "cpu"
-    return Exchange(placement, root.operations, on_device)
+    return Exchange(root.placements[0], root.operations, on_device)
 
 
 class OptionalUnits(Extension):

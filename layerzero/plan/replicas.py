@@ -69,12 +69,12 @@ def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -
     for buffer in buffers:
         if buffer is not None:
             by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
-    placements = (handle.placement for unit in root.units for handle in unit.handles)
-    groups = next(((placement.data_parallel or placement).groups for placement in placements), ())
     for dtype, alike in by_dtype.items():
         flat = torch.cat([buffer.reshape(-1).to(root.device) for buffer in alike])
         name = f"buffers in {dtype}".replace("torch.", "")
-        broadcast_from_first(flat, groups, partial(root.operations.next, "synchronisation", name))
+        broadcast_from_first(
+            flat, root.groups, partial(root.operations.next, "synchronisation", name)
+        )
         parts = flat.split([buffer.numel() for buffer in alike])
         for buffer, value in zip(alike, parts, strict=True):
             buffer.copy_(value.view(buffer.shape))

@@ -177,7 +177,7 @@ def checkpoint_group_of(
 
 
 def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> CheckpointGroup:
-    placements = [handle.placement for unit in root.units for handle in unit.handles]
+    placements = root.placements
     parent: dist.ProcessGroup | RootState = root
     ranks: Sequence[int] = [dist.get_rank()]
     if process_group is not None:
@@ -200,7 +200,7 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
 
 def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
     """The longest timeout of the model's groups and the given group."""
-    timeouts = [handle.placement.shard_group.limit for u in root.units for handle in u.handles]
+    timeouts = [placement.shard_group.limit for placement in root.placements]
     if process_group is not None:
         chosen = chosen_timeout(process_group, root.device)
         timeouts += [] if chosen is None else [chosen]

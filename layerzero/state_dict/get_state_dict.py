@@ -20,7 +20,7 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.full_tensors import gather, root_of
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import shard_of
-from layerzero.state_dict.names import Names, name_in_group
+from layerzero.state_dict.names import Names, names_in_groups
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
 from layerzero.state_dict.optimizers import (
@@ -175,10 +175,11 @@ def _state_dict_of(
     model: nn.Module, roots: Sequence[RootState], optimizer: torch.optim.Optimizer, choice: _Choice
 ) -> StateDict:
     names = Names(model)
+    members = names_in_groups(names, optimizer)
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [name_in_group(names, parameter, number) for parameter in group["params"]]}
-        for number, group in enumerate(optimizer.param_groups)
+        | {"params": params}
+        for group, params in zip(optimizer.param_groups, members, strict=True)
     ]
     if keeps_whole_states(optimizer):
         if choice.rank0_only:
@@ -193,7 +194,6 @@ def _state_dict_of(
     held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     states: _States = dict(held) or state_template(optimizer)
     if choice.full:
-        members = [group["params"] for group in groups]
         found = _of_all_ranks(roots[0], names, states, members)
     else:
         found = {names.first(p): shards_of_state(p, own) for p, own in states.items()}

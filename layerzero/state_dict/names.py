@@ -122,20 +122,24 @@ def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]
     return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
 
 
-def name_in_group(names: Names, parameter: torch.Tensor, number: int, optimizer: str = "") -> str:
-    """The first name of a parameter in an optimizer's group.
+def names_in_groups(
+    names: Names, optimizer: torch.optim.Optimizer, optimizer_name: str = ""
+) -> list[list[str]]:
+    """The first name of each parameter, by group of the optimizer.
 
     Raises:
-        CheckpointError: it does not belong to the model.
+        CheckpointError: one does not belong to the model.
     """
-    found = names.of(parameter)
-    if found is None:
-        raise CheckpointError(
-            f"{group_text(optimizer, number)} has a parameter of shape {tuple(parameter.shape)} "
-            "that does not belong to the model: build the optimizer from the wrapped model's "
-            "parameters(), or make the parameter part of the model"
-        )
-    return found[0]
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if names.of(parameter) is None:
+                raise CheckpointError(
+                    f"{group_text(optimizer_name, number)} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that does not belong to the model: build the "
+                    "optimizer from the wrapped model's parameters(), or make the parameter part "
+                    "of the model"
+                )
+    return [[names.first(each) for each in group["params"]] for group in optimizer.param_groups]
 
 
 def group_text(optimizer: str, number: int) -> str:

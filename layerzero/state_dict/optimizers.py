@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.names import Names, name_in_group
+from layerzero.state_dict.names import Names, names_in_groups
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """By name; the name of a single one is ""."""
@@ -106,15 +107,13 @@ def refuse_shared(optimizers: Optimizers, names: Names) -> None:
     """
     optimizer_of: dict[str, str] = {}
     for name, optimizer in optimizers.items():
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                parameter_name = name_in_group(names, parameter, number, name)
-                other = optimizer_of.setdefault(parameter_name, name)
-                if other != name:
-                    raise CheckpointError(
-                        f"{parameter_name} is in two optimizers, {other!r} and {name!r}; give "
-                        "each parameter to one"
-                    )
+        for parameter_name in chain(*names_in_groups(names, optimizer, name)):
+            other = optimizer_of.setdefault(parameter_name, name)
+            if other != name:
+                raise CheckpointError(
+                    f"{parameter_name} is in two optimizers, {other!r} and {name!r}; give each "
+                    "parameter to one"
+                )
 
 
 def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimizer]:

@@ -71,5 +71,4 @@ def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> 
 
 
 def _ranks_of(state: RootState) -> set[int]:
-    handles = (handle for unit in state.units for handle in unit.handles)
-    return {rank for handle in handles for rank in handle.placement.members}
+    return {rank for placement in state.placements for rank in placement.members}

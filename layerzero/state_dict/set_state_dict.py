@@ -22,7 +22,7 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
-from layerzero.state_dict.names import Names, name_in_group
+from layerzero.state_dict.names import Names, names_in_groups
 from layerzero.state_dict.optimizer_state import (
     options_of_groups,
     put_state,
@@ -161,10 +161,7 @@ def _set_one(
         )
         for group in optim_state_dict["param_groups"]
     ]
-    groups = [
-        [name_in_group(names, parameter, number) for parameter in group["params"]]
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    groups = names_in_groups(names, optimizer)
     options_by_group = options_of_groups(groups, saved, strict, "the state dict")
     if keeps_whole_states(optimizer):
         _put_whole(names, optimizer, options_by_group, optim_state_dict["state"])
@@ -245,13 +242,7 @@ def _from_first(
 
 def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
     """Broadcast from the first of all ranks, tensor-parallel ones included, in place."""
-    placements = [
-        handle.placement.data_parallel or handle.placement
-        for unit in root.units
-        for handle in unit.handles
-    ]
     for group in root.tensor_parallel_groups:
         operation = root.operations.next_tensor_parallel("state dict", name, group)
         broadcast(tensor, group, operation).wait()
-    groups = placements[0].groups if placements else ()
-    broadcast_from_first(tensor, groups, partial(root.operations.next, "state dict", name))
+    broadcast_from_first(tensor, root.groups, partial(root.operations.next, "state dict", name))

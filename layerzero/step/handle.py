@@ -133,12 +133,6 @@ class FlatParamHandle(FlatParam):
         for gather in self._gathers:
             gather.wait()
 
-    def settle(self) -> None:
-        """Wait for gathers of a pass that has failed."""
-        for gather in self._gathers:
-            gather.wait()
-        self._gathers = []
-
     def reshard(self) -> None:
         """Free the full buffer, after `RuntimeContext.before_free`."""
         self._gathers = []

@@ -44,6 +44,8 @@ class RootState:
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
     """State that the units share, with this object's `streams`, `operations` and `device`."""
+    placements: tuple[Placement, ...]
+    """Placements of its flat parameters, each once."""
     scheduler: UnshardScheduler
     reducer: GradientReducer
     backward: Backward
@@ -77,8 +79,9 @@ class RootState:
         self.device = device
         self.moves_inputs = False
         self.tensor_parallel_groups = tensor_parallel_groups
-        placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
-        groups = [group for placement in placements.values() for group in placement.all_groups]
+        placements = dict.fromkeys(h.placement for unit in units for h in unit.handles)
+        self.placements = tuple(placements)
+        groups = [group for placement in placements for group in placement.all_groups]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
         self.operations = self._make_operations([*groups, *tensor_parallel_groups])
         self.context = RuntimeContext(
@@ -147,6 +150,12 @@ class RootState:
         if self.wrapper_ref() is not None:
             gc.collect()
         return self.wrapper_ref() is not None
+
+    @property
+    def groups(self) -> tuple[ShardGroup, ...]:
+        """Groups that together connect the model's data-parallel ranks; () without parameters."""
+        wholes = (each.data_parallel or each for each in self.placements)
+        return next((each.groups for each in wholes), ())
 
     @property
     def is_in_pass(self) -> bool:
@@ -290,7 +299,7 @@ class RootState:
         self.reducer.drop()
         for unit in self.units:
             for handle in unit.handles:
-                handle.settle()
+                handle.wait_for_unshard()
         # Before buffers are freed: something may have raised before anything referred to a message
         # that had been posted.
         self.streams.wait_until_idle()

@@ -181,7 +181,7 @@ class Unit:
     ) -> None:
         """`originals`: for each of `handles`, the parameters it was made of."""
         self.fqn = fqn
-        self.label = _label_of(fqn)
+        self.label = fqn or "the root unit"
         self.handles = handles
         self.options = options
         self.views = ParameterViews()
@@ -303,7 +303,7 @@ class Unit:
     def rename(self, prefix: str) -> None:
         """The module became part of another: put `prefix` before every name."""
         self.fqn = f"{prefix}.{self.fqn}" if self.fqn else prefix
-        self.label = _label_of(self.fqn)
+        self.label = self.fqn or "the root unit"
         for handle in self.handles:
             handle.rename(prefix)
         self.views.rename(prefix)
@@ -539,10 +539,6 @@ class Unit:
         self.reshard()
         if self.training_state is not TrainingState.IDLE:
             self.set_training_state(TrainingState.IDLE)
-
-
-def _label_of(fqn: str) -> str:
-    return fqn or "the root unit"
 
 
 def get_unit(module: nn.Module) -> Unit | None:

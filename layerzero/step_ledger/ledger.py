@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 from layerzero.flat.groups import own_rank
-from layerzero.flat.placement import ShardGroup
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.advice import advise
@@ -154,7 +153,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         raise ValueError(f"ledger: expected a ZeRO3 module, got {type(model).__name__}")
     root = root_of(unit)
     _check(root)
-    groups = _groups(root)
+    groups = root.groups
     result = Ledger()
     before = read_clock(groups, root.operations, root.device)
     recorder = Recorder(root, own_rank())
@@ -183,10 +182,3 @@ def _check(root: RootState) -> None:
             "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
             "around the join"
         )
-
-
-def _groups(root: RootState) -> tuple[ShardGroup, ...]:
-    """Groups that together connect the model's data-parallel ranks."""
-    placements = (handle.placement for unit in root.units for handle in unit.handles)
-    placement = next(placements, None)
-    return () if placement is None else (placement.data_parallel or placement).groups

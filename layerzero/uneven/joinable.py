@@ -52,7 +52,7 @@ def hook_of(
 def group_of(root: RootState) -> dist.ProcessGroup:
     """Implements `ZeRO3.join_process_group`."""
     if _GROUP not in root.__dict__:
-        shard = next(h for unit in root.units for h in unit.handles).placement
+        shard = root.placements[0]
         timeout = shard.shard_group.timeout
         root.__dict__[_GROUP] = new_group(
             shard.members, "gloo", timeout, description="layerzero join"
@@ -222,10 +222,9 @@ def _check(unit: Unit, root: RootState, optimizers: Sequence[torch.optim.Optimiz
         raise ValueError(
             f"join: {unit.label} is inside another ZeRO3 module; join the outermost one"
         )
-    handles = [handle for unit in root.units for handle in unit.handles]
-    if not handles:
+    if not root.placements:
         raise ValueError("join: the model has no parameters")
-    if root.tensor_parallel_groups or any(h.placement.data_parallel for h in handles):
+    if root.tensor_parallel_groups or any(each.data_parallel for each in root.placements):
         raise NotImplementedError(
             "join: tensor-parallel models and experts have collectives of their own, in which a "
             "rank without batches cannot take part"

@@ -25,12 +25,11 @@ from layerzero.comm import collectives
 from layerzero.comm.collectives import Add, slices_of
 from layerzero.comm.exchanges import gather_small, gather_texts
 from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.placement import Placement, ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.step.unit import Unit
 from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
 from layerzero.verify.wire import Checksums, Wire, kept
@@ -226,7 +225,7 @@ class Verifier(Transport, Extension):
         self._wait_for_streams()
         self._void_written()
         self._unchecked.clear()
-        placement = _placement(root.units)
+        placement = root.placements[0]
         findings = self._changed(placement.rank)
         findings += find_different(
             root.units,
@@ -237,7 +236,7 @@ class Verifier(Transport, Extension):
         )
         axes = (placement.data_parallel or placement).groups
         across = root.tensor_parallel_groups
-        self._settle(_groups(root.units), axes, across, findings, placement.rank)
+        self._settle(_groups(root), axes, across, findings, placement.rank)
 
     def _changed(self, rank: int) -> list[str]:
         return [
@@ -262,9 +261,9 @@ class Verifier(Transport, Extension):
         self._void_written()
         self._unchecked.clear()  # What they sent has come; an evaluation has many forwards.
         used = self._wire.used() if self._every == 1 else []
-        for group in _groups(root.units) if used else ():
+        for group in _groups(root) if used else ():
             if group in used:
-                self._settle([group], [group], (), [], _placement(root.units).rank)
+                self._settle([group], [group], (), [], root.placements[0].rank)
         return None
 
     def _settle(
@@ -344,14 +343,9 @@ def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:
     return torch.cat([checksums[: group.rank], checksums.new_zeros(1), checksums[group.rank :]])
 
 
-def _placement(units: Sequence[Unit]) -> Placement:
-    return next(handle.placement for unit in units for handle in unit.handles)
-
-
-def _groups(units: Sequence[Unit]) -> list[ShardGroup]:
+def _groups(root: RootState) -> list[ShardGroup]:
     """All groups over which the model gathers and reduces, in one order on all their ranks."""
-    placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
-    found = [group for placement in placements.values() for group in placement.all_groups]
+    found = [group for placement in root.placements for group in placement.all_groups]
     return list(dict.fromkeys(group for group in found if group.size > 1))
 
 

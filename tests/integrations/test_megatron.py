@@ -523,7 +523,7 @@ def _goes_on(folder: Path) -> None:
         dist_checkpointing.save(_entries(first, is_loading=False), str(folder))
         options.options = str(folder.with_suffix(".yaml"))
         second = _Surface(options)
-        assert second.chunk.placement.outer_group is not None, "the file says so"
+        assert second.chunk.root.placements[0].outer_group is not None, "the file says so"
         loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder))
         second.chunk.load_state_dict(loaded["model"])
         second.optimizer.load_state_dict(loaded["optimizer"])

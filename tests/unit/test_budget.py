@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_558,
+    "": 46_513,
     "flat": 2_854,
-    "step": 4_730,
+    "step": 4_729,
     "comm": 1_506,
     "watch": 1_091,
     "build": 2_635,

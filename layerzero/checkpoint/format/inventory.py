@@ -20,8 +20,8 @@ from layerzero.state_dict.names import (
     group_text,
     info_of,
     name_among_all,
-    name_in_group,
     named_buffers,
+    names_in_groups,
 )
 from layerzero.state_dict.optimizers import (
     Optimizers,
@@ -157,14 +157,14 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
     groups = []
     for name, optimizer in optimizers.items():
         of_whom = {OF_OPTIMIZER: name} if name else {}
+        members = names_in_groups(names, optimizer, name)
         for number, group in enumerate(optimizer.param_groups):
             options = {
                 key: encode(value, f"option {key!r} of {group_text(name, number)}")
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }
-            params = [name_in_group(names, each, number, name) for each in group["params"]]
-            groups.append({"options": options, "params": params, **of_whom})
+            groups.append({"options": options, "params": members[number], **of_whom})
     return groups
 
 

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import LATEST, Names, decode, name_in_group, open_source
+from layerzero.checkpoint.adapters import LATEST, Names, decode, names_in_groups, open_source
 
 FOLDER = "layerzero_folder"
 """Key for the path of the folder that has a checkpoint's tensors."""
@@ -78,10 +78,7 @@ def named(
         ValueError: the groups have other sizes.
     """
     saved = [group["params"] for group in state["param_groups"]]
-    own = [
-        [name_in_group(names, parameter, number) for parameter in group["params"]]
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    own = names_in_groups(names, optimizer)
     if [len(each) for each in saved] != [len(each) for each in own]:
         raise ValueError(
             "the checkpoint's optimizer has groups of "

@@ -120,7 +120,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
             # Virtual stages are separate models on one process group, so the names of their
             # collectives must differ.
             self.root.operations.set_prefix(f"virtual stage {self.vp_stage}: ")
-        self._totals = Totals(self.root, self.placement.groups)
+        self._totals = Totals(self.root, self.root.groups)
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
 
@@ -134,12 +134,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
         unit = get_unit(self.engine)
         assert unit is not None, "it is wrapped"
         return root_of(unit)
-
-    @property
-    def placement(self) -> Any:
-        """Placement of the units that are not experts."""
-        placement = next(handle.placement for u in self.root.units for handle in u.handles)
-        return placement.data_parallel or placement
 
     # Around the step ------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Any:
     Raises:
         NotImplementedError: chunks are sharded differently, or experts with outer="replicate".
     """
-    placements = {h.placement for c in chunks for u in c.root.units for h in u.handles}
+    placements = {each for chunk in chunks for each in chunk.root.placements}
     experts = {each for each in placements if each.data_parallel is not None}
     wholes = {each.data_parallel or each for each in placements}
     if len(wholes) > 1:

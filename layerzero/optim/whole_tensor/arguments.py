@@ -170,6 +170,4 @@ def refuse_differences(root: RootState, rows: Sequence[str]) -> None:
 
 def _exchange(root: RootState) -> Exchange:
     """Between all ranks that share the model."""
-    placements = [handle.placement for unit in root.units for handle in unit.handles]
-    whole = placements[0].data_parallel or placements[0]
-    return Exchange([*whole.groups, *root.tensor_parallel_groups], root.device, _NAME)
+    return Exchange([*root.groups, *root.tensor_parallel_groups], root.device, _NAME)
