@@ -357,10 +357,10 @@ def settle(
     order, label, count = min(each.split("\0") for each in texts.values())
     ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
     return (
-        f"{label} differs between ranks: on {_listed(ranks)} its values "
-        f"differ from those on the first rank of the group, as do those of {count} "
-        "parameters and buffers there. The shards of different models would be mixed; use one seed "
-        "on all ranks before building the model, or pass sync_module_states=True"
+        f"{label} differs between ranks: on {_listed(ranks)} its values are not those of the first "
+        f"rank of the group ({count} parameters and buffers differ there). The shards of different "
+        "models would be mixed; use one seed on all ranks before building the model, or pass "
+        "sync_module_states=True"
     )
 
 

@@ -159,10 +159,10 @@ class Materializer:
             names = ", ".join(repr(place.name) for place in left)
             who = "param_init_fn" if self._init is not None else "its reset_parameters()"
             raise ValueError(
-                f"{label} ({type(module).__name__}): {who} left {names} without a value: "
-                "param_init_fn must write every parameter and buffer of a module on the meta "
-                f"device, and leave them on {self._device}; if a load provides the values, pass "
-                'param_init_fn="later"'
+                f"{label} ({type(module).__name__}): {who} left {names} without a value: pass a "
+                "param_init_fn that writes every parameter and buffer of a module on the meta "
+                f'device and leaves them on {self._device}; or param_init_fn="later" if a load '
+                "provides the values"
             ) from again
 
     def _run(self, module: nn.Module) -> Exception | None:

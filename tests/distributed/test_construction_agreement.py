@@ -293,8 +293,8 @@ def test_ranks_that_start_from_other_values_warn_on_the_first(ranks: KeptRanks) 
     start = {name: each[0] for name, each in first.items() if each}
     assert start.keys() == {"seeds", "element", "first rank", "buffer", "meta"}
     assert start["seeds"].startswith(
-        "parameter 'blocks.0.up.weight' differs between ranks: on ranks 1, 2 its values differ "
-        "from those on the first rank of the group, as do those of 15 of 15 parameters"
+        "parameter 'blocks.0.up.weight' differs between ranks: on ranks 1, 2 its values are "
+        "not those of the first rank of the group (15 of 15 parameters"
     )
     assert "pass sync_module_states=True" in start["seeds"]
     assert "'blocks.1.up.bias' differs between ranks: on rank 2 its" in start["element"]
