@@ -245,7 +245,7 @@ class ParallelManager:
         defaults = {"outer": "zero1", **plan.defaults, **own}
         try:
             if twice := sorted(own.keys() & plan.defaults.keys()):
-                raise ValueError(f"{twice} are both given")
+                raise ValueError(f"{twice} are both given; pass each to one of them")
             return replace(plan, defaults=defaults)
         except ValueError as error:
             raise ValueError(f"arguments of ParallelManager and of the plan: {error}") from None

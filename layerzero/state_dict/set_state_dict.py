@@ -139,7 +139,7 @@ def set_optimizer_state_dict(
     if not broadcast_from_rank0 and given.keys() != optimizers.keys():
         raise CheckpointError(
             f"set_optimizer_state_dict: the state dict has {some(sorted(map(str, given)))}, but "
-            f"the optimizers are {some(sorted(optimizers))}"
+            f"the optimizers are {some(sorted(optimizers))}; pass those that were saved"
         )
     for name, each in optimizers.items():
         own = given.get(name, {})

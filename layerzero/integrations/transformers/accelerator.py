@@ -77,7 +77,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     if isinstance(model, ZeRO3):
         if options:
             raise ValueError(
-                f"{sorted(options)}: no options can be set, the model is sharded already"
+                f"{sorted(options)}: the model is sharded already; pass these where it is sharded"
             )
         sharded = model
     else:
