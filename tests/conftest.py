@@ -13,7 +13,9 @@ import torch
 from layerzero import notices
 from tests.harness.ranks import KeptRanks, fork_the_server
 
-pytest_plugins = ["tests.harness.expected_time", "tests.harness.skips"]
+pytest_plugins = [
+    *("tests.harness.expected_time", "tests.harness.forked_workers", "tests.harness.skips")
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,16 +61,17 @@ def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
     return lambda few: range(pytestconfig.getoption("cases") or few)
 
 
-LONGEST = (
-    *("test_several_machines.py", "test_cuda_build.py", "test_wheel.py"),
+FIRST = (
+    *("test_cuda_build.py", "test_wheel.py"),
     *("test_memory_plan.py", "test_restarts.py", "test_memory_budget.py"),
+    *("test_slow_ranks.py", "test_watchdog.py", "test_no_endless_wait.py"),
 )
-"""Begun first, while other workers have something to do: each has a test that takes up to a minute
-or two, and some mostly wait."""
+"""Begun first, while other workers have something to do: each has a test that takes up to a
+minute, or mostly waits."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.name not in FIRST)
     if not any("::" in argument for argument in config.args):
         options = {"slow": "slow", "soak": "seeds"}
         unwanted = {marker for marker in options if not config.getoption(options[marker])}

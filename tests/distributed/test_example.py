@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness.checks import of_floats
+from tests.harness.forked_workers import python
 from tests.harness.processes import run_script
 from tests.harness.ranks import run_ranks
 
@@ -266,7 +267,7 @@ def test_other_engines_train_too(
 
 @pytest.mark.slow
 def test_a_pipe_gets_clean_lines(flags: list[str]) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": python()}
     launcher = EXAMPLES / "lm_launcher.py"
     done = run_script(launcher, *flags, cwd=EXAMPLES.parent, environment=environment)
     assert done.returncode == 0 and not done.stderr, done.stderr

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -133,10 +134,6 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((WIDTH,), float(index))
 
 
-def _does_nothing() -> None:
-    """A child that ends as Python does, with its exit handlers."""
-
-
 def _children(methods: list[str]) -> None:
     # Ranks of the harness are daemons, which Python forbids to have children.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -149,7 +146,8 @@ def _children(methods: list[str]) -> None:
     for method in methods:
         # Each spawned child imports all anew, so there each rank starts one kind of the two.
         if is_first or method == "fork":
-            child = multiprocessing.get_context(method).Process(target=_does_nothing)
+            # It ends as Python does, with its exit handlers.
+            child = multiprocessing.get_context(method).Process(target=time.sleep, args=(0,))
             child.start()
         losses.append(step(model, optimizer, len(losses)))
         if is_first or method == "fork":

@@ -6,7 +6,8 @@ import functools
 import logging
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,17 +30,17 @@ LONGER_S = 2.6
 """A pause of a rank that is an error outside `model.timeout`."""
 
 
-def wrapped(**options: object) -> ZeRO3:
+def wrapped(limit_s: float = LIMIT_S, **options: object) -> ZeRO3:
     torch.manual_seed(0)
-    timeout = timedelta(seconds=LIMIT_S)
+    timeout = timedelta(seconds=limit_s)
     return ZeRO3(Mlp(2), auto_wrap_policy={Block}, timeout=timeout, **options)
 
 
-def wrapped_on_plain() -> ZeRO3:
+def wrapped_on_plain(limit_s: float = LIMIT_S) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up.
     groups.BACKEND_GRACE = timedelta(seconds=3)
-    group = make_plain_group(timedelta(seconds=LIMIT_S) + groups.BACKEND_GRACE)
-    return wrapped(process_group=group)
+    group = make_plain_group(timedelta(seconds=limit_s) + groups.BACKEND_GRACE)
+    return wrapped(limit_s, process_group=group)
 
 
 def step(model: ZeRO3) -> None:
@@ -62,26 +63,51 @@ def limits(model: ZeRO3) -> set[float]:
 # Warnings -----------------------------------------------------------------------------------------
 
 
+WARNED_LIMIT_S = 4.0
+"""The timeout where a pause lasts until the warning: the rest of it is for a busy machine."""
+
+
+@contextmanager
+def _key_at_first_warning(key: str) -> Iterator[None]:
+    """Inside, the store has the key from the first warning on."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda _: store().set(key, "")  # type: ignore[method-assign]
+    logger = logging.getLogger(slow_waits.__name__)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 def _is_slow(kind: str, folder: Path) -> list[list[str]]:
-    model = wrapped_on_plain() if kind.startswith("plain") else wrapped()
+    wrap = wrapped_on_plain if kind.startswith("plain") else wrapped
+    model = wrap(WARNED_LIMIT_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     found = []
 
-    def caught(run, slow: int) -> None:
-        with warnings_logged() as messages:
-            pause(slow, 0.8 * LIMIT_S)
+    def caught(run: Callable[[], object]) -> None:
+        """The second rank comes once the first has warned of it."""
+        key = f"warning {len(found)}"
+        with warnings_logged() as messages, _key_at_first_warning(key):
+            if dist.get_rank() == 1:
+                store().wait([key])
             run()
         found.append(messages)
 
-    caught(lambda: step(model), 1)
+    caught(lambda: step(model))
     if kind == "gloo":
-        caught(lambda: checkpoint.save(folder, model, optimizer), 1)
+        caught(lambda: checkpoint.save(folder, model, optimizer))
     if kind == "gloo, more":
-        caught(lambda: model.clip_grad_norm_(1.0), 1)
-        caught(wrapped, 1)
+        caught(lambda: model.clip_grad_norm_(1.0))
+        caught(lambda: wrapped(WARNED_LIMIT_S))
     with warnings_logged() as messages:
-        pause(1, 0.2 * LIMIT_S)
+        pause(1, 0.4)
         step(model)
     found.append(messages)
     return found
@@ -100,7 +126,7 @@ def test_a_slow_rank_is_warned_of_once_a_wait_and_the_run_goes_on(
         (message,) = first[index]
         assert name in message, message
         assert "rank 0 has waited" in message
-        assert f"s for rank 1; after {LIMIT_S:g} s this is an error" in message
+        assert f"s for rank 1; after {WARNED_LIMIT_S:g} s this is an error" in message
         assert not second[index]
     assert not first[-1] and not second[-1]
 

@@ -488,7 +488,7 @@ def fork_the_server() -> None:
         try:
             multiprocessing.util.spawnv_passfds = start_interpreter  # for what ranks start
             forkserver._forkserver._lock = threading.Lock()  # the parent holds it
-            _give_up_descriptors(keep={0, 1, 2, *descriptors})
+            give_up_descriptors(keep={0, 1, 2, *descriptors})
             exec(arguments[-1], {})  # what `python -c` would run
         finally:
             os._exit(1)
@@ -498,7 +498,7 @@ def fork_the_server() -> None:
         forkserver.ensure_running()
 
 
-def _give_up_descriptors(keep: set[int]) -> None:
+def give_up_descriptors(keep: set[int]) -> None:
     """Put /dev/null in place of each other descriptor that is open.
 
     Handlers of loggers and captures of pytest have kept the numbers, and write to them or close
