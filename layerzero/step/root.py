@@ -46,6 +46,8 @@ class RootState:
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
     """State that the units share, with this object's `streams`, `operations` and `device`."""
+    groups: list[ShardGroup]
+    """The groups over which units are gathered and reduced, each once."""
     scheduler: UnshardScheduler
     reducer: GradientReducer
     backward: Backward
@@ -80,6 +82,7 @@ class RootState:
         self.tensor_parallel_groups = tensor_parallel_groups
         placements = {id(h.placement): h.placement for unit in units for h in unit.handles}
         groups = [group for placement in placements.values() for group in placement.all_groups]
+        self.groups = [*{group.process_group: group for group in groups}.values()]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
         self.operations = self._make_operations([*groups, *tensor_parallel_groups])
         self.context = RuntimeContext(
@@ -200,6 +203,11 @@ class RootState:
     def _begin_forward(self, unit: Unit) -> None:
         if _is_tracing() or torch.compiler.is_exporting():
             refuse_export(unit.label)
+        if self.operations.is_watched and self.streams.is_capturing():
+            raise NotImplementedError(
+                f"{unit.label}: a CUDA graph is being captured, which the side streams of the "
+                "model are not in; use layerzero.capture(step, *sample) for a whole step"
+            )
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
