@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from layerzero.graph_capture import capture
     from layerzero.memory_plan import plan_memory
     from layerzero.model_functions import pregather, register_forward_method, units
     from layerzero.optim import GradScaler, global_norm
@@ -48,6 +49,7 @@ _LAZY = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "ParallelManager": "layerzero.parallel",
     "ShardingPlan": "layerzero.plan",
+    "capture": "layerzero.graph_capture",
     "fully_shard": "layerzero.fsdp",
     "global_norm": "layerzero.optim",
     "join": "layerzero.uneven.joinable",
@@ -81,6 +83,7 @@ __all__ = [
     "ShardingPlan",
     "ZeRO3",
     "__version__",
+    "capture",
     "checkpoint",
     "errors",
     "fully_shard",

@@ -203,7 +203,10 @@ class Streams:
         """`unshard`, `reduce`: on CPU, streams with a thread; None: without."""
         self._module: Any = None
         self._index = device.index
+        self.is_capturing: Callable[[], bool] = bool
+        """Whether a graph records what is queued on the current stream; on CPU never."""
         self._entered: list[DeviceStream] = []
+        self._owners: tuple[DeviceStream, ...] = ()
         if device.type == "cpu":
             self.pre_unshard: CommStream = InlineStream()
             self.unshard: CommStream = unshard or InlineStream()
@@ -211,13 +214,15 @@ class Streams:
             self.offload: CommStream = InlineStream()
         else:
             self._module = stream_interface(device)
+            self.is_capturing = getattr(self._module, "is_current_stream_capturing", bool)
             self._events = event_pool(self._module, device)
             # Compute waits for what these three do, and fills the device meanwhile: at the priority
             # of compute a gather could start only once the kernels queued there leave room.
-            self.pre_unshard = DeviceStream(device, self._entered, is_urgent=True)
-            self.unshard = DeviceStream(device, self._entered, is_urgent=True)
-            self.reduce = DeviceStream(device, self._entered, is_urgent=True)
-            self.offload = DeviceStream(device, self._entered)
+            self._owners = (
+                *(DeviceStream(device, self._entered, is_urgent=True) for _ in range(3)),
+                DeviceStream(device, self._entered),
+            )
+            self.pre_unshard, self.unshard, self.reduce, self.offload = self._owners
         self._usual = reduce if device.type == "cpu" else None
 
     def finish_late(self, stream: CommStream | None) -> None:
@@ -229,6 +234,19 @@ class Streams:
     def are_apart(self) -> bool:
         """Whether memory belongs to the stream that it was allocated on."""
         return self._module is not None
+
+    def join(self) -> None:
+        """Order compute after all that is queued on the four; nothing on CPU."""
+        for stream in self._owners:
+            stream.drain_handle().wait()
+
+    def fork(self) -> None:
+        """Order the four after compute, which has waited for them (`join`). A graph that records
+        compute records them from then on, too."""
+        compute = self.record_compute_event()
+        for stream in self._owners:
+            stream.events_before = ()
+            stream.wait(compute)
 
     def wait_until_idle(self) -> None:
         """Block the host until the threads of streams have nothing to do; devices have none."""

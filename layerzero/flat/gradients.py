@@ -47,6 +47,8 @@ class GradientBuffer:
     """Sum that waits on the host if `sums_on` is set: unsharded, or a first hop's chunk."""
     shard_sum: torch.Tensor | None
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
+    segments: Segments
+    """Table by which `pack_` fills the buffer; another once other parameters require grad."""
     pair: PairInput | None
     """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
 
@@ -100,7 +102,7 @@ class GradientBuffer:
         with torch.inference_mode(False):
             self._outgoing = Area(self, self.dtype)
             self._sum = self._outgoing if wide == self.dtype else Area(self, wide)
-        self._segments = Segments.build(
+        self.segments = Segments.build(
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
@@ -233,7 +235,7 @@ class GradientBuffer:
         else:
             area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
-            pack_(area.tensor, gradients, self._segments)
+            pack_(area.tensor, gradients, self.segments)
         self.holds_sum = True
 
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:

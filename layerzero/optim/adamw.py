@@ -72,6 +72,8 @@ class AdamW(torch.optim.AdamW):
     _state_dtype: str
     _seed: int
     _states: dict[Any, Any]
+    next_factor: torch.Tensor | None
+    """What the next step multiplies gradients by, of `clip_grad_norm_`: [1] float32; None: 1."""
     _is_shown: bool
     """Whether `state` shows all states; those of 8 bits only if somebody asked."""
 
@@ -114,7 +116,7 @@ class AdamW(torch.optim.AdamW):
         self._flats: list[FlatState] | None = None
         self._made_keys: Sequence[str] = ()
         self._given: list[list[nn.Parameter]] = []
-        self._factor: torch.Tensor | None = None
+        self.next_factor = None
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept_states: list[Any] = []
 
@@ -227,7 +229,7 @@ class AdamW(torch.optim.AdamW):
             )
         check_options("AdamW", self.param_groups, _FIXED)
         found_inf = getattr(self, "found_inf", None)
-        factor, self._factor = self._factor, None
+        factor, self.next_factor = self.next_factor, None
         stops = None if found_inf is None else bool(found_inf.item())
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else float(grad_scale)
@@ -361,7 +363,7 @@ class AdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what `clip_grad_norm_` left for the next step."""
-        self._factor = None
+        self.next_factor = None
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -414,7 +416,7 @@ class AdamW(torch.optim.AdamW):
                     f"AdamW.clip_grad_norm_: the norm of the gradients is {norm}; "
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
-            self._factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+            self.next_factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:

@@ -168,12 +168,8 @@ class RuntimeContext:
         streams = self.streams
         if not streams.are_apart or sys.is_finalizing():
             return  # On CPU a wait would block the host until peers take part.
-        owners = (streams.pre_unshard, streams.unshard, streams.reduce, streams.offload)
-        for stream in owners:
-            stream.drain_handle().wait()
-        compute = streams.record_compute_event()
-        for stream in owners:
-            stream.wait(compute)
+        streams.join()
+        streams.fork()
 
     def note_upload(self, copied: Event) -> None:
         """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""

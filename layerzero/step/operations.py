@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -69,6 +70,8 @@ class Operations:
     """The error of the first collective that failed; see Note [A failed collective is final]."""
     count: int
     """Number of the last collective."""
+    is_watched: bool
+    """Whether watchdogs watch what is named; not inside `unwatched`."""
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Operations:
         self._device = device
         self._streams = streams
         self.count = 0
+        self.is_watched = True
         self._tensor_parallel_count = 0
         self.time_by(None)
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
@@ -115,6 +119,17 @@ class Operations:
         if self._time is not None:
             operation = operation._replace(timer=self._time(verb, group, self.count))
         return operation
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """A context in which no watchdog watches collectives: a graph records them, and they run
+        when it is replayed, which is watched as a whole. All of them have run before."""
+        watchdogs, self._watchdogs = self._watchdogs, dict.fromkeys(self._watchdogs)
+        self.is_watched = False
+        try:
+            yield
+        finally:
+            self._watchdogs, self.is_watched = watchdogs, True
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""

@@ -208,6 +208,11 @@ class RootState:
     def _begin_forward(self, unit: Unit) -> None:
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             refuse_export(unit.label)
+        if self.operations.is_watched and self.streams.is_capturing():
+            raise NotImplementedError(
+                f"{unit.label}: a CUDA graph is being captured, which the side streams of the "
+                "model are not in; use layerzero.capture(step, *sample) for a whole step"
+            )
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()

@@ -22,7 +22,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,6 +39,8 @@ from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.step import root
 from layerzero.step.context import RuntimeContext
+from layerzero.watch.watchdog import Watchdog, _Board
+from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import (
     _ENGINE,
     EarlyFree,
@@ -59,6 +61,8 @@ _BLOCKS_HOST = (
     *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
     *("unique_dim_consecutive", "bincount", "argwhere"),
 )
+_TAKES_TABLE = ("layerzero::pack_",)
+"""Read a table of the host that nothing writes; kernels of a device have it there."""
 _TAKES_MASK = ("index", "index_put_", "index_put", "_index_put_impl_")
 
 
@@ -89,6 +93,13 @@ def _facts_of(func: Any) -> _Facts:
         for argument in func._schema.arguments
     ]
     return _Facts(name, func.is_view or name == "detach", arguments)
+
+
+def _written(facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes."""
+    for position, (argument, writes) in enumerate(facts.arguments):
+        if writes:
+            yield from _tensors_in(args[position] if position < len(args) else kwargs.get(argument))
 
 
 class HostWait(NamedTuple):
@@ -165,6 +176,9 @@ class SimulatedDevice(TorchDispatchMode):
         self.comms: dict[Any, Stream] = {}
         self._at: list[str] = []
         self._is_paused = False
+        self.graph_faults: list[str] = []
+        """What a capture or a replay forbids, and was done; each with the engine's function."""
+        self.host.on_fault = self._note_fault
 
     @property
     def races(self) -> list[Race]:
@@ -235,6 +249,29 @@ class SimulatedDevice(TorchDispatchMode):
     def stream(self, stream: Stream) -> _Current:
         return _Current(self._thread, stream)
 
+    def is_current_stream_capturing(self) -> bool:
+        return self._stream.capture is not None
+
+    def CUDAGraph(self) -> Graph:
+        return _Graph(self)
+
+    @contextmanager
+    def graph(
+        self,
+        graph: Graph,
+        pool: object = None,
+        stream: Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        assert stream is not None, "a capture needs a stream that is not the default one"
+        with self.stream(stream):
+            graph.begin(stream)
+            try:
+                yield
+            finally:
+                with self.paused():
+                    graph.end()
+
     def synchronize(self, device: object = None) -> None:
         for stream in (self.compute, *self._handed_out, *self.comms.values()):
             stream.synchronize()
@@ -264,6 +301,27 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _note_host_wait(self, what: str) -> None:
         self.host_waits.append(HostWait(what, _engine_function()))
+
+    def _note_fault(self, what: str) -> None:
+        where = _engine_function() or "code outside the engine"
+        self.graph_faults.append(f"{what}, in {where}")
+
+    @property
+    def _capture(self) -> Graph | None:
+        """The graph that records what is queued now."""
+        return None if self._is_paused else self.host.capture
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        self.memory.resize(storage, self._stream)
+        if (graph := self._capture) is not None:
+            if storage.nbytes():
+                self._check_recorded("an allocation")
+            with self.paused():
+                graph.resize(storage)
+
+    def _check_recorded(self, what: str) -> None:
+        if self._stream.capture is None:
+            self.host.on_fault(f"{what} on {self._stream.name}, which is not in the capture")
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -307,17 +365,39 @@ class SimulatedDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        facts, graph = _facts_of(func), self._capture
+        records = graph is not None and not facts.is_view
+        on_host = not facts.is_view and self._runs_on_host(facts, args, kwargs)
+        if graph is not None and records and not on_host:
+            graph.before(_written(facts, args, kwargs))
         result = func(*args, **kwargs)
-        if not self._is_paused:
-            self._note(_facts_of(func), args, kwargs, result)
+        self._note(facts, args, kwargs, result, on_host)
+        if graph is not None and records and not on_host:
+            self._record(graph, func, facts, args, kwargs, result)
         return result
 
-    def _note(self, facts: _Facts, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _record(
+        self, graph: Graph, func: Any, facts: _Facts, args: Any, kwargs: Any, result: Any
+    ) -> None:
+        self._check_recorded(facts.name)
+        if facts.name in _ALLOCATES:
+            graph.allocated(_tensors_in(result))
+            return
+        if facts.name not in _TAKES_TABLE and any(
+            map(self.memory.is_on_host, _tensors_in([*args, *kwargs.values()]))
+        ):
+            self.host.on_fault(f"a graph repeats a {facts.name} of the host's memory")
+        graph.record(facts.name, func, args, kwargs, result)
+
+    def _note(
+        self, facts: _Facts, args: Any, kwargs: dict[str, Any], result: Any, on_host: bool
+    ) -> None:
         name = facts.name
         if facts.is_view:
             return
         outputs = _tensors_in(result)
-        on_host = self._runs_on_host(facts, args, kwargs)
         stream = self.host_stream if on_host else self._stream
         if name in _ALLOCATES:
             for output in outputs:
@@ -467,10 +547,16 @@ class SimulatedDevice(TorchDispatchMode):
                 if self.is_on_host(tensor):
                     raise RuntimeError(f"{verb.__name__}: the backend takes no memory of the host")
                 self.memory.access(tensor, comm, use, self._stream, writes)
+            graph = self._capture
             with self.paused():
+                if graph is not None:
+                    graph.before([output])
                 work = verb(*args, **kwargs)
                 if work is not None:
                     work.wait()
+                if graph is not None:
+                    finish = functools.partial(_finish, verb)
+                    graph.record(verb.__name__, finish, args, kwargs, None)
             if self._on_current_stream:
                 return None
             return _Queued(self, comm.record_event(), (output, given))
@@ -485,6 +571,32 @@ class SimulatedDevice(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group)
         name = f"the stream of ranks {' '.join(map(str, ranks))}"
         return self.comms.setdefault(group, Stream(self.host, self.index, name))
+
+
+class _Graph(Graph):
+    """A graph whose replays use memory on the current stream of the device."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__(device.host, self._access)
+        self._device = device
+
+    def _access(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:
+        device = self._device
+        stream = device._stream
+        stream.tick()
+        use = device._use("a replay", stream)
+        for tensor, writes in tensors:
+            device.memory.access(tensor, stream, use, stream, writes)
+
+    def replay(self) -> None:
+        with self._device.paused(), torch.no_grad():
+            super().replay()
+
+
+def _finish(verb: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    work = verb(*args, **kwargs)
+    if work is not None:
+        work.wait()
 
 
 class _Current:
@@ -564,7 +676,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
 
     def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(storage, nbytes)
-        device.memory.resize(storage, device._stream)
+        device.note_resize(storage)
         return result
 
     def streams(_: torch.device, *args: Any, **kwargs: Any) -> Streams:
@@ -577,6 +689,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         return made
 
     def on_host(memory: HostMemory, numel: int, dtype: torch.dtype) -> Tensor:
+        device.host.refuse_in_capture("memory of the host is allocated")
         return device.take_for_host(torch.zeros(numel, dtype=dtype), memory._pin_memory)
 
     def noted_collect(buffer: GradientBuffer, leaves: Any, *args: Any, **kwargs: Any) -> None:
@@ -590,6 +703,16 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         with profile(context, action, unit), device.at(unit):
             yield
 
+    def refused(owner: Any, name: str, what: str) -> Any:
+        """Calls of a method inside a capture are faults."""
+        method = getattr(owner, name)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            device.host.refuse_in_capture(what)
+            return method(*args, **kwargs)
+
+        return mock.patch.object(owner, name, calling)
+
     def queued(module: Any, name: str, in_place: bool = False) -> Any:
         verb = device.collective(getattr(module, name), in_place)
         return mock.patch.object(module, name, verb)
@@ -602,6 +725,9 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(HostMemory, "empty", on_host),
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
+        refused(Watchdog, "watch", "the watchdog watches a collective"),
+        refused(_Board, "publish", "a rank writes to the store"),
+        refused(_Board, "published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
         mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),

@@ -15,6 +15,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 Clock = dict[int, int]
 """Stream -> how many of its actions are known to have happened."""
@@ -48,12 +49,22 @@ class Host:
         self._lock = threading.Lock()
         self.num_answers = {False: 0, True: 0}
         """How often `query` gave each answer."""
+        self.capture: Any = None
+        """The graph that is captured now, or None."""
+        self.on_fault: Callable[[str], None] = lambda _: None
+        """Called with what a capture, or a replay, forbids."""
+
+    def refuse_in_capture(self, what: str) -> None:
+        """A capture is under way in this thread: it cannot contain this."""
+        if self.capture is not None and threading.get_ident() == self._thread:
+            self.on_fault(what)
 
     def draw_lag(self) -> int:
         return self._lag if self._random is None else self._random.randrange(2 * self._lag)
 
     def wait(self, clock: Clock, what: str) -> None:
         """Block until the device has come to `clock`."""
+        self.refuse_in_capture(f"the host waits ({what})")
         if not covers(self.clock, clock):
             self.on_wait(what)
             self._learn(clock)
@@ -87,6 +98,8 @@ class Stream:
         self.name = name or f"side stream {self.id}"
         self.clock: Clock = {self.id: 0}
         self.host = host
+        self.capture: Any = None
+        """The graph that records what is queued here, or None."""
 
     def tick(self) -> None:
         """One more action, queued by the host after all it did."""
@@ -100,10 +113,22 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
+        if event.clock:
+            self._join(event.capture)
         merge(self.clock, event.clock)
 
     def wait_stream(self, stream: Stream) -> None:
+        self._join(stream.capture)
         merge(self.clock, stream.clock)
+
+    def _join(self, capture: Any) -> None:
+        """A stream that waits for what a graph records is recorded, too."""
+        if capture is not None and capture is not self.host.capture:
+            self.host.on_fault(f"{self.name} waits for an event of a capture that has ended")
+        elif capture is not None and self.capture is None:
+            capture.admit(self)
+        elif capture is None and self.capture is not None:
+            self.host.on_fault(f"{self.name} waits in a capture for an event of before it")
 
     def synchronize(self) -> None:
         self.host.wait(self.clock, f"synchronize of {self.name}")
@@ -129,6 +154,8 @@ class Event:
         self._index: int | None = None
         self._due = 0
         self._stream = "no stream"
+        self.capture: Any = None
+        """The graph that recorded it; the host may never ask for such an event."""
 
     def record(self, stream: Stream) -> None:
         if self._index not in (None, stream.index):
@@ -137,12 +164,16 @@ class Event:
             )
         self._index, self._stream = stream.index, stream.name
         self.clock = dict(stream.clock)
+        self.capture = stream.capture
         self._due = self._host.num_actions + self._host.draw_lag()
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)
 
     def query(self) -> bool:
+        self._host.refuse_in_capture("the host asks for an event")
+        if self.capture is not None:
+            self._host.on_fault("the host asks for an event of a capture")
         return not self.clock or self._host.ask(self.clock, self._due)
 
     def synchronize(self) -> None:

@@ -25,6 +25,7 @@ LAYERS = [
     "errors",
     "model_functions",
     "comm_hooks",
+    "graph_capture",
     "log",
     "memory_budget",
     "wrapper",

@@ -1,0 +1,359 @@
+"""capture: a whole step as CUDA graphs, which a device replays without Python.
+
+Calls 1 to 3 run eagerly, on the stream of the capture; call 4 records, and replays what it has
+recorded; later ones replay. Each is one step on its own inputs: nothing trains on the sample.
+
+Note [A step is cut where an optimizer steps]
+    A graph repeats the numbers that Python gave to kernels, such as a learning rate. An optimizer
+    with `capturable=True` has them in tensors, and is recorded. Any other steps between two graphs,
+    eagerly, in each replay. The graphs share a pool, in which gradients keep their addresses.
+
+Note [The host after a replay]
+    A replay leaves on the host what an eager step leaves: `.grad` are tensors whose memory it has
+    written, and versions of parameters that a graph writes grow. Handles are sharded before and
+    after, so the next eager forward gathers what the main shards hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from layerzero.comm.pending import Pending
+from layerzero.flat.parameter_hooks import kind_of_hooks
+from layerzero.flat.placement import ShardGroup
+from layerzero.notices import warn_once
+from layerzero.optim.sharded_params import live_roots
+from layerzero.step.extension import Extension
+from layerzero.step.root import RootState
+from layerzero.step.unit import ShardState
+
+WARM_UP_CALLS = 3
+_logger = logging.getLogger(__name__)
+_put_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
+_Optimizer = torch.optim.Optimizer
+
+
+def capture(step: Callable[..., Any], *sample: Any) -> CapturedStep:
+    """Make CUDA graphs of a step, which are replayed for inputs like `sample`.
+
+    `step` is all that a step does: forward, backward, clipping, `optimizer.step()`, `zero_grad()`;
+    or a part that leaves the model between passes, such as an evaluation. The first three calls
+    with inputs like the sample run eagerly, the fourth records, and later ones replay. Calls with
+    other inputs run eagerly, and so do all on a device without graphs, such as the CPU. What Python
+    computes inside `step` is computed once; see docs/howto/cuda_graphs.md.
+
+    Collective as `step` is; at each call, inputs are like the sample on every rank or on none.
+
+    Args:
+        step: called with arguments like the sample; returns tensors, in nested tuples, lists and
+            dicts, or nothing. On a device with graphs its tensors are copies on that device.
+        sample: tensors, numbers, strings and None, in nested tuples, lists and dicts. Inputs are
+            like it if tensors have its shapes and dtypes, and all else is equal.
+
+    Returns:
+        A function with the arguments of `step`, which returns what `step` does, detached. It raises
+        RuntimeError in the first call if a graph cannot contain what the step, or its model, has.
+
+    Raises:
+        ValueError: no sharded model is alive; or the sample contains anything else, or a tensor
+            that requires grad.
+    """
+    return CapturedStep(step, sample)
+
+
+class CapturedStep:
+    """A step that `capture` was given."""
+
+    def __init__(self, step: Callable[..., Any], sample: tuple[Any, ...]) -> None:
+        self.num_replays = 0
+        """Calls that replayed graphs, the one that recorded them included."""
+        self._step = step
+        self._name: str = getattr(step, "__name__", type(step).__name__)
+        self._sample = _signature(sample)
+        self._num_calls = 0
+        self._roots: list[RootState] = []
+        self._optimizers: dict[_Optimizer, None] = {}
+        self._stepping: _Optimizer | None = None
+        self._pool: Any = None
+        self._parts: list[tuple[Any, Callable[[], None] | None]] = []
+        """Graphs, each with what follows it: Note [A step is cut where an optimizer steps]."""
+        if self._sample is None:
+            raise ValueError(
+                f"capture({self._name}): expected a sample of tensors that require no grad, "
+                "numbers, strings and None, in tuples, lists and dicts"
+            )
+        roots = live_roots()
+        if not roots:
+            raise ValueError(f"capture({self._name}): no sharded model is alive; wrap it first")
+        self._device = device = roots[0].device
+        self._module: Any = torch.get_device_module(device)
+        self._has_graphs = hasattr(self._module, "CUDAGraph")
+        if self._has_graphs:
+            self._stream = self._module.Stream(device=device)
+        else:
+            _logger.info("capture(%s): no graphs on %s, calls are eager", self._name, device.type)
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._has_graphs:
+            return tree_map_only(Tensor, Tensor.detach, self._step(*args))
+        if _signature(args) == self._sample:
+            if not self._parts:
+                return self._warm_up_or_record(args)
+            now = self._state()
+            changed = next((name for name, each in self._found.items() if now[name] != each), None)
+            if changed is None:
+                return _copies(self._replay(args))
+            warn_once(
+                f"capture({self._name}): {changed} is not as it was recorded, so the step runs "
+                "eagerly while that is so",
+                f"{id(self)}: {changed}",
+            )
+        return tree_map_only(Tensor, Tensor.detach, self._step(*self._moved_in(args)))
+
+    def _moved_in(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def copy(given: Tensor) -> Tensor:
+            return torch.empty_like(given, device=self._device).copy_(given, non_blocking=True)
+
+        copied: tuple[Any, ...] = tree_map_only(Tensor, copy, args)
+        return copied
+
+    def _warm_up_or_record(self, args: tuple[Any, ...]) -> Any:
+        """Run the step on the stream of the capture: the default one cannot be recorded, and nodes
+        of autograd that the program keeps run on the stream that they were made on."""
+        stream, current = self._stream, self._module.current_stream(self._device)
+        stream.wait_stream(current)  # Which uses what the last call left: it is freed only now.
+        self._keepalive: Any = None
+        with self._module.stream(stream):
+            given = self._moved_in(args)
+            is_refused = any(each for root in self._roots for each in _refused(root))
+            if self._num_calls < WARM_UP_CALLS or is_refused:
+                outputs = self._warm_up(given)
+            else:
+                outputs = self._record(given)
+        current.wait_stream(stream)
+        copies = _copies(outputs)
+        self._keepalive = given, outputs, self._grads()
+        return copies
+
+    def _warm_up(self, args: tuple[Any, ...]) -> Any:
+        """Run the step, and find the models and optimizers that have a part in it."""
+        self._num_calls += 1
+        clocks = {root: root.clock for root in live_roots()}
+        scaled: list[str] = []
+
+        def note(optimizer: _Optimizer, args: Any, kwargs: Any) -> None:
+            self._optimizers[optimizer] = None
+            if getattr(optimizer, "found_inf", None) is not None:
+                scaled.append("a GradScaler")
+
+        handle = register_optimizer_step_pre_hook(note)
+        try:
+            outputs = self._step(*args)
+        finally:
+            handle.remove()
+        self._roots = [root for root, before in clocks.items() if root.clock != before]
+        for reason in (*scaled, *(each for root in self._roots for each in _refused(root))):
+            raise RuntimeError(f"capture({self._name}): a graph cannot contain {reason}")
+        wrappers = [wrapper for root in self._roots if (wrapper := root.wrapper_ref()) is not None]
+        groups = [group["params"] for each in self._optimizers for group in each.param_groups]
+        groups += [wrapper.parameters() for wrapper in wrappers]
+        self._params: list[nn.Parameter] = [*dict.fromkeys(chain.from_iterable(groups))]
+        self._modules = [module for wrapper in wrappers for module in wrapper.modules()]
+        self._units = [unit for root in self._roots for unit in root.units]
+        return outputs
+
+    # The state on the host --------------------------------------------------------------------
+
+    def _grads(self) -> list[Tensor | None]:
+        return [*map(attrgetter("grad"), self._params)]
+
+    def _put(self, grads: Sequence[Tensor | None]) -> None:
+        all(map(is_, map(_put_grad, self._params, grads), repeat(None)))  # In C.
+
+    def _state(self) -> dict[str, list[Any]]:
+        """State on the host by which the engine and torch decide."""
+        kind, reducers = self._device.type, [root.reducer for root in self._roots]
+        casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return {
+            ".grad of a parameter": [*map(id, self._grads())],
+            "requires_grad of a parameter": [*map(attrgetter("requires_grad"), self._params)],
+            "the memory of a parameter": [*map(Tensor.data_ptr, self._params)],
+            "the training mode of a module": [*map(attrgetter("training"), self._modules)],
+            "grad mode or autocast": [torch.is_grad_enabled(), *casts],
+            "what a model keeps between passes": [
+                *map(attrgetter("state"), self._units),
+                *((each.requires_sync, each.kept.is_any) for each in reducers),
+            ],
+            # Tensors by identity: a graph reads what they hold.
+            "an option of a capturable optimizer (pass one that changes as a tensor)": [
+                id(value) if isinstance(value, Tensor) else value
+                for group in chain.from_iterable(o.param_groups for o in self._recorded)
+                for name, value in group.items()
+                if name != "params"
+            ],
+        }
+
+    # Recording --------------------------------------------------------------------------------
+
+    def _record(self, inputs: tuple[Any, ...]) -> Any:
+        """Record the step on these inputs, whose memory replays read, and run it."""
+        self._recorded = [
+            each for each in self._optimizers if all(g.get("capturable") for g in each.param_groups)
+        ]
+        # Tables that kernels read, and that the engine replaces where `requires_grad` changes.
+        self._tables = [h.gradients.segments for unit in self._units for h in unit.handles]
+        self._inputs, self._before, self._found = inputs, self._grads(), self._state()
+        versions = [*map(attrgetter("_version"), self._params)]
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            for root in self._roots:
+                stack.enter_context(root.operations.unwatched())
+            self._open = stack.enter_context(ExitStack())
+            self._begin()
+            self._outputs = self._step(*inputs)
+            self._end(None)
+        pairs = zip(self._params, versions, strict=True)
+        self._written = [each for each, version in pairs if each._version != version]
+        # Gradients that a step leaves go where the next one finds them.
+        both = [*zip(self._before, self._grads(), strict=True)]
+        self._after = [new if old is None or new is None else old for old, new in both]
+        moved = [(o, n) for o, n in both if o is not None and n is not None and o is not n]
+        self._moved = [old for old, _ in moved], [new for _, new in moved]
+        self._leave()
+        self.num_replays = 1
+        _logger.info("capture(%s): recorded as %d graphs", self._name, len(self._parts))
+        return self._outputs
+
+    def _begin(self) -> None:
+        self._graph = self._module.CUDAGraph()
+        # "thread_local": a thread that loads data may pin memory meanwhile.
+        options = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        self._open.enter_context(self._module.graph(self._graph, pool=self._pool, **options))
+        self._mark = torch.zeros((), device=self._device)  # torch warns of an empty graph.
+        for root in self._roots:
+            root.streams.fork()
+
+    def _end(self, step: Callable[[], None] | None) -> None:
+        """End a graph, which `step` follows, and run it."""
+        for root in self._roots:
+            root.streams.join()
+        self._open.close()
+        self._pool = self._graph.pool()
+        self._parts.append((self._graph, step))
+        for root in self._roots:
+            # What the graph has recorded is no event that may be waited for outside of it.
+            root.streams.fork()
+            root.context.note_weights()
+        self._graph.replay()
+
+    def _before_step(self, optimizer: _Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None or optimizer in self._recorded:
+            return  # The first: a step inside another one, as of whole tensors.
+        self._stepping = optimizer
+        grads, factor = self._grads(), getattr(optimizer, "next_factor", None)
+
+        def step() -> None:
+            self._put(grads)
+            if factor is not None:
+                optimizer.next_factor = factor  # type: ignore[attr-defined]
+            optimizer.step(*args[1:], **kwargs)
+
+        self._end(step)
+
+    def _after_step(self, optimizer: _Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._stepping:
+            self._stepping = None
+            self._begin()
+
+    # Replaying --------------------------------------------------------------------------------
+
+    def _replay(self, args: tuple[Any, ...]) -> Any:
+        """Run the recorded step on other inputs. Returns what it returned then, written anew."""
+        self.num_replays += 1
+        watched = [self._watch(root, group) for root in self._roots for group in _groups(root)]
+        for own, given in zip(tree_flatten(self._inputs)[0], tree_flatten(args)[0], strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(given, non_blocking=True)
+        for graph, step in self._parts:
+            graph.replay()
+            if step is not None:
+                step()
+        self._leave()
+        torch.autograd.graph.increment_version(self._written)
+        for pending in watched:
+            pending.start(lambda: None)
+        return self._outputs
+
+    def _leave(self) -> None:
+        """See Note [The host after a replay]."""
+        if self._moved[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*self._moved)
+        self._put(self._after)
+
+    def _watch(self, root: RootState, group: ShardGroup) -> Pending:
+        """Let the watchdog of a group wait for a replay as for one collective, by its name."""
+        pending = Pending(root.operations.next("replay", self._name, group), group)
+        if pending.operation.watchdog is not None:
+            pending.operation.watchdog.watch(pending)
+        return pending
+
+
+def _groups(root: RootState) -> Iterable[ShardGroup]:
+    """Groups over which units are gathered and reduced, each once."""
+    groups = chain.from_iterable(placement.all_groups for placement in root.placements)
+    return {group.process_group: group for group in groups}.values()
+
+
+def _copies(outputs: Any) -> Any:
+    """Copies on the current stream: the next replay writes the outputs again."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), outputs)
+
+
+def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Properties of inputs that one recording serves; None: none does."""
+    leaves, spec = tree_flatten(args)
+    kinds: list[tuple[Any, ...]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not leaf.requires_grad:
+            kinds.append((leaf.shape, leaf.dtype))
+        elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            kinds.append((type(leaf), leaf))
+        else:
+            return None
+    return spec, kinds
+
+
+def _refused(root: RootState) -> Iterator[str]:
+    """Properties of a model, between two steps, for which a graph cannot contain a step."""
+    handles = [handle for unit in root.units for handle in unit.handles]
+    for module in (type(each).__module__ for each in root.extensions.of(Extension)):
+        # Guards read nothing of the device once the model has trained.
+        if not module.startswith("layerzero.guards."):
+            yield f"what {module} does"
+    if any(handle.params_on or handle.gradients.sums_on for handle in handles):
+        yield "offload"
+    if root.reducer.uses_up_gradients:
+        yield "step_in_backward"
+    if root.tensor_parallel_groups:
+        yield "tensor-parallel parameters"
+    if any(kind_of_hooks(each) for handle in handles for each in handle.sharded_params):
+        yield "hooks on sharded parameters"
+    if root.reducer.kept.is_any:
+        yield "gradients of no_sync that wait for the next call"
+    if any(unit.state is not ShardState.SHARDED for unit in root.units):
+        yield "units that stay unsharded between two calls"

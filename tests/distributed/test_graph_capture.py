@@ -1,0 +1,327 @@
+"""`layerzero.capture`: a step as graphs has the bits of an eager one, and leaves the same state.
+
+On the simulated device, with real ranks; its graphs are tests/harness/simulated_graphs.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import layerzero
+from layerzero import OffloadPolicy, graph_capture
+from layerzero.graph_capture import CapturedStep
+from layerzero.optim import AdamW
+from layerzero.watch.watchdog import Watchdog, Watched
+from tests.harness import capture_defects, captured_steps
+from tests.harness.captured_steps import PROGRAMS, SAMPLE, Program, draw_alike
+from tests.harness.internals import root_state
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.simulated_device import SimulatedDevice, simulated_device
+from tests.harness.stream_uses import LAYERED, SETTINGS, wrapped
+
+
+class Run(NamedTuple):
+    """What a program left."""
+
+    values: list[Tensor]
+    weights: list[Tensor]
+    captured: list[CapturedStep]
+    device: SimulatedDevice
+
+    def differs_from(self, other: Run) -> str:
+        for what in ("values", "weights"):
+            own, others = getattr(self, what), getattr(other, what)
+            if len(own) != len(others):
+                return f"{what}: {len(own)} instead of {len(others)}"
+            pairs = zip(own, others, strict=True)
+            if places := [n for n, (a, b) in enumerate(pairs) if not torch.equal(a, b)]:
+                return f"{what}: {places[:3]} of {len(own)} differ"
+        return ""
+
+
+def run(
+    program: Program,
+    is_captured: bool,
+    steps: int,
+    group: Any,
+    asks: bool = False,
+    **settings: Any,
+) -> Run:
+    """`asks`: what the thread of a watchdog may ask of each collective, as soon as it is known."""
+    captured: list[CapturedStep] = []
+
+    def wrap(step: Callable[..., Any], *sample: Any) -> Callable[..., Any]:
+        if not is_captured:
+            return step
+        captured.append(layerzero.capture(step, *sample))
+        return captured[-1]
+
+    watch = Watchdog.watch
+
+    def watch_and_ask(watchdog: Watchdog, collective: Watched) -> None:
+        watch(watchdog, collective)
+        if asks:
+            collective.is_reached  # noqa: B018
+
+    with mock.patch.object(Watchdog, "watch", watch_and_ask), simulated_device() as device:
+        model = wrapped(group, **settings)
+        watchdogs = root_state(model).operations._watchdogs
+        capture_defects.remember_watchdogs(watchdogs)
+        draw_alike()
+        values = [value.detach().clone() for value in program(model, wrap, steps)]
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        model.zero_grad()
+    return Run(values, weights, captured, device)
+
+
+def _wrong(cases: list[tuple[str, dict[str, Any], str]], steps: int) -> list[str]:
+    """What is wrong with programs, each in a setting."""
+    group = make_plain_group(timedelta(seconds=60))
+    wrong = []
+    for name, arguments, program in cases:
+        function = getattr(captured_steps, program)
+        eager = run(function, False, steps, group, **arguments)
+        graphs = run(function, True, steps, group, **arguments)
+        found = [graphs.differs_from(eager), *sorted(set(graphs.device.graph_faults))]
+        found += graphs.device.findings
+        if not all(each.num_replays for each in graphs.captured):
+            found.append("a step was not replayed")
+        wrong += [f"{name}, {program}: {each}" for each in found if each]
+    return wrong
+
+
+NAMES = [program.__name__ for program in PROGRAMS]
+
+
+def test_replays_have_the_bits_of_eager_steps(ranks: KeptRanks) -> None:
+    """Each program, and each setting with one of them."""
+    cases = [("default", SETTINGS["default"], name) for name in NAMES]
+    for place, (setting, arguments) in enumerate(SETTINGS.items()):
+        cases.append((setting, arguments, NAMES[place % len(NAMES)]))
+    for wrong in ranks(2, _wrong, cases, 8, timeout=300):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((2, name) for name in SETTINGS), *((4, name) for name in LAYERED)]
+)
+def test_a_hundred_steps_have_the_bits_of_eager_ones(
+    world_size: int, name: str, ranks: KeptRanks
+) -> None:
+    """Accumulation in each setting, and two others in turns."""
+    settings = SETTINGS if world_size == 2 else LAYERED
+    place = list(settings).index(name)
+    others = [NAMES[(2 * place + more) % len(NAMES)] for more in range(2)]
+    programs = dict.fromkeys(["accumulation", *others])
+    cases = [(name, settings[name], program) for program in programs]
+    for wrong in ranks(world_size, _wrong, cases, 100, timeout=500):
+        assert not wrong, "\n".join(wrong)
+
+
+# Defects --------------------------------------------------------------------------------------
+
+DEFECTS = """
+watching_what_is_recorded, native_adamw: the watchdog watches a collective
+without_side_streams_in_the_capture, native_adamw: an allocation on unshard, which is not in the \
+capture
+without_joining_side_streams, native_adamw: the capture ends before offload is joined
+asking_for_an_event, native_adamw: the host asks for an event
+waiting_for_an_event, native_adamw: the host waits (synchronize of an event on
+waiting_for_the_device, native_adamw: the host waits (synchronize of compute)
+reading_a_number, native_adamw: the host waits (_local_scalar_dense)
+branching_on_a_tensor, native_adamw: the host waits (_local_scalar_dense)
+choosing_by_values, native_adamw: the host waits (nonzero)
+sending_a_list_to_the_device, native_adamw: the host waits (tensor)
+allocating_memory_of_the_host, native_adamw: memory of the host is allocated
+copying_from_the_host, native_adamw: a graph repeats a copy_ of the host's memory
+writing_to_the_store, native_adamw: a rank writes to the store
+keeping_events_for_the_watchdog, train_and_evaluate: the host asks for an event of a capture
+without_waiting_for_the_current_stream, native_adamw: does not wait for what was used by
+without_the_inputs, native_adamw: values
+without_copies_of_outputs, native_adamw: values
+without_gradients, optimizer_outside: values
+leaving_gradients_in_the_pool, gradients_left: values
+without_growing_versions, a_graph_of_older_weights: values
+with_the_optimizer_in_the_graph, sgd_with_clipping: values
+with_the_optimizer_in_the_graph, native_adamw: a graph repeats a layerzero::flat_step_ of the host
+without_the_factor_of_clipping, native_adamw: values
+replaying_in_every_state, an_option_that_is_a_number: values
+dropping_tables, two_towers: a replay of layerzero::pack_ uses memory that was freed or moved since
+"""
+"""Defect, the program that has it, and what it is found by; "values": they differ from eager."""
+
+
+def _found(program: Program, defect: capture_defects.Defect, group: Any) -> list[str]:
+    eager = run(program, False, 9, group)
+    with defect():
+        graphs = run(program, True, 9, group, asks=True)
+    found = [*graphs.device.graph_faults, *graphs.device.findings, graphs.differs_from(eager)]
+    return sorted({each for each in found if each})
+
+
+def _missed() -> list[str]:
+    group = make_plain_group(timedelta(seconds=60))
+    missed = []
+    for row in DEFECTS.strip().splitlines():
+        names, reason = row.split(": ", 1)
+        defect, program = names.split(", ")
+        found = _found(getattr(captured_steps, program), getattr(capture_defects, defect), group)
+        if not any(reason in each for each in found):
+            missed.append(f"{defect}: {reason} not in {found}")
+    return missed
+
+
+def test_each_defect_is_found_for_its_own_reason(ranks: KeptRanks) -> None:
+    for missed in ranks(2, _missed, timeout=300):
+        assert not missed, "\n".join(missed)
+
+
+# One program runs everywhere ------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_on_a_cpu_every_call_is_eager() -> None:
+    for program in PROGRAMS:
+        values = []
+        for is_captured in (False, True):
+            model = wrapped()
+            draw_alike()
+            wrap = layerzero.capture if is_captured else _plain
+            with mock.patch.object(graph_capture._logger, "info") as info:
+                values.append([each.detach() for each in program(model, wrap, 5)])
+            assert bool(info.call_args_list) is is_captured
+        assert all(map(torch.equal, *values)), program.__name__
+
+
+def _plain(step: Callable[..., Any], *sample: Any) -> Callable[..., Any]:
+    return step
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+def _train(model: Any) -> None:
+    captured_steps._backward(model, torch.randn(3, captured_steps.WIDTH))
+    model.zero_grad()
+
+
+def _left(model: Any) -> None:
+    with model.no_sync():
+        _train_on(model)
+
+
+def _train_on(model: Any) -> None:
+    captured_steps._backward(model, torch.randn(3, captured_steps.WIDTH))
+
+
+def _unsharded(model: Any) -> None:
+    _train(model)
+    model.unshard()
+
+
+def _in_backward(model: Any) -> None:
+    model.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    _train(model)
+
+
+def _with_a_hook(model: Any) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient)
+    _train(model)
+
+
+def _with_a_scaler(model: Any) -> None:
+    optimizer, scaler = AdamW(model.parameters()), layerzero.GradScaler("cpu")
+    scaler.scale(model(torch.randn(3, captured_steps.WIDTH)).sum()).backward()
+    scaler.step(optimizer)
+
+
+REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = [
+    ("offload", {"offload": OffloadPolicy(grads=True)}, _train),
+    ("offload", {"offload": OffloadPolicy(params=True)}, _train),
+    ("what layerzero.optim.nonfinite does", {"on_nonfinite": "skip"}, _train),
+    ("what layerzero.verify.verifier does", {"verify": "always"}, _train),
+    ("what layerzero.memory_budget.learner does", {"memory_budget": "1GB"}, _train),
+    ("gradients of no_sync that wait for the next call", {}, _left),
+    ("units that stay unsharded between two calls", {}, _unsharded),
+    ("step_in_backward", {}, _in_backward),
+    ("hooks on sharded parameters", {}, _with_a_hook),
+    ("a GradScaler", {}, _with_a_scaler),
+]
+"""What a graph cannot contain, how a model is built with it, and a step."""
+
+
+def _refused() -> list[str]:
+    found = []
+    for _, arguments, step in REFUSED:
+        group = make_plain_group(timedelta(seconds=60))
+        with simulated_device() as device:
+            model = wrapped(group, **arguments)
+            once = layerzero.capture(functools.partial(step, model))
+            try:
+                once()
+                found.append("nothing")
+            except RuntimeError as error:
+                found.append(str(error).split("a graph cannot contain ")[-1])
+            assert not device.graph_faults, "nothing was recorded"
+    return found
+
+
+def test_what_a_graph_cannot_contain_is_refused_before(ranks: KeptRanks) -> None:
+    for found in ranks(2, _refused):
+        assert found == [reason for reason, _, _ in REFUSED]
+
+
+@on_ranks(2)
+def test_the_forward_of_another_capture_is_refused() -> None:
+    group = make_plain_group(timedelta(seconds=60))
+    with simulated_device() as device:
+        model = wrapped(group)
+        _train(model)
+        with (
+            device.graph(device.CUDAGraph(), stream=device.Stream(torch.device("cpu"))),
+            pytest.raises(NotImplementedError, match=r"use layerzero.capture\(step, \*sample\)"),
+        ):
+            model(SAMPLE)
+
+
+@on_ranks(1)
+def test_a_sample_is_checked() -> None:
+    with pytest.raises(ValueError, match="no sharded model is alive"):
+        layerzero.capture(_train, SAMPLE)
+    model = wrapped()
+    for wrong in (torch.ones(1, requires_grad=True), object(), {"a": [object()]}):
+        with pytest.raises(ValueError, match="expected a sample of tensors that require no grad"):
+            layerzero.capture(_train, SAMPLE, wrong)
+    del model
+
+
+def _names_of_replays() -> list[str]:
+    group = make_plain_group(timedelta(seconds=60))
+    with simulated_device():
+        model = wrapped(group)
+        [watchdog] = {
+            root_state(model).operations._watchdog_of(handle.placement.shard_group)
+            for unit in root_state(model).units
+            for handle in unit.handles
+        }
+        assert watchdog is not None, "its messages carry no names"
+        train = layerzero.capture(functools.partial(_train, model))
+        for _ in range(graph_capture.WARM_UP_CALLS + 1):
+            train()
+        with mock.patch.object(watchdog, "watch") as watch:
+            train()
+    return [call.args[0].name.split(" (")[0] for call in watch.call_args_list]
+
+
+def test_the_watchdog_knows_a_replay_by_its_name(ranks: KeptRanks) -> None:
+    assert ranks(2, _names_of_replays) == [["replay of partial"]] * 2

@@ -1,0 +1,210 @@
+"""Defects of captures and replays, one at a time; test_graph_capture.py finds each.
+
+Each function returns a context in which the engine, or `capture`, has the defect.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from layerzero import graph_capture
+from layerzero.comm.streams import Streams
+from layerzero.flat.host_memory import HostMemory
+from layerzero.graph_capture import CapturedStep
+from layerzero.step.operations import Operations
+from layerzero.step.unit import Unit
+from tests.harness.missing_waits import _at_each_reduction
+from tests.harness.simulated_streams import Stream
+
+_Context = AbstractContextManager[object]
+Defect = Callable[[], _Context]
+_CPU = torch.device("cpu")
+
+
+def _unless_called_by(name: str, owner: type, method: str) -> _Context:
+    """The method does nothing where a function of this name calls it."""
+    original: Callable[..., Any] = getattr(owner, method)
+
+    def calling(*args: Any) -> Any:
+        if sys._getframe(1).f_code.co_name != name:
+            return original(*args)
+        return None
+
+    return mock.patch.object(owner, method, calling)
+
+
+# What a capture forbids ---------------------------------------------------------------------------
+
+
+def watching_what_is_recorded() -> _Context:
+    @contextmanager
+    def unwatched(operations: Operations) -> Iterator[None]:
+        operations.is_watched = False
+        yield
+        operations.is_watched = True
+
+    return mock.patch.object(Operations, "unwatched", unwatched)
+
+
+def without_side_streams_in_the_capture() -> _Context:
+    return _unless_called_by("_begin", Streams, "fork")
+
+
+@contextmanager
+def without_joining_side_streams() -> Iterator[None]:
+    """And with work on one of them that compute waits for nowhere else."""
+
+    def work(tensor: Tensor, unit: Unit) -> None:
+        with unit.context.streams.offload:
+            tensor.add_(1)
+
+    with mock.patch.object(Streams, "join", lambda _: None), _at_each_reduction(work):
+        yield
+
+
+def asking_for_an_event() -> _Context:
+    def ask(_: Tensor, unit: Unit) -> None:
+        event = unit.context.streams.record_compute_event()
+        assert event is not None, "the device has streams"
+        event.query()
+
+    return _at_each_reduction(ask)
+
+
+def waiting_for_an_event() -> _Context:
+    def wait(_: Tensor, unit: Unit) -> None:
+        unit.context.streams.wait_on_host(unit.context.streams.record_compute_event())
+
+    return _at_each_reduction(wait)
+
+
+def waiting_for_the_device() -> _Context:
+    return _at_each_reduction(lambda *_: torch.get_device_module(_CPU).synchronize())
+
+
+def reading_a_number() -> _Context:
+    return _at_each_reduction(lambda tensor, _: tensor[0].item())
+
+
+def branching_on_a_tensor() -> _Context:
+    return _at_each_reduction(lambda tensor, _: bool(tensor.isnan().any()))
+
+
+def choosing_by_values() -> _Context:
+    return _at_each_reduction(lambda tensor, _: tensor.nonzero())
+
+
+def sending_a_list_to_the_device() -> _Context:
+    return _at_each_reduction(lambda tensor, _: torch.tensor([1.0], device=tensor.device))
+
+
+def allocating_memory_of_the_host() -> _Context:
+    return _at_each_reduction(lambda *_: HostMemory(True, _CPU).empty(3, torch.float32))
+
+
+_pinned: list[Tensor] = []
+
+
+def copying_from_the_host() -> _Context:
+    """The memory is there before; what the host writes there meanwhile is sent as well."""
+
+    def copy(tensor: Tensor, unit: Unit) -> None:
+        if not unit.context.streams.is_capturing():
+            _pinned[:] = [HostMemory(True, _CPU).empty(3, tensor.dtype)]
+        tensor.copy_(_pinned[0], non_blocking=True)
+
+    return _at_each_reduction(copy)
+
+
+def writing_to_the_store() -> _Context:
+    def write(_: Tensor, unit: Unit) -> None:
+        for watchdog in _watchdogs[-1].values():
+            if watchdog is not None and watchdog._board is not None:
+                watchdog._board.publish(0, 0)
+
+    return _at_each_reduction(write)
+
+
+_watchdogs: list[dict[Any, Any]] = [{}]
+
+
+def remember_watchdogs(watchdogs: dict[Any, Any]) -> None:
+    """Of the model that trains next: a capture hides them."""
+    _watchdogs[-1] = watchdogs
+
+
+# What a capture leaves ----------------------------------------------------------------------------
+
+
+def keeping_events_for_the_watchdog() -> _Context:
+    """Streams come after events of the capture, as far as a watchdog is told."""
+
+    def fork(streams: Streams) -> None:
+        compute = streams.record_compute_event()
+        for stream in streams._owners:
+            stream.wait(compute)
+
+    return mock.patch.object(Streams, "fork", fork)
+
+
+def without_waiting_for_the_current_stream() -> _Context:
+    return mock.patch.object(Stream, "wait_stream", lambda *_: None)
+
+
+# What a replay has to do --------------------------------------------------------------------------
+
+
+def without_the_inputs() -> _Context:
+    replay = CapturedStep._replay
+    return mock.patch.object(CapturedStep, "_replay", lambda own, _: replay(own, own._inputs))
+
+
+def without_copies_of_outputs() -> _Context:
+    return mock.patch.object(graph_capture, "_copies", lambda outputs: outputs)
+
+
+def without_gradients() -> _Context:
+    return mock.patch.object(CapturedStep, "_leave", lambda _: None)
+
+
+def leaving_gradients_in_the_pool() -> _Context:
+    """Not where the next step finds them."""
+    return mock.patch.object(torch, "_foreach_copy_", lambda *_: None)
+
+
+def without_growing_versions() -> _Context:
+    return mock.patch.object(torch.autograd.graph, "increment_version", lambda _: None)
+
+
+def with_the_optimizer_in_the_graph() -> _Context:
+    return mock.patch.object(CapturedStep, "_before_step", lambda *_: None)
+
+
+def without_the_factor_of_clipping() -> _Context:
+
+    def get(of: object, name: str, default: Any) -> Any:
+        return default if name == "next_factor" else getattr(of, name, default)
+
+    return mock.patch.object(graph_capture, "getattr", get, create=True)
+
+
+def replaying_in_every_state() -> _Context:
+    return mock.patch.object(CapturedStep, "_state", lambda _: {})
+
+
+def dropping_tables() -> _Context:
+    original = CapturedStep._record
+
+    def record(captured: CapturedStep, inputs: Any) -> Any:
+        outputs = original(captured, inputs)
+        del captured._tables
+        return outputs
+
+    return mock.patch.object(CapturedStep, "_record", record)

@@ -1,0 +1,303 @@
+"""Programs that train with `layerzero.capture`, for the simulated device: each eager or captured.
+
+A program is called with a model and `wrap`, which is `capture` or leaves a step as it is, and the
+number of steps. It returns what is compared: losses of all steps, and whatever else it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from layerzero import ZeRO3, units
+from layerzero.optim import AdamW
+from tests.harness.models import WIDTH
+
+Wrap = Callable[..., Callable[..., Any]]
+Program = Callable[[ZeRO3, Wrap, int], list[Tensor]]
+SAMPLE = torch.zeros(3, WIDTH)
+CPU = torch.device("cpu")
+"""The model's device, to the simulation; "cpu" as text, or none, is the host."""
+
+
+def _batch(rows: int = 3) -> Tensor:
+    return torch.randn(rows, WIDTH)
+
+
+def _backward(model: ZeRO3, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+class _Descent(torch.optim.Optimizer):
+    """Writes parameters by operators that count versions; torch's fused ones do not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def sgd_with_clipping(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """torch's norm clips, momentum has state, and a scheduler sets the rate of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = _backward(model, x)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    train = wrap(step, SAMPLE)
+    found = []
+    for _ in range(steps):
+        found += train(_batch())
+        schedule.step()
+    return found
+
+
+def native_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """It clips in the pass of its step."""
+    optimizer = AdamW(model.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        loss = _backward(model, x)
+        norm = optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss, "norm": norm}
+
+    train = wrap(step, SAMPLE)
+    return [each for _ in range(steps) for each in train(_batch()).values()]
+
+
+def capturable_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """It is inside the graph, and its rate is a tensor that a scheduler writes."""
+    rate = torch.full((), 0.01, device=CPU)
+    options = {"fused": True, "capturable": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)  # type: ignore[arg-type]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    train = wrap(step, SAMPLE)
+    found = []
+    for _ in range(steps):
+        found.append(train(_batch()))
+        schedule.step()
+    return found
+
+
+def an_option_that_is_a_number(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """A graph repeats the rate of the recording, so a step with another one is not replayed."""
+    options = {"fused": True, "capturable": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)  # type: ignore[arg-type]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    train = wrap(step, SAMPLE)
+    found = []
+    for _ in range(steps):
+        found.append(train(_batch()))
+        schedule.step()
+    return found
+
+
+def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """torch refuses the backward of a forward whose weights were written since: also by a graph."""
+    optimizer = _Descent(model.parameters(), {"lr": 0.1, "capturable": True})
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    train = wrap(step, SAMPLE)
+    found = []
+    for number in range(steps):
+        found.append(train(_batch()))
+        if number == 6:
+            older = model(_batch()).sum()
+            for unit in units(model):
+                unit.reshard()  # The last one, which waits for the backward.
+            found.append(train(_batch()))
+            try:
+                older.backward()
+            except RuntimeError as error:
+                found.append(torch.tensor("modified by an inplace operation" in str(error)))
+    return found
+
+
+def accumulation(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """Three micro-batches in one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(*batches: Tensor) -> list[Tensor]:
+        losses = []
+        for x in batches:
+            with nullcontext() if x is batches[-1] else model.no_sync():
+                losses.append(_backward(model, x))
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    train = wrap(step, SAMPLE, SAMPLE, SAMPLE)
+    return [each for _ in range(steps) for each in train(_batch(), _batch(), _batch())]
+
+
+def gradients_left(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """The next step clears what the last one leaves in `.grad`, and the program reads it."""
+    optimizer = AdamW(model.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = _backward(model, x)
+        optimizer.step()
+        return loss
+
+    train = wrap(step, SAMPLE)
+    found = []
+    for _ in range(steps):
+        found.append(train(_batch()))
+        found += [p.grad.sum() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def optimizer_outside(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """Passes alone are captured; weights change in between, by the optimizer and by hand."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train = wrap(functools.partial(_backward, model), SAMPLE)
+    found = []
+    for number in range(steps):
+        found.append(train(_batch()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 3 == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+    return found
+
+
+def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """Two captures take turns, the second between a forward and its backward, with eager passes
+    between them, also of other shapes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x).sum()
+
+    train, look = wrap(step, SAMPLE), wrap(evaluate, SAMPLE)
+    found = []
+    for number in range(steps):
+        found.append(train(_batch()))
+        older = model(_batch()).sum()
+        for unit in units(model):
+            unit.reshard()  # The last one, which waits for the backward.
+        found.append(look(_batch()))
+        older.backward()
+        found += [p.grad.sum() for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        if number % 4 == 3:
+            found += [train(_batch(2)), look(_batch(1))]
+            with torch.no_grad():
+                found.append(model(_batch()).sum())
+    return found
+
+
+def two_towers(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """Steps with and without one of the blocks, each an order of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    module = model.module
+    skips = False
+
+    def forward(x: Tensor) -> Tensor:
+        x = module.stem(x)
+        for block in module.blocks[1:] if skips else module.blocks:
+            x = block(x)
+        return module.head(x)  # type: ignore[no-any-return]
+
+    module.forward = forward
+
+    def step(x: Tensor, without: bool) -> Tensor:
+        nonlocal skips
+        skips = without
+        module.blocks[0].requires_grad_(not without)
+        loss = _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    plain, short = wrap(step, SAMPLE, False), wrap(step, SAMPLE, True)
+    found = []
+    for number in range(steps):
+        without = number % 2 == 1
+        module.blocks[0].requires_grad_(not without)
+        found.append((short if without else plain)(_batch(), without))
+    return found
+
+
+def recomputation_and_dropout(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """Each replay draws the numbers that an eager step would."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for block in model.module.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, F.dropout(x, 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    train = wrap(step, SAMPLE)
+    return [train(_batch()) for _ in range(steps)]
+
+
+PROGRAMS: list[Program] = [
+    sgd_with_clipping,
+    native_adamw,
+    capturable_adamw,
+    an_option_that_is_a_number,
+    a_graph_of_older_weights,
+    accumulation,
+    gradients_left,
+    optimizer_outside,
+    train_and_evaluate,
+    two_towers,
+    recomputation_and_dropout,
+]
+
+
+def draw_alike() -> None:
+    torch.manual_seed(1 + dist.get_rank())
