@@ -374,10 +374,16 @@ def without_the_event_of_landed_gradients() -> AbstractContextManager[object]:
 
 
 def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
-    def only_recorded(_: object, offload: DeviceStream) -> object:
-        return offload.record_event()
+    def deaf(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(reduction: Reduction, chunk: Tensor, stream: DeviceStream) -> Any:
+            return method(reduction, chunk, mock.Mock(wraps=stream, wait=lambda _: None))
 
-    return mock.patch.object(Reduction, "_wait_for_offload", staticmethod(only_recorded))
+        return run
+
+    names = ("_add_up_on_host", "_download")
+    return mock.patch.multiple(
+        Reduction, **{name: deaf(getattr(Reduction, name)) for name in names}
+    )
 
 
 def without_waiting_on_the_offload_stream() -> AbstractContextManager[object]:
