@@ -160,8 +160,18 @@ def _depth(name: str, value: Any) -> Any:
     return value
 
 
+def _arena(name: str, value: Any) -> bool:
+    if FLAG(name, value) and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        raise NotImplementedError(
+            f"{name}: needs torch 2.13 or later, whose storages can exchange their memory; this is "
+            f"{torch.__version__}"
+        )
+    return bool(value)
+
+
 _CHECKS: Mapping[str, Check] = {
     "accumulation": ACCUMULATION,
+    "arena": _arena,
     "backward_prefetch": BACKWARD_PREFETCH,
     "deterministic": FLAG,
     "device": _device,
@@ -270,6 +280,7 @@ class Arguments:
     verify: Verify | None
     memory_budget: int | None
     """Budget in bytes."""
+    arena: bool
     row_multiple: int | None
     """`layout`: None for "elements", 1 for "rows"."""
 
@@ -381,6 +392,11 @@ def check_arguments(
         raise ValueError(
             "memory_budget: chooses what stays full and what is prefetched; leave out "
             + ", ".join(_CHOSEN_FOR_A_BUDGET)
+        )
+    if ours["memory_budget"] is not None and ours["arena"]:
+        raise ValueError(
+            "memory_budget: measures and changes what stays full, and an arena keeps the memory of "
+            "the orders before; leave out one of both"
         )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
 

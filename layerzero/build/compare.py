@@ -178,7 +178,7 @@ def _experts(plan: WrapPlan) -> Iterator[str]:
 
 _ALIKE = (
     *("outer", "backward_prefetch", "limit_all_gathers", "sync_module_states", "timeout"),
-    *("verify", "on_nonfinite", "memory_budget"),
+    *("verify", "on_nonfinite", "memory_budget", "arena"),
 )
 _OF_UNITS = (
     *("mixed_precision", "reshard_after_forward", "gradient_reduction", "offload", "hook_module"),

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_762,
-    "flat": 2_855,
-    "step": 4_758,
+    "": 47_462,
+    "flat": 2_910,
+    "step": 4_760,
     "comm": 1_508,
     "watch": 1_097,
-    "build": 2_666,
+    "build": 2_682,
     "guards": 627,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

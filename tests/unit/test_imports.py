@@ -27,6 +27,8 @@ LAYERS = [
     "comm_hooks",
     "log",
     "memory_budget",
+    "arena_layout",
+    "arena",
     "wrapper",
     "shared_parts",
     "zero3",
