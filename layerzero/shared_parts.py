@@ -21,7 +21,8 @@ from layerzero.wrapper import ModuleWrapper
 
 _OF_THE_ROOT = (
     *("forward_prefetch", "backward_prefetch", "limit_all_gathers", "reduction", "timeout"),
-    *("on_nonfinite", "verify", "move_inputs", "memory_budget", "accumulation", "deterministic"),
+    *("on_nonfinite", "verify", "move_inputs", "memory_budget", "arena"),
+    *("accumulation", "deterministic"),
 )
 """Arguments of `ZeRO3` that a model has once, not each unit."""
 

@@ -48,6 +48,7 @@ from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.wrapper import ModuleWrapper
 
 if TYPE_CHECKING:
+    from layerzero.arena import Arena
     from layerzero.memory_budget import MemoryChoice
     from layerzero.optim.clip import Clipped
 
@@ -148,8 +149,12 @@ class ZeRO3(Joinable, ModuleWrapper):
             "rows": between rows (slices of dimension 0); it is [rows of this rank, *shape[1:]],
             possibly of 0 rows, and 1-D only if the original has fewer than two dimensions.
             "rows(32)": at multiples of 32 rows (docs/howto/optimizers.md).
+        arena: keep full buffers and reduction inputs in memory that the model holds between steps:
+            each lies at the same address from the second step of an order on, in some orders from
+            the third. Needs torch 2.13 (docs/howto/memory.md).
 
     Raises:
+        NotImplementedError: this torch has no memory for an `arena`.
         ValueError, TypeError: an argument is wrong, ranks have different parameters, or a meta
             tensor was not initialised. Raised on every rank.
         RuntimeError: torch.distributed is not initialised, or the module is wrapped already.
@@ -187,6 +192,7 @@ class ZeRO3(Joinable, ModuleWrapper):
         on_nonfinite: OnNonFinite | None = None,
         memory_budget: int | str | None = None,
         layout: str = "elements",
+        arena: bool = False,
         **unknown: NoReturn,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
@@ -267,6 +273,17 @@ class ZeRO3(Joinable, ModuleWrapper):
         """
         learner = self.__dict__["_learner"]
         return None if learner is None else learner.choice
+
+    @property
+    def arena(self) -> Arena | None:
+        """The memory of `arena=True`, whose `nbytes` and `taken_nbytes` say how large it is and
+        how much of it a pass has taken at once; None without that argument."""
+        if not self.__dict__["_arguments"].arena:
+            return None
+        from layerzero.arena import Arena
+
+        found = self._root_state.extensions.of(Arena)
+        return next(each for each in found if isinstance(each, Arena))
 
     # Around the step ------------------------------------------------------------------------
 
@@ -570,6 +587,10 @@ def shard_in_place(
         from layerzero.optim import nonfinite
 
         nonfinite.install(root, arguments.on_nonfinite, kept_whole)
+    if arguments.arena:
+        from layerzero.arena import Arena
+
+        root.extensions.add(Arena(root))
     guards.install(module, root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
@@ -682,6 +703,11 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
             raise ValueError(
                 "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
                 "give it to the outermost one alone"
+            )
+        if inner.__dict__["_arguments"].arena:
+            raise ValueError(
+                "arena: was given to a ZeRO3 module inside, but it is the whole model's; give it "
+                "to the outermost one alone"
             )
         root = root_if_alive(inner._unit)
         if root is not None and root.extensions.reduce:

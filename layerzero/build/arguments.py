@@ -159,8 +159,18 @@ def _depth(name: str, value: Any) -> Any:
     return value
 
 
+def _arena(name: str, value: Any) -> bool:
+    if FLAG(name, value) and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        raise NotImplementedError(
+            f"{name}: needs torch 2.13 or later, whose storages can exchange their memory; this is "
+            f"{torch.__version__}"
+        )
+    return bool(value)
+
+
 _CHECKS: Mapping[str, Check] = {
     "accumulation": one_of("'sharded', 'unsharded' or 'auto'", *get_args(Accumulation)),
+    "arena": _arena,
     "backward_prefetch": one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
     "deterministic": FLAG,
     "device": _device,
@@ -223,6 +233,7 @@ def check_module(module: nn.Module) -> None:
 # All arguments ------------------------------------------------------------------------------------
 
 _CHOSEN_FOR_A_BUDGET = {
+    "arena": False,  # It keeps the memory of orders that a budget has changed.
     "reshard_after_forward": True,
     "forward_prefetch": True,
     "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
@@ -267,6 +278,7 @@ class Arguments:
     verify: Verify | None
     memory_budget: int | None
     """Budget in bytes."""
+    arena: bool
     row_multiple: int | None
     """`layout`: None for "elements", 1 for "rows"."""
 

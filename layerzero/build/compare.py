@@ -176,7 +176,7 @@ def _experts(plan: WrapPlan) -> Iterator[str]:
 
 _ALIKE = (
     *("outer", "backward_prefetch", "limit_all_gathers", "sync_module_states", "timeout"),
-    *("verify", "on_nonfinite", "memory_budget"),
+    *("verify", "on_nonfinite", "memory_budget", "arena"),
     *("gradient_reduction", "accumulation", "deterministic"),
 )
 _OF_UNITS = (

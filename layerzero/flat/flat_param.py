@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ from layerzero.flat.layout import FlatLayout
 from layerzero.flat.parameter_info import copy_attributes, rename, set_sharded_param
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
+
+if TYPE_CHECKING:
+    from layerzero.flat.lease import Lease
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -95,6 +98,8 @@ class FlatParam:
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     full_nbytes: int
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
+    lease: Lease | None = None
+    """Memory of an arena for the full buffer; None: it is allocated by itself."""
     has_compute_shard: bool
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
@@ -249,15 +254,18 @@ class FlatParam:
         return self.layout.padded_numel // self.placement.shard_group.size
 
     def allocate_full(self) -> None:
+        if self.lease is not None and self.lease.take(self._storage):
+            return
         self._storage.resize_(self.full_nbytes)
         if self._is_large:
             prefer_huge_pages(self.full, collapse=False)
 
     def free_full(self) -> None:
-        if not self.is_whole:
-            if not self._storage.resizable():
-                self._leave_storage()
-            self._storage.resize_(0)
+        if self.is_whole or (self.lease is not None and self.lease.give_back(self._storage)):
+            return
+        if not self._storage.resizable():
+            self._leave_storage()
+        self._storage.resize_(0)
 
     def _leave_storage(self) -> None:
         """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what

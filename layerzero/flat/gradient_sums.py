@@ -151,6 +151,11 @@ class GradientSums(GradientBuffer):
         if former is not None and former is not self._sum:
             former.free()
             self._spare = former
+            if area is None:
+                # What was sent was the copy. Each area serves alike in every step, at its address.
+                if self.sum_is_buffer:
+                    self._outgoing = former
+                self._spare, self._sum = self._sum, former
         if self.is_waiting:
             sums = self.shard_sum, self.host_sum
             local, present = dict(self._local), set(self.present)

@@ -10,7 +10,7 @@ reduction is done. `.grad` is written only when the pass has ended (step/reducer
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 if TYPE_CHECKING:
+    from layerzero.flat.lease import Lease
     from layerzero.flat.pair_input import PairInput
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
@@ -49,6 +50,8 @@ class GradientBuffer:
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
+    make_lease: Callable[[int], Lease | None] | None = None
+    """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
     pair: PairInput | None
     """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
 
@@ -118,6 +121,11 @@ class GradientBuffer:
         self._may_pair = apart
         self._plan_pair()
 
+    def use_arena(self, make_lease: Callable[[int], Lease | None]) -> None:
+        """Let buffers lie in an arena from now on. Between passes."""
+        self.make_lease = make_lease
+        self.set_trainable(self.layout.trainable)
+
     def _plan_pair(self) -> None:
         numel, self.pair = self.layout.chunk_numel, None
         # In low precision the sum needs memory of its own, in a wider dtype.
@@ -128,7 +136,7 @@ class GradientBuffer:
         if numel * self.dtype.itemsize >= pair_input.LEAST_NBYTES:
             args = self.layout, self._placement.shard_group.rank, self.dtype, self.device
             with torch.inference_mode(False):
-                self.pair = pair_input.PairInput(*args, self._source)
+                self.pair = pair_input.PairInput(*args, self._source, self.make_lease)
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -379,12 +387,16 @@ class Area:
         self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
         self.nbytes = self.storage.nbytes()
         self._is_large = is_worth_huge_pages(self.tensor)
+        self._lease = owner.make_lease(self.nbytes) if owner.make_lease is not None else None
         self.free()
 
     def allocate(self) -> None:
+        if self._lease is not None and self._lease.take(self.storage):
+            return
         self.storage.resize_(self.nbytes)
         if self._is_large:
             prefer_huge_pages(self.tensor, collapse=False)
 
     def free(self) -> None:
-        self.storage.resize_(0)
+        if self._lease is None or not self._lease.give_back(self.storage):
+            self.storage.resize_(0)

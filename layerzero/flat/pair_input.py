@@ -16,14 +16,17 @@ Note [Two ranks keep the own chunk apart]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from layerzero.flat.huge_pages import prefer_huge_pages
 from layerzero.flat.layout import GradientLayout
 from layerzero.ops import Segments, pack_
+
+if TYPE_CHECKING:
+    from layerzero.flat.lease import Lease
 
 LEAST_NBYTES = 4 << 20
 """Bytes of the smallest chunk that is kept apart: of a smaller one, the second message would cost
@@ -51,17 +54,20 @@ class PairInput:
         dtype: torch.dtype,
         device: torch.device,
         sources: Mapping[int, int],
+        make_lease: Callable[[int], Lease | None] | None = None,
     ) -> None:
         """
         Args:
             layout: of two chunks of an even number of elements.
             rank: which of the two chunks is this rank's own.
             sources: place in the list of gradients, by index of the parameter.
+            make_lease: see `GradientBuffer`.
         """
         numel = layout.chunk_numel
         self.memory = torch.empty(numel // 2 + numel, dtype=dtype, device=device)
         self._storage = self.memory.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self._lease = None if make_lease is None else make_lease(self._nbytes)
         self._received, self._sent = self.memory[:numel], self.memory[numel // 2 :]
         self._own: torch.Tensor | None = None
         self.tables = [_table(layout, chunk, sources) for chunk in (rank, 1 - rank)]
@@ -82,8 +88,9 @@ class PairInput:
         pack_(self._own, gradients, own_table)
         for source in self._own_only:
             gradients[source] = _PACKED
-        self._storage.resize_(self._nbytes)
-        prefer_huge_pages(self.memory, collapse=False)
+        if self._lease is None or not self._lease.take(self._storage):
+            self._storage.resize_(self._nbytes)
+            prefer_huge_pages(self.memory, collapse=False)
         pack_(self._sent, gradients, peers_table)
 
     def take(self) -> Chunks | None:
@@ -94,7 +101,8 @@ class PairInput:
     def free(self) -> None:
         """Free all but the own chunk of a reduction. May be called from another thread, and
         twice."""
-        self._storage.resize_(0)
+        if self._lease is None or not self._lease.give_back(self._storage):
+            self._storage.resize_(0)
 
     def drop(self) -> None:
         """Free what no reduction has taken, too."""

@@ -214,7 +214,7 @@ def _checked(name: str, value: Any) -> Any:
 _CHECKED = (
     *("accumulation", "gradient_reduction", "on_nonfinite", "optional_mean", "outer", "verify"),
     *("zero3_size", "forward_prefetch", "limit_all_gathers", "memory_budget"),
-    *("deterministic", "reshard_after_forward", "sync_module_states"),
+    *("deterministic", "reshard_after_forward", "sync_module_states", "arena"),
 )
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: partial(read_dtype, name) for name in DTYPE_OPTIONS},

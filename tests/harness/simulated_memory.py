@@ -31,6 +31,7 @@ _NAMES = {
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",
     "Area.allocate": "gradient buffer",
+    "Arena._add": "arena",
     "PairInput.fill": "gradient buffer",
     "GradientSums.add_host_sum_to": "staged sum",
     "GradientSums.add_sharded": "sharded sum",
@@ -110,9 +111,9 @@ Span = tuple[int, int, int]
 """Of an access: stream, first byte, byte after the last."""
 
 
-def _span(tensor: Tensor, stream: Stream) -> Span:
+def _span(tensor: Tensor, stream: Stream, base: int) -> Span:
     width = tensor.element_size()
-    begin = tensor.storage_offset() * width
+    begin = base + tensor.storage_offset() * width
     if tensor.is_contiguous():
         return stream.id, begin, begin + tensor.numel() * width
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -152,15 +153,25 @@ class MemoryWatch:
         """(what, stream that owned it) -> how often such memory was freed."""
         self._host = host
         self._memories: dict[int, Memory] = {}
+        self._arenas: list[tuple[int, int, int]] = []
+        """(first address, address after the last, key) of memory that other storages show, too."""
         self._pools: dict[int, dict[int, tuple[int, Use]]] = {}
         """Stream -> the last uses of all memory that it owned and that was freed since. Replaced,
         not changed: memory that was handed out before holds the old one."""
 
     def find(self, tensor: Tensor) -> Memory | None:
-        return self._memories.get(tensor.untyped_storage()._cdata)
+        return self._at(tensor.untyped_storage())[0]
+
+    def _at(self, storage: torch.UntypedStorage) -> tuple[Memory | None, int]:
+        """The memory that a storage shows, and the place in it where the storage begins."""
+        address = storage.data_ptr() if self._arenas and storage.nbytes() else 0
+        for first, after, key in self._arenas:
+            if first <= address < after and key in self._memories:
+                return self._memories[key], address - first
+        return self._memories.get(storage._cdata), 0
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        memory = self._memories.get(tensor.untyped_storage()._cdata)
+        memory = self.find(tensor)
         return memory is not None and memory.home is self._host
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -175,11 +186,15 @@ class MemoryWatch:
         gone = weakref.ref(storage, lambda _: self.free(key))
         before = {} if home is self._host else self._pools.get(home.id, {})
         memory = self._memories[key] = Memory(name, home, gone, before)
+        if name == "arena":
+            address = storage.data_ptr()
+            self._arenas.append((address, address + storage.nbytes(), key))
         return memory
 
     def free(self, key: int) -> None:
         """The storage is gone, or resized."""
         memory = self._memories.pop(key, None)
+        self._arenas = [each for each in self._arenas if each[2] != key]
         if memory is None or memory.home is self._host:
             return
         home = memory.home
@@ -202,10 +217,10 @@ class MemoryWatch:
         storage = tensor.untyped_storage()
         if not storage.nbytes() or not tensor.numel():
             return
-        memory = self._memories.get(storage._cdata)
+        memory, base = self._at(storage)
         if memory is None:
             memory = self.allocate(storage, home, allocated_by(use.what))
-        span = own, begin, end = _span(tensor, stream)
+        span = own, begin, end = _span(tensor, stream, base)
         clock = stream.clock
         for other, (time, earlier) in memory.before.items():
             if clock.get(other, 0) < time:

@@ -216,6 +216,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stays full": {"reshard_after_forward": False},
     "sum": {"gradient_reduction": "sum"},
     "sums in shards": {"accumulation": "sharded"},
+    "arena": {"arena": True},
 }
 LAYERED: dict[str, dict[str, Any]] = {
     "zero1": {"zero3_size": 2},
@@ -240,6 +241,11 @@ LAYERED: dict[str, dict[str, Any]] = {
         "zero3_size": 2,
         "outer": "shard",
         "reshard_after_forward": "compute_shard",
+    },
+    "arena, bfloat16": {
+        "zero3_size": 2,
+        "arena": True,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     },
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},

@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_913,
-    "flat": 2_856,
-    "step": 4_745,
+    "": 47_610,
+    "flat": 2_911,
+    "step": 4_747,
     "comm": 1_524,
     "watch": 1_091,
-    "build": 2_635,
+    "build": 2_647,
     "guards": 606,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

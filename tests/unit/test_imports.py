@@ -28,6 +28,8 @@ LAYERS = [
     "graph_capture",
     "log",
     "memory_budget",
+    "arena_layout",
+    "arena",
     "wrapper",
     "shared_parts",
     "zero3",
