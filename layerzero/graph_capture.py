@@ -86,10 +86,6 @@ class CapturedStep:
         self._num_calls = 0
         self._roots: list[RootState] = []
         self._optimizers: dict[_Optimizer, None] = {}
-        self._stepping: _Optimizer | None = None
-        self._pool: Any = None
-        self._parts: list[tuple[Any, Callable[[], None] | None]] = []
-        """Graphs, each with what follows it: Note [A step is cut where an optimizer steps]."""
         if self._sample is None:
             raise ValueError(
                 f"capture({self._name}): expected a sample of tensors that require no grad, "
@@ -110,7 +106,7 @@ class CapturedStep:
         if not self._has_graphs:
             return tree_map_only(Tensor, Tensor.detach, self._step(*args))
         if _signature(args) == self._sample:
-            if not self._parts:
+            if not self.num_replays:
                 return self._warm_up_or_record(args)
             now = self._state()
             changed = next((name for name, each in self._found.items() if now[name] != each), None)
@@ -210,6 +206,10 @@ class CapturedStep:
 
     def _record(self, inputs: tuple[Any, ...]) -> Any:
         """Record the step on these inputs, whose memory replays read, and run it."""
+        self._stepping: _Optimizer | None = None
+        self._pool: Any = None
+        self._parts: list[tuple[Any, Callable[[], None] | None]] = []
+        """Graphs, each with what follows it: Note [A step is cut where an optimizer steps]."""
         self._recorded = [
             each for each in self._optimizers if all(g.get("capturable") for g in each.param_groups)
         ]
@@ -222,6 +222,7 @@ class CapturedStep:
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for root in self._roots:
                 stack.enter_context(root.operations.unwatched())
+                root.scheduler.end_step()  # Frees compute shards: the pool has its own.
             self._open = stack.enter_context(ExitStack())
             self._begin()
             self._outputs = self._step(*inputs)
@@ -257,6 +258,7 @@ class CapturedStep:
         for root in self._roots:
             # What the graph has recorded is no event that may be waited for outside of it.
             root.streams.fork()
+            root.scheduler.end_step()
             root.context.note_weights()
         self._graph.replay()
 

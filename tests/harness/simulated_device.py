@@ -22,6 +22,7 @@ import functools
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -179,6 +180,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.graph_faults: list[str] = []
         """What a capture or a replay forbids, and was done; each with the engine's function."""
         self.host.on_fault = self._note_fault
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     @property
     def races(self) -> list[Race]:
@@ -253,7 +255,9 @@ class SimulatedDevice(TorchDispatchMode):
         return self._stream.capture is not None
 
     def CUDAGraph(self) -> Graph:
-        return _Graph(self)
+        graph = _Graph(self)
+        self._graphs.add(graph)
+        return graph
 
     @contextmanager
     def graph(
@@ -313,6 +317,9 @@ class SimulatedDevice(TorchDispatchMode):
 
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         self.memory.resize(storage, self._stream)
+        for each in self._graphs:
+            if each is not self.host.capture:
+                each.resized_outside(storage)
         if (graph := self._capture) is not None:
             if storage.nbytes():
                 self._check_recorded("an allocation")

@@ -34,9 +34,9 @@ class Place:
         self._address = storage.data_ptr()
         self._nbytes = storage.nbytes()
 
-    def outlive(self) -> None:
-        """The storage is freed inside the capture: its memory stays in the pool."""
-        if self._kept is not None:
+    def outlive(self, storage: torch.UntypedStorage) -> None:
+        """The storage was freed: its memory stays in the pool."""
+        if self._kept is storage:
             self._kept = torch.UntypedStorage(self._nbytes)
             self._address = self._kept.data_ptr()
 
@@ -138,9 +138,15 @@ class Graph:
         """It was freed, or allocated."""
         place = self._places.pop(storage._cdata, None)
         if place is not None:
-            place.outlive()
+            place.outlive(storage)
         if storage.nbytes():
             self._places[storage._cdata] = Place(storage, is_own=True)
+
+    def resized_outside(self, storage: torch.UntypedStorage) -> None:
+        """It was freed, or allocated, when nothing was recorded."""
+        place = self._places.get(storage._cdata)
+        if place is not None:
+            place.outlive(storage)
 
     def allocated(self, tensors: Iterable[Tensor]) -> None:
         """New memory, of the pool."""
