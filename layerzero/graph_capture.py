@@ -302,6 +302,8 @@ class CapturedStep:
 
     def _leave(self) -> None:
         """See Note [The host after a replay]."""
+        for root in self._roots:
+            root.streams.fork()  # Eager gathers may write memory of an arena that a graph uses.
         if self._moved[0]:
             with torch.no_grad():
                 torch._foreach_copy_(*self._moved)
@@ -344,8 +346,8 @@ def _refused(root: RootState) -> Iterator[str]:
     """Properties of a model, between two steps, for which a graph cannot contain a step."""
     handles = [handle for unit in root.units for handle in unit.handles]
     for module in (type(each).__module__ for each in root.extensions.of(Extension)):
-        # Guards read nothing of the device once the model has trained.
-        if not module.startswith("layerzero.guards."):
+        # Guards read nothing of the device once the model has trained; memory of an arena stays.
+        if not module.startswith(("layerzero.guards.", "layerzero.arena")):
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"

@@ -22,6 +22,7 @@ from tests.harness.planned_models import CASES
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import simulated_device
 
+pytestmark = pytest.mark.since_torch("2.13")
 STEPS = 20
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LARGE = 1500
@@ -293,7 +294,7 @@ def test_it_is_refused_where_it_cannot_be() -> None:
     inner = ZeRO3(nn.Linear(2, 2), arena=True)
     with pytest.raises(ValueError, match="arena: was given to a ZeRO3 module inside"):
         ZeRO3(nn.Sequential(inner, nn.Linear(2, 2)))
-    with (
+    with (  # As of an older torch.
         mock.patch("torch.UntypedStorage", object),
         pytest.raises(NotImplementedError, match="arena: needs torch"),
     ):

@@ -96,8 +96,11 @@ def _megatron() -> Iterator[dict[str, Any]]:
 
 
 def _run(page: str, folder: str) -> dict[str, Any]:
+    blocks = python_blocks((HOWTO / page).read_text())
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # before torch 2.13
+        blocks = [block for block in blocks if "arena=True" not in block]
     with _surroundings(page, folder) as more:
-        names = run_blocks(python_blocks((HOWTO / page).read_text()), page, folder, **more)
+        names = run_blocks(blocks, page, folder, **more)
     plain = (str, int, float)
     return {name: value for name, value in names.items() if isinstance(value, plain)}
 

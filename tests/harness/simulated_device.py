@@ -584,7 +584,7 @@ class _Graph(Graph):
     """A graph whose replays use memory on the current stream of the device."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__(device.host, self._access)
+        super().__init__(device.host, self._access, device.memory.is_in_arena)
         self._device = device
 
     def _access(self, tensors: Iterable[tuple[Tensor, bool]]) -> None:

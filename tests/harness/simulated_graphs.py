@@ -11,6 +11,7 @@ A replay runs the recorded operations and collectives, and no Python of the engi
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,22 @@ from tests.harness.simulated_streams import Host, Stream, covers
 class Place:
     """A storage that a graph uses."""
 
-    def __init__(self, storage: torch.UntypedStorage, is_own: bool) -> None:
-        """`is_own`: allocated in the capture, so the graph keeps it."""
+    def __init__(
+        self, storage: torch.UntypedStorage, is_own: bool, is_in_arena: bool = False
+    ) -> None:
+        """
+        Args:
+            is_own: allocated in the capture, so the graph keeps it.
+            is_in_arena: the memory stays when the storage leaves it.
+        """
         self._ref = weakref.ref(storage)
-        self.is_own = is_own
-        self._kept = storage if is_own else None
         self._address = storage.data_ptr()
         self._nbytes = storage.nbytes()
+        self.is_own, self.is_in_arena = is_own, is_in_arena
+        self._kept = storage if is_own else None
+        if is_in_arena:
+            memory = (ctypes.c_byte * self._nbytes).from_address(self._address)
+            self._kept = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def outlive(self, storage: torch.UntypedStorage) -> None:
         """The storage was freed: its memory stays in the pool."""
@@ -82,12 +92,22 @@ class _Queued(NamedTuple):
 class Graph:
     """Stands for `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, host: Host, use: Callable[[Iterable[tuple[Tensor, bool]]], None]) -> None:
-        """`use`: notes that all these are read, or written, on the current stream."""
+    def __init__(
+        self,
+        host: Host,
+        use: Callable[[Iterable[tuple[Tensor, bool]]], None],
+        is_in_arena: Callable[[torch.UntypedStorage], bool],
+    ) -> None:
+        """
+        Args:
+            use: notes that all these are read, or written, on the current stream.
+            is_in_arena: whether a storage is in memory of an arena now.
+        """
         self._host = host
         self._use = use
+        self._is_in_arena = is_in_arena
         self._queued: list[_Queued] = []
-        self._places: dict[int, Place] = {}
+        self._places: dict[tuple[bool, int, int], Place] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.streams: list[Stream] = []
         """Those whose work it records, the first of them first."""
@@ -129,22 +149,22 @@ class Graph:
         """These are about to be written."""
         for tensor in written:
             storage = tensor.untyped_storage()
-            place = self._places.get(storage._cdata)
+            place = self._places.get(self._key(storage))
             is_outside = place is None or not place.is_own
             if is_outside and storage._cdata not in self._saved:
                 self._saved[storage._cdata] = storage, storage.clone()
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """It was freed, or allocated."""
-        place = self._places.pop(storage._cdata, None)
+        place = self._places.pop(self._key(storage), None)
         if place is not None:
             place.outlive(storage)
         if storage.nbytes():
-            self._places[storage._cdata] = Place(storage, is_own=True)
+            self._places[self._key(storage)] = Place(storage, is_own=True)
 
     def resized_outside(self, storage: torch.UntypedStorage) -> None:
         """It was freed, or allocated, when nothing was recorded."""
-        place = self._places.get(storage._cdata)
+        place = self._places.get(self._key(storage))
         if place is not None:
             place.outlive(storage)
 
@@ -152,7 +172,7 @@ class Graph:
         """New memory, of the pool."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._places[storage._cdata] = Place(storage, is_own=True)
+            self._places[self._key(storage)] = Place(storage, is_own=True)
 
     def record(
         self, name: str, call: Callable[..., Any], args: Any, kwargs: Any, result: Any
@@ -163,17 +183,23 @@ class Graph:
         made = []
         for index, each in enumerate(tree_leaves(result)):
             if isinstance(each, Tensor):
-                known = self._places.get(each.untyped_storage()._cdata)
+                known = self._places.get(self._key(each.untyped_storage()))
                 if known is None or known not in given:
                     self.allocated([each])
                     made.append((index, self._view_of(each)))
         self._queued.append(_Queued(name, call, args, kwargs, made))
 
+    def _key(self, storage: torch.UntypedStorage) -> tuple[bool, int, int]:
+        if self._is_in_arena(storage):  # Buffers of several sizes may begin at one address.
+            return True, storage.data_ptr(), storage.nbytes()
+        return False, storage._cdata, 0
+
     def _view_of(self, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
-        place = self._places.get(storage._cdata)
+        key = self._key(storage)
+        place = self._places.get(key)
         if place is None or place.find() is None:  # Or a new storage in the place of one.
-            place = self._places[storage._cdata] = Place(storage, is_own=False)
+            place = self._places[key] = Place(storage, is_own=False, is_in_arena=key[0])
         assert not (tensor.is_conj() or tensor.is_neg()), "no model of the tests has these"
         size, stride = tensor.size(), tensor.stride()
         return _View(place, tensor.dtype, tensor.storage_offset(), size, stride)
@@ -196,7 +222,7 @@ class Graph:
         self._use(
             (
                 torch.empty(0, dtype=torch.uint8).set_(storage),
-                place.is_own or storage._cdata in self._written,
+                place.is_own or place.is_in_arena or storage._cdata in self._written,
             )
             for place, storage in found
         )

@@ -164,11 +164,19 @@ class MemoryWatch:
 
     def _at(self, storage: torch.UntypedStorage) -> tuple[Memory | None, int]:
         """The memory that a storage shows, and the place in it where the storage begins."""
+        arena = self._arena_of(storage)
+        if arena is None:
+            return self._memories.get(storage._cdata), 0
+        first, key = arena
+        return self._memories[key], storage.data_ptr() - first
+
+    def _arena_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
         address = storage.data_ptr() if self._arenas and storage.nbytes() else 0
-        for first, after, key in self._arenas:
-            if first <= address < after and key in self._memories:
-                return self._memories[key], address - first
-        return self._memories.get(storage._cdata), 0
+        found = ((first, key) for first, after, key in self._arenas if first <= address < after)
+        return next((each for each in found if each[1] in self._memories), None)
+
+    def is_in_arena(self, storage: torch.UntypedStorage) -> bool:
+        return self._arena_of(storage) is not None
 
     def is_on_host(self, tensor: Tensor) -> bool:
         memory = self.find(tensor)

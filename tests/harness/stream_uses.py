@@ -216,7 +216,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stays full": {"reshard_after_forward": False},
     "sum": {"gradient_reduction": "sum"},
     "sums in shards": {"accumulation": "sharded"},
-    "arena": {"arena": True},
 }
 LAYERED: dict[str, dict[str, Any]] = {
     "zero1": {"zero3_size": 2},
@@ -242,11 +241,6 @@ LAYERED: dict[str, dict[str, Any]] = {
         "outer": "shard",
         "reshard_after_forward": "compute_shard",
     },
-    "arena, bfloat16": {
-        "zero3_size": 2,
-        "arena": True,
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    },
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
     "whole parameters, replicated, bfloat16": {
@@ -255,6 +249,13 @@ LAYERED: dict[str, dict[str, Any]] = {
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
     },
 }
+if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # Since torch 2.13.
+    SETTINGS["arena"] = {"arena": True}
+    LAYERED["arena, bfloat16"] = {
+        "zero3_size": 2,
+        "arena": True,
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "sums": {"offload": OffloadPolicy(grads=True), "accumulation": "unsharded"},
     "sums in shards": {"offload": OffloadPolicy(grads=True), "accumulation": "sharded"},
