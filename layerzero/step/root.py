@@ -210,8 +210,8 @@ class RootState:
             refuse_export(unit.label)
         if self.operations.is_watched and self.streams.is_capturing():
             raise NotImplementedError(
-                f"{unit.label}: a CUDA graph is being captured, which the side streams of the "
-                "model are not in; use layerzero.capture(step, *sample) for a whole step"
+                f"{unit.label}: a graph is being captured, in which the side streams of the model "
+                "are not; use layerzero.capture(step, *sample) for a whole step"
             )
         self.backward.clear_abandoned()
         if self.operations.failure is not None:

@@ -77,13 +77,16 @@ class Hold(enum.IntFlag):
     """Ranks may skip it, and the backward of a forward that used it is still to come."""
 
 
-ShardState.SHARDED.successors = (ShardState.GATHERING,)
-ShardState.GATHERING.successors = (ShardState.UNSHARDED,)
-ShardState.UNSHARDED.successors = (ShardState.SHARDED,)
+for _shard_state, _next in (
+    (ShardState.SHARDED, ShardState.GATHERING),
+    (ShardState.GATHERING, ShardState.UNSHARDED),
+    (ShardState.UNSHARDED, ShardState.SHARDED),
+):
+    _shard_state.successors = (_next,)
 _BUSY = (TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMON_FULL_PARAMS)
-TrainingState.IDLE.successors = _BUSY
-for _state in _BUSY:
-    _state.successors = (TrainingState.IDLE,)
+for _training_state in TrainingState:
+    _is_idle = _training_state is TrainingState.IDLE
+    _training_state.successors = _BUSY if _is_idle else (TrainingState.IDLE,)
 
 
 def check_transition(

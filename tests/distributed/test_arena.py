@@ -205,7 +205,7 @@ def _peaks(case: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [c if c in QUICK_CASES else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+    "case", [c if c in QUICK_CASES else pytest.param(c, marks=pytest.mark.soak) for c in CASES]
 )
 def test_a_peak_is_hardly_higher(ranks: KeptRanks, case: str) -> None:
     """Of steps whose optimizer makes no temporaries: the arena's memory is there between passes."""

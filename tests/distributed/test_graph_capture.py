@@ -112,7 +112,7 @@ def test_replays_have_the_bits_of_eager_steps(ranks: KeptRanks) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("world_size", "name"), [*((2, name) for name in SETTINGS), *((4, name) for name in LAYERED)]
 )

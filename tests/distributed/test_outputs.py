@@ -371,7 +371,7 @@ def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -
         match=r"(?s)root unit: only this unit's own parameters are full here.*call the module that",
     ) as raised:
         model(torch.randn(2, WIDTH))
-    assert str(raised.value).count("1-D shards") == 1
+    assert str(raised.value).count("those of other units are shards") == 1
     together = zero3(Borrowing)
     x = torch.randn(2, WIDTH)
     assert_bitwise(together(x), seeded(Borrowing)(x), "in one unit")

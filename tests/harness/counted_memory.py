@@ -144,22 +144,26 @@ def _threads_paced(pace: _Pace) -> Iterator[None]:
             last[0] = item = super()._enqueue(work)
             return item
 
-    class Pending(pending.Pending):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._before = last[0] if pace.keeps_up else None
+    def paced(kind: Any) -> Any:
+        class Paced(kind):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self._before = last[0] if pace.keeps_up else None
 
-        def wait(self) -> None:
-            if self._before is not None:
-                self._before.hurry()
-            super().wait()
-            if self._before is not None and threading.current_thread() is not self._before._thread:
-                self._before._has_run.wait()
+            def wait(self) -> None:
+                before = self._before
+                if before is not None:
+                    before.hurry()
+                super().wait()
+                if before is not None and threading.current_thread() is not before._thread:
+                    before._has_run.wait()
+
+        return Paced
 
     with (
         mock.patch.object(root, "FinishingStream", Stream),
         mock.patch.object(threads, "OnThread", OnThread),
-        mock.patch.object(collectives, "Pending", Pending),
-        mock.patch.object(messages, "Pending", Pending),
+        mock.patch.object(collectives, "Pending", paced(pending.Pending)),
+        mock.patch.object(messages, "Messages", paced(messages.Messages)),
     ):
         yield

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_614,
+    "": 47_617,
     "flat": 2_911,
-    "step": 4_747,
+    "step": 4_750,
     "comm": 1_524,
     "watch": 1_091,
     "build": 2_647,

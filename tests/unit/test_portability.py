@@ -27,6 +27,7 @@ ALLOWED = {
     "build/arguments.py": "an example of a device, in a message",
     "build/device.py": "a comparison, in a message",
     "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
+    "graph_capture.py": "the name of torch's class",
     "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
     "ops/__init__.py": "the kernels that csrc/ has",
