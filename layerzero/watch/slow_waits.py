@@ -65,7 +65,8 @@ def warn_half_time(name: str, group: ShardGroup, waits_for: str, seconds: float)
     _logger.warning(
         "%s: rank %d has waited %.3g s for %s; after %g s this is an error. If a rank is busy "
         "alone (a save, an evaluation, data, compilation), raise the limit on every rank: "
-        "ZeRO3(timeout=...), or `with model.timeout(minutes=...):` around that phase",
+        "init_process_group(timeout=...), ZeRO3(timeout=...), or, around that phase, "
+        "`with model.timeout(minutes=...):`",
         *(name, rank, seconds, waits_for, limit),
     )
 
