@@ -5,8 +5,10 @@ tests/distributed/test_mirror.py runs the same on the CPU.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 import layerzero
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, ledger, optim
 from tests.gpu.mirror_runs import build
-from tests.gpu.process import in_process
+from tests.gpu.process import in_process, run_command
 from tests.harness.models import Block
+from tests.harness.pages import REPOSITORY, python_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -126,3 +129,13 @@ def wrong(found: dict[str, float | str]) -> dict[str, float | str]:
 def test_each_use_gives_the_losses_of_plain_torch() -> None:
     found = in_process("tests.gpu.test_uses:differences", "cuda", list(USES), timeout=110)
     assert found.keys() == USES.keys() and wrong(found) == {}
+
+
+def test_the_program_of_the_readme_runs_and_resumes(tmp_path: Path) -> None:
+    [program] = python_blocks((REPOSITORY / "README.md").read_text())
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n\nos.chdir({str(tmp_path)!r})\n{program}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for first in (1, 11):
+        code, output = run_command([*launcher, "--nproc-per-node", "1", str(script)], 50)
+        assert code == 0 and f"step {first}: loss" in output and "saved to run/" in output, output
