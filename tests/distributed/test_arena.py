@@ -63,7 +63,7 @@ class Run(NamedTuple):
 @contextmanager
 def _noted() -> Iterator[dict[tuple[Any, ...], int]]:
     found: dict[tuple[Any, ...], int] = {}
-    show, send = Unit.show_unsharded, Reduction._send
+    show, send = Unit.show_unsharded, Reduction._start_hops
 
     def showing(unit: Unit) -> None:
         show(unit)
@@ -80,7 +80,7 @@ def _noted() -> Iterator[dict[tuple[Any, ...], int]]:
 
     with (
         mock.patch.object(Unit, "show_unsharded", showing),
-        mock.patch.object(Reduction, "_send", sending),
+        mock.patch.object(Reduction, "_start_hops", sending),
     ):
         yield found
 
