@@ -31,7 +31,8 @@ def rewrap(model: ZeRO3) -> list[str]:
     Raises:
         ValueError: `model` is not the outermost ZeRO3 module, or shares units with another model.
         RuntimeError: it is in forward or backward, gradients wait for a backward that synchronizes,
-            or methods of modules were replaced after wrapping.
+            methods of modules were replaced after wrapping, or modules were changed inside
+            `summon_full_params(writeback=False)`.
         NotImplementedError: a module inside is wrapped by its own ZeRO3, or `step_in_backward` is
             on.
     """
@@ -41,6 +42,12 @@ def rewrap(model: ZeRO3) -> list[str]:
     root = root_of(unit)
     root.backward.clear_abandoned()
     root.before_call("rewrap")
+    if root.structure.was_dropped:  # By a merge of adapters, for example.
+        raise RuntimeError(
+            "rewrap: modules were changed inside summon_full_params(writeback=False), which "
+            "dropped the values of parameters there; use writeback=True, or load what was saved "
+            "into a new model"
+        )
     busy = root.context.in_backward or any(
         u.training_state is not TrainingState.IDLE for u in root.units
     )

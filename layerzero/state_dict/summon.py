@@ -99,6 +99,8 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
             with torch.no_grad():
                 for entry in summoned:
                     _write_back(root, entry, options)
+        if not options.writeback and root.structure.changes():
+            root.structure.was_dropped = True
         if finished:
             _refuse_hooks(summoned)
 

@@ -61,6 +61,9 @@ class Ignored:
 class Structure:
     """The module tree of one model. References the root module weakly, and those below strongly."""
 
+    was_dropped = False
+    """Whether it was changed where values are not written back."""
+
     def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
         """`units` is the root's list, outermost first."""
         self.ignored = ignored

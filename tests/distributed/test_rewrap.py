@@ -47,6 +47,26 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 @on_ranks(2)
+def test_a_change_whose_values_were_dropped_is_refused() -> None:
+    """As a merge of adapters, which writes weights and removes modules."""
+    model = zero3(Mlp, Block)
+    with model.summon_full_params(writeback=False):
+        model.module.head.weight.data.fill_(0.5)
+        del model.module.blocks[1]
+    with pytest.raises(RuntimeError, match=r"removed .*layerzero\.rewrap\(model\)"):
+        model(torch.ones(2, WIDTH))
+    with pytest.raises(
+        RuntimeError, match=r"rewrap: .*writeback=False\), which dropped the values"
+    ):
+        layerzero.rewrap(model)
+    model = zero3(Mlp, Block)
+    with model.summon_full_params(writeback=False):
+        head, model.module.head = model.module.head, nn.Identity()
+        model.module.head = head
+    model(torch.ones(2, WIDTH))
+
+
+@on_ranks(2)
 def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for what, change in CHANGES.items():
