@@ -373,7 +373,7 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
             save_pretrained(model, root / "ours")
         assert {operation.verb for operation in operations} == {"stream"}
         model.module.save_pretrained(root / "own")
-        save_pretrained(model, root / "pieces", max_file_size="10KB")
+        save_pretrained(model.module, root / "pieces", max_file_size="10KB")
         save_pretrained(model, root / "pieces", max_file_size="20KB")
         expected = safetensors_of(root / "plain" / "model.safetensors")
         for name in ("ours", "own"):
@@ -579,6 +579,12 @@ def _refuses(folder: str) -> None:
         ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
     with pytest.raises(ValueError, match="the model is sharded"):
         ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    steps = {"eval_strategy": "steps", "save_strategy": "steps"}
+    best = {"load_best_model_at_end": True, "save_only_model": True, **steps}
+    with pytest.raises(NotImplementedError, match="with peft needs save_only_model=False"):
+        ZeRO3Trainer(adapted, arguments(folder, **best))
     # An optimizer that was built first goes on with the shards, unless it has stepped.
     module = build("llama")
     adam = torch.optim.AdamW(module.parameters())

@@ -63,7 +63,7 @@ def save_pretrained(
     when all are complete.
 
     Args:
-        model: a ZeRO3 module around any model, between steps.
+        model: a ZeRO3 module around any model, or the model in it, between steps.
         folder: created if missing; only the first rank's is used.
         max_file_size: largest size of a file of weights; a larger tensor gets a file of its own.
         weights_from: a checkpoint's folder that `layerzero.checkpoint.save` has just written from
@@ -79,6 +79,9 @@ def save_pretrained(
     nbytes = parse_nbytes(max_file_size, "max_file_size")
     state = root_state_of(model, "save_pretrained")
     refuse_experts(state, "save_pretrained")
+    wrapper = state.wrapper_ref()
+    if isinstance(wrapper, ZeRO3) and model is wrapper.module:
+        model = wrapper
     together = checkpoint_group_of(state, None)
     path, module = Path(folder), model.module
     writer: _FolderWriter | _AdapterWriter
@@ -307,8 +310,9 @@ class _FolderWriter:
 class _Named(torch.Tensor):
     """A stand-in, or what was computed from stand-ins."""
 
-    names: frozenset[str]
-    """Names in `stream_full` of the tensors that it stands for, or was computed from."""
+    of: frozenset[str]
+    """Names in `stream_full` of the tensors that it stands for, or was computed from. Not `names`,
+    which torch before 2.13 has for named dimensions."""
 
     @classmethod
     def __torch_function__(
@@ -320,7 +324,7 @@ class _Named(torch.Tensor):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Named)]
         for each in tree_leaves(made):
             if isinstance(each, _Named):
-                each.names = frozenset().union(*(source.names for source in given))
+                each.of = frozenset().union(*(source.of for source in given))
         return made
 
 
@@ -340,7 +344,7 @@ class _AdapterWriter:
         self._names: dict[str, tuple[str, ...]] = {}
         for tensor, names in _stand_ins(model):
             stand_in = tensor.as_subclass(_Named)
-            stand_in.names = frozenset(names[:1])
+            stand_in.of = frozenset(names[:1])
             self._held |= dict.fromkeys(names, stand_in)
             self._names[names[0]] = names
         get_adapters: Any = importlib.import_module("peft").get_peft_model_state_dict
@@ -351,7 +355,7 @@ class _AdapterWriter:
                 for tensor in get_adapters(module, dict(self._held), adapter).values()
                 if isinstance(tensor, _Named)
             ]
-        self.wanted = frozenset().union(*(tensor.names for tensor in adapters))
+        self.wanted = frozenset().union(*(tensor.of for tensor in adapters))
         self.nbytes = sum(tensor.nbytes for tensor in adapters)
 
     @contextmanager

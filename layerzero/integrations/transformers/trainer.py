@@ -54,6 +54,7 @@ __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "sha
 _logger = logging.getLogger(__name__)
 _OURS = "layerzero"
 _STATE = "trainer_state.json"
+_NEEDS_ALL = "load_best_model_at_end with peft needs save_only_model=False"
 
 
 class ZeRO3Trainer(Trainer):
@@ -102,6 +103,9 @@ class ZeRO3Trainer(Trainer):
 
     def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
         before = sharded_before(model)
+        adapted = is_peft_model(model.module if isinstance(model, ZeRO3) else model)
+        if adapted and args.load_best_model_at_end and args.save_only_model:
+            raise NotImplementedError(_NEEDS_ALL)
         inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
         if isinstance(model, ZeRO3):
             if self._options:
@@ -259,10 +263,7 @@ class ZeRO3Trainer(Trainer):
         if (best / _OURS).is_dir():
             load(best / _OURS, self.sharded_model)
         elif is_peft_model(self.model):
-            raise NotImplementedError(
-                f"{best}: contains only adapters (save_only_model); load_best_model_at_end with "
-                "peft needs save_only_model=False"
-            )
+            raise NotImplementedError(f"{best}: contains only adapters; {_NEEDS_ALL}")
         else:
             load_weights(self.sharded_model, best)
 
