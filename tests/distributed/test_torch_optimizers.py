@@ -125,6 +125,7 @@ def _everything() -> None:
     _refused()
 
 
+@pytest.mark.since_torch("2.13")  # whose dynamo traces a step: that of 2.11 fails an assertion
 @on_ranks(2, timeout=90)
 def test_a_step_may_have_hooks_and_be_compiled() -> None:
     """Hooks of a step run and may read shards; a compiled step does what the step does."""
