@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -82,8 +82,8 @@ def fully_shard(
     this rank's shards: some rows of each parameter, in its number of dimensions (`layout="rows"` of
     `ZeRO3`).
 
-    Parameters on the meta device become shards without values: a later `to_empty` with an
-    initialisation, or a load, must write them before the first forward.
+    Parameters on the meta device become shards without values: a load, or `to_empty` and what draws
+    values, must write them before the first forward.
 
     Args:
         module: a module; or several, which are gathered together, whenever one of them is called.
@@ -431,6 +431,17 @@ class FSDPModule:
         root.abort()
         root.give_up_step()
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Give the module memory without values. Until the model is first used, its modules then
+        show whole parameters, so that `init_weights()` gives the values of one process.
+        """
+        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        if recurse:
+            from layerzero.state_dict.first_values import begin
+
+            begin(cast(nn.Module, self))
+        return self
+
     def summon_full_params(
         self,
         *,
@@ -441,7 +452,7 @@ class FSDPModule:
     ) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
-        torch has no such method. Around `init_weights()` it gives the values of one process.
+        torch has no such method.
         """
         from layerzero.state_dict.summon import SummonOptions, summon
 

@@ -59,6 +59,7 @@ _ShardedParams = Sequence[tuple[str, nn.Parameter]]
 
 def _check_structure(unit: Unit) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        _end_first_values(unit)
         root = root_if_alive(unit)
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         stands_aside = is_summoned or unit.views.shows_stand_ins
@@ -68,6 +69,12 @@ def _check_structure(unit: Unit) -> Callable[..., None]:
     return hook
 
 
+def _end_first_values(unit: Unit) -> None:
+    root = root_if_alive(unit)
+    if root is not None:
+        root.structure.end_first_values()
+
+
 def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Unit) -> None:
     """Check that the module still has its sharded parameters. It may be any module of a model.
 
@@ -75,6 +82,7 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
         RuntimeError: a sharded parameter was removed, or replaced by another one.
         ValueError: the data of a sharded parameter was replaced by data of another shape.
     """
+    _end_first_values(unit)
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
     shown = (

@@ -63,7 +63,12 @@ def install(module: nn.Module) -> None:
     def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
         guarded = module_ref()
         assert guarded is not None, "its method is being called"
-        for part in guarded.modules() if recurse else (guarded,):
+        parts = [*guarded.modules()] if recurse else [guarded]
+        for unit in {unit for part in parts for unit in units_of(part)}:
+            root: Any = unit.context.owner() if unit.has_joined else None
+            if root is not None:
+                root.structure.end_first_values()
+        for part in parts:
             _check_conversion(part, convert)
         return _convert(guarded, convert, recurse)
 
