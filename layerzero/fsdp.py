@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,7 @@ def fully_shard(
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[_STATE] = state
+        each.__dict__.pop("to_empty", None)  # The class has it, as other methods.
         kind: Any = type(each)
         # `torch.compile` returns a module whose `__setattr__` would set it on the one inside.
         object.__setattr__(each, "__class__", _class_of(kind))
@@ -435,11 +436,10 @@ class FSDPModule:
         """Give the module memory without values. Until the model is first used, its modules then
         show whole parameters, so that `init_weights()` gives the values of one process.
         """
-        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-        if recurse:
-            from layerzero.state_dict.first_values import begin
+        from layerzero.state_dict.first_values import begin as begin_first_values
 
-            begin(cast(nn.Module, self))
+        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        begin_first_values(self, recurse)
         return self
 
     def summon_full_params(

@@ -470,20 +470,6 @@ class ZeRO3(Joinable, ModuleWrapper):
             gradients.root.join.before_clip(self._unit, max_norm, norm_type)
         return clip_grad_norm_(gradients, max_norm, norm_type)
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> ZeRO3:
-        """Give the module memory without values, for example after `param_init_fn="later"`.
-
-        Until the model is first used, its modules then show whole parameters, which get memory as
-        they are written: what draws their values, the same on every rank, gives with one seed those
-        of one process. Each rank keeps its shards. Not collective.
-        """
-        super().to_empty(device=device, recurse=recurse)
-        if recurse:
-            from layerzero.state_dict.first_values import begin
-
-            begin(self.module)
-        return self
-
     def summon_full_params(
         self,
         *,

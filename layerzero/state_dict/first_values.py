@@ -30,20 +30,28 @@ from layerzero.flat import unset_values
 from layerzero.flat.parameter_info import copy_attributes, info_of, set_info, set_sharded_param
 from layerzero.state_dict.summon import gather_flat
 from layerzero.step.handle import FlatParamHandle
+from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState, root_of
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unit import Unit
 
 _detach = torch.ops.aten.detach.default
 
 
-def begin(module: nn.Module) -> None:
-    """Show whole parameters without values in `module`, after its `to_empty`. Not collective."""
-    found = (get_unit(part) for part in module.modules())
-    for unit in dict.fromkeys(unit for unit in found if unit is not None):
+def begin(module: Any, recurse: bool) -> None:
+    """Show whole parameters without values in `module`, after its `to_empty`. Not collective.
+
+    Args:
+        recurse: whether in all modules inside it as well.
+    """
+    emptied: dict[Unit, list[nn.Parameter | None]] = {}
+    for part in module.modules() if recurse else (module,):
+        for name, unit in shown_by(part).items():
+            emptied.setdefault(unit, []).append(part._parameters.get(name))
+    for unit, parameters in emptied.items():
         root = root_of(unit)
         if root.structure.first_values is None:
             root.structure.first_values = FirstValues(root)
-        root.structure.first_values.add(root, unit)
+        root.structure.first_values.add(unit, {*map(id, parameters)})
         root.has_forward_checks = True
 
 
@@ -104,7 +112,8 @@ class FirstValues:
         self._limit = 0
         self.has_ended = False
 
-    def add(self, root: RootState, unit: Unit) -> None:
+    def add(self, unit: Unit, emptied: set[int]) -> None:
+        """Show whole parameters for those sharded ones of the unit that have these ids."""
         unit.reshard()
         unit.await_values(unit.awaited_buffers)
         for _, module_ref, key in unit.awaited_buffers:
@@ -115,6 +124,8 @@ class FirstValues:
         for handle in unit.handles:
             handle.reset_sharded_params(unit.label)  # `to_empty` has assigned other memory.
             for index, sharded in enumerate(handle.sharded_params):
+                if id(sharded) not in emptied:
+                    continue
                 unset_values.fill(sharded.detach())
                 if handle.splits[index] is None:  # DTensors draw for whole parameters themselves.
                     wholes.append(_Whole(self, unit, handle, index))

@@ -41,6 +41,8 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
             for module, name in original.slots:
                 slots.setdefault(id(module), (module, []))[1].append((name, sharded_param))
     hooks = [unit.module.register_state_dict_pre_hook(_check_structure(unit))]
+    for module in (unit.module, *(module for module, _ in slots.values())):
+        module.__dict__["to_empty"] = _to_empty(weakref.ref(module))
     for module, sharded_params in slots.values():
         hooks.append(module.register_state_dict_post_hook(_show_shards(unit, sharded_params)))
         hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit, sharded_params)))
@@ -55,6 +57,19 @@ def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
 
 _ShardedParams = Sequence[tuple[str, nn.Parameter]]
 """Pairs of a parameter's name in its module and this rank's sharded parameter."""
+
+
+def _to_empty(module_ref: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    def to_empty(*, device: Any, recurse: bool = True) -> nn.Module:
+        from layerzero.state_dict.first_values import begin
+
+        module = module_ref()
+        assert module is not None, "its method is being called"
+        type(module).to_empty(module, device=device, recurse=recurse)
+        begin(module, recurse)
+        return module
+
+    return to_empty
 
 
 def _check_structure(unit: Unit) -> Callable[..., None]:

@@ -83,14 +83,19 @@ def add_name(module: nn.Module, name: str, unit: Unit) -> None:
     module.__dict__.setdefault(_NAMES, {})[name] = unit
 
 
+def shown_by(module: nn.Module) -> dict[str, Unit]:
+    """Names under which the module itself shows parameters, and the units of these."""
+    return module.__dict__.get(_NAMES, {})
+
+
 def units_of(module: nn.Module) -> set[Unit]:
     """Units whose parameters the module itself shows; modules inside it do not count."""
-    return set(module.__dict__.get(_NAMES, {}).values())
+    return {*shown_by(module).values()}
 
 
 def remove(module: nn.Module) -> None:
     """Remove the guards of a module that has no sharded parameters any more."""
-    for name in (_NAMES, "__getstate__", "_apply"):
+    for name in (_NAMES, "__getstate__", "_apply", "to_empty"):
         module.__dict__.pop(name, None)
 
 

@@ -182,6 +182,30 @@ def test_ranks_that_draw_from_seeds_of_their_own_hold_parts_of_their_own_draws()
 
 
 @on_ranks(2)
+def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
+    def draw(model: nn.Module, empties: bool) -> None:
+        torch.manual_seed(5)
+        for part in model.modules():
+            if callable(getattr(part, "reset_parameters", None)):
+                if empties:
+                    part.to_empty(device="cpu", recurse=False)
+                part.reset_parameters()
+        for block in model.blocks:
+            nn.init.ones_(block.scale)
+
+    expected = Titan()
+    draw(expected, empties=False)
+    for shard in WAYS:
+        with torch.device("meta"):
+            module = Titan()
+        module.table = torch.arange(4.0)
+        expected.table = module.table
+        model = shard(module)
+        draw(model, empties=True)
+        assert_bitwise(model(_tokens()), expected(_tokens()), shard.__name__)
+
+
+@on_ranks(2)
 def test_a_rank_holds_one_unit_and_a_parameter_at_most() -> None:
     with torch.device("meta"):
         module = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
