@@ -82,8 +82,8 @@ def fully_shard(
     this rank's shards: some rows of each parameter, in its number of dimensions (`layout="rows"` of
     `ZeRO3`).
 
-    Parameters on the meta device become shards without values: a later `to_empty` with an
-    initialisation, or a load, must write them before the first forward.
+    Parameters on the meta device become shards without values: a load, or `to_empty` and what draws
+    values, must write them before the first forward.
 
     Args:
         module: a module; or several, which are gathered together, whenever one of them is called.
@@ -143,6 +143,7 @@ def fully_shard(
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[_STATE] = state
+        each.__dict__.pop("to_empty", None)  # The class has it, as other methods.
         kind: Any = type(each)
         # `torch.compile` returns a module whose `__setattr__` would set it on the one inside.
         object.__setattr__(each, "__class__", _class_of(kind))
@@ -431,6 +432,16 @@ class FSDPModule:
         root.abort()
         root.give_up_step()
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Give the module memory without values. Until the model is first used, its modules then
+        show whole parameters, so that `init_weights()` gives the values of one process.
+        """
+        from layerzero.state_dict.first_values import begin as begin_first_values
+
+        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        begin_first_values(self, recurse)
+        return self
+
     def summon_full_params(
         self,
         *,
@@ -441,7 +452,7 @@ class FSDPModule:
     ) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
-        torch has no such method. Around `init_weights()` it gives the values of one process.
+        torch has no such method.
         """
         from layerzero.state_dict.summon import SummonOptions, summon
 

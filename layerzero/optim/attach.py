@@ -123,7 +123,7 @@ def _look_after(method: str) -> None:
     def wrapped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         group = args[0] if args else kwargs.get("param_group")
         if method == "add_param_group" and isinstance(group, dict) and "params" in group:
-            group["params"] = _with_sharded(group["params"])
+            group["params"] = with_sharded(group["params"])
         original(self, *args, **kwargs)
         # Only the newest group: checking all of them for each new one would take quadratic time.
         newest = self.param_groups[-1:] if method == "add_param_group" else self.param_groups
@@ -134,7 +134,7 @@ def _look_after(method: str) -> None:
     setattr(torch.optim.Optimizer, method, wrapped)
 
 
-def _with_sharded(given: Any) -> Any:
+def with_sharded(given: Any) -> Any:
     """What `params` of a group may be (a tensor, tensors, pairs of name and tensor), with sharded
     parameters for full ones that they stand for."""
     if isinstance(given, torch.Tensor):

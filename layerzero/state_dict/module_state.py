@@ -41,6 +41,8 @@ def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> Non
             for module, name in original.slots:
                 slots.setdefault(id(module), (module, []))[1].append((name, sharded_param))
     hooks = [unit.module.register_state_dict_pre_hook(_check_structure(unit))]
+    for module in (unit.module, *(module for module, _ in slots.values())):
+        module.__dict__["to_empty"] = _to_empty(weakref.ref(module))
     for module, sharded_params in slots.values():
         hooks.append(module.register_state_dict_post_hook(_show_shards(unit, sharded_params)))
         hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit, sharded_params)))
@@ -57,8 +59,22 @@ _ShardedParams = Sequence[tuple[str, nn.Parameter]]
 """Pairs of a parameter's name in its module and this rank's sharded parameter."""
 
 
+def _to_empty(module_ref: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    def to_empty(*, device: Any, recurse: bool = True) -> nn.Module:
+        from layerzero.state_dict.first_values import begin
+
+        module = module_ref()
+        assert module is not None, "its method is being called"
+        type(module).to_empty(module, device=device, recurse=recurse)
+        begin(module, recurse)
+        return module
+
+    return to_empty
+
+
 def _check_structure(unit: Unit) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        _end_first_values(unit)
         root = root_if_alive(unit)
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         stands_aside = is_summoned or unit.views.shows_stand_ins
@@ -68,6 +84,12 @@ def _check_structure(unit: Unit) -> Callable[..., None]:
     return hook
 
 
+def _end_first_values(unit: Unit) -> None:
+    root = root_if_alive(unit)
+    if root is not None:
+        root.structure.end_first_values()
+
+
 def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Unit) -> None:
     """Check that the module still has its sharded parameters. It may be any module of a model.
 
@@ -75,6 +97,7 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
         RuntimeError: a sharded parameter was removed, or replaced by another one.
         ValueError: the data of a sharded parameter was replaced by data of another shape.
     """
+    _end_first_values(unit)
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
     shown = (

@@ -191,7 +191,7 @@ def _gather(
     root: RootState, unit: Unit, handle: FlatParamHandle, options: SummonOptions
 ) -> _Summoned:
     handle.reset_sharded_params(unit.label)
-    full = _gather_flat(root, unit, handle, handle.main_shard)
+    full = gather_flat(root, unit, handle, handle.main_shard)
     full_grad = None
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
     # Also without a gradient here: ranks with other experts may have one, and all ranks must issue
@@ -199,7 +199,7 @@ def _gather(
     if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
         grads = {i: p.grad for i, p in enumerate(handle.sharded_params) if p.grad is not None}
         flat = flat_of(handle, handle.main_shard.dtype, grads)
-        full_grad = _gather_flat(root, unit, handle, flat)
+        full_grad = gather_flat(root, unit, handle, flat)
     if options.rank0_only and not handle.placement.is_first:
         return _Summoned(handle, None)
     if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
@@ -233,7 +233,7 @@ def _views(
 
 
 @remembers_failure
-def _gather_flat(
+def gather_flat(
     root: RootState, unit: Unit, handle: FlatParamHandle, shard: torch.Tensor
 ) -> torch.Tensor:
     name = partial(root.operations.next, "summon", unit.label)

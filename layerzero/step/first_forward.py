@@ -42,9 +42,9 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
         if found:
             rank, text = next(iter(found.items()))
             raise RuntimeError(
-                f"{text} has no value yet (rank {rank}): it was on the meta device when the model "
-                "was sharded. Before the first forward load a checkpoint that contains it, or, if "
-                "checkpoints omit it, write its values yourself"
+                f"{text} has no value yet (rank {rank}): the model was sharded on the meta device, "
+                "or emptied by to_empty. Before the next forward load a checkpoint that contains "
+                "it, or, if checkpoints omit it, write its values yourself"
             )
     for unit in waiting:
         unit.mark_loaded()

@@ -63,7 +63,12 @@ def install(module: nn.Module) -> None:
     def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
         guarded = module_ref()
         assert guarded is not None, "its method is being called"
-        for part in guarded.modules() if recurse else (guarded,):
+        parts = [*guarded.modules()] if recurse else [guarded]
+        for unit in {unit for part in parts for unit in units_of(part)}:
+            root: Any = unit.context.owner() if unit.has_joined else None
+            if root is not None:
+                root.structure.end_first_values()
+        for part in parts:
             _check_conversion(part, convert)
         return _convert(guarded, convert, recurse)
 
@@ -78,14 +83,19 @@ def add_name(module: nn.Module, name: str, unit: Unit) -> None:
     module.__dict__.setdefault(_NAMES, {})[name] = unit
 
 
+def shown_by(module: nn.Module) -> dict[str, Unit]:
+    """Names under which the module itself shows parameters, and the units of these."""
+    return module.__dict__.get(_NAMES, {})
+
+
 def units_of(module: nn.Module) -> set[Unit]:
     """Units whose parameters the module itself shows; modules inside it do not count."""
-    return set(module.__dict__.get(_NAMES, {}).values())
+    return {*shown_by(module).values()}
 
 
 def remove(module: nn.Module) -> None:
     """Remove the guards of a module that has no sharded parameters any more."""
-    for name in (_NAMES, "__getstate__", "_apply"):
+    for name in (_NAMES, "__getstate__", "_apply", "to_empty"):
         module.__dict__.pop(name, None)
 
 

@@ -181,6 +181,8 @@ class RootState:
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
+        if self.structure.first_values is not None:
+            self.structure.end_first_values()
         if self.join is not None:
             self.join.before_call(what)
 
@@ -221,14 +223,14 @@ class RootState:
             return  # A recomputation: its visits belong to the backward pass.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transform(unit.label)
+        self._start = self.clock
+        self.reducer.kept.give_up_if_cleared()
+        self.structure.check("forward")
         if self.has_forward_checks:
             from layerzero.step.first_forward import check_first_forward
 
             check_first_forward(self.units, self.device)
             self.has_forward_checks = False
-        self._start = self.clock
-        self.reducer.kept.give_up_if_cleared()
-        self.structure.check("forward")
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)
         self.context.note_weights()

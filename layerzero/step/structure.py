@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_, itemgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,6 +64,9 @@ class Structure:
 
     was_dropped = False
     """Whether it was changed where values are not written back."""
+    first_values: Any = None
+    """Whole parameters shown after `to_empty` (state_dict/first_values.py), until the next check;
+    or None."""
 
     def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
         """`units` is the root's list, outermost first."""
@@ -92,6 +96,8 @@ class Structure:
             RuntimeError: parameters were added, removed, renamed or replaced; names them.
             ValueError: a module was compiled so that it records CUDA graphs.
         """
+        if self.first_values is not None:
+            self.end_first_values()
         if not self._is_same():
             changes = self.changes()
             if changes:
@@ -104,6 +110,12 @@ class Structure:
                 )
             self._check_compiled()
             self._take_snapshot([*self._modules(self._root)])
+
+    def end_first_values(self) -> None:
+        """The model is about to be used."""
+        values, self.first_values = self.first_values, None
+        if values is not None:
+            values.end()
 
     def _check_compiled(self) -> None:
         handles = [handle for unit in self._units for handle in unit.handles]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.build.compare import Exchange
+from layerzero.optim.attach import with_sharded
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
@@ -110,7 +111,7 @@ def _read_group(group: Any) -> Group:
     members = group["params"]
     if isinstance(members, (set, frozenset)):
         raise TypeError(f"{_NAME}: parameters in a set have another order in each run; use a list")
-    listed: list[Any] = [members] if isinstance(members, torch.Tensor) else list(members)
+    listed = with_sharded(members)
     if any(isinstance(each, tuple) for each in listed):
         names, listed = [each[0] for each in listed], [each[1] for each in listed]
         return {**group, "params": listed, "param_names": names}

@@ -1,0 +1,240 @@
+"""First values after `to_empty`: until the model is used, its modules show whole parameters.
+
+Programs shard a model on the meta device, call `to_empty`, and then draw its values
+(`init_weights()`). On a rank's own part they would draw, with one seed on all ranks, equal numbers
+for unequal parts, and from the part's shape. So each parameter stands there in its original shape
+until then. With one seed the values are those of one process, bitwise.
+
+A whole parameter gets memory with its first operation. Once the whole parameters that have memory
+exceed the largest unit's bytes, the oldest is freed: this rank's part of it is kept. One that is
+used again after that is gathered, so what draws the values must be the same on every rank.
+
+The first forward, state dict or checkpoint (`Structure.check`) ends this. Whole parameters that a
+program kept are then of no use: optimizers and hooks have the sharded ones (`set_sharded_param`,
+`register_hook`), everything else raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from layerzero.flat import unset_values
+from layerzero.flat.parameter_info import copy_attributes, info_of, set_info, set_sharded_param
+from layerzero.state_dict.summon import gather_flat
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.module_guards import shown_by
+from layerzero.step.root import RootState, root_of
+from layerzero.step.unit import Unit
+
+_detach = torch.ops.aten.detach.default
+
+
+def begin(module: Any, recurse: bool) -> None:
+    """Show whole parameters without values in `module`, after its `to_empty`. Not collective.
+
+    Args:
+        recurse: whether in all modules inside it as well.
+    """
+    emptied: dict[Unit, list[nn.Parameter | None]] = {}
+    for part in module.modules() if recurse else (module,):
+        for name, unit in shown_by(part).items():
+            emptied.setdefault(unit, []).append(part._parameters.get(name))
+    for unit, parameters in emptied.items():
+        root = root_of(unit)
+        if root.structure.first_values is None:
+            root.structure.first_values = FirstValues(root)
+        root.structure.first_values.add(unit, {*map(id, parameters)})
+        root.has_forward_checks = True
+
+
+class _Whole:
+    """A parameter of which the modules show the whole."""
+
+    def __init__(self, values: FirstValues, unit: Unit, handle: FlatParamHandle, index: int):
+        self.values, self.unit, self.handle, self.index = values, unit, handle, index
+        self.sharded = handle.sharded_params[index]
+        self.full: torch.Tensor | None = None
+        self.was_freed = False
+        self.shape = handle.shapes[index]
+        self.nbytes = prod(self.shape) * self.sharded.element_size()
+        self.parameter = made = cast(Any, WholeParameter(self))
+        copy_attributes(handle.unsharded_params[index], made)
+        set_info(made, info_of(self.sharded))
+        set_sharded_param(made, self.sharded)
+        self.names = {*made.__dict__}
+
+    def take(self, full: torch.Tensor) -> None:
+        """Keep this rank's part."""
+        start, stop = info_of(self.sharded).range
+        part = full.detach().reshape(-1)[start:stop].view(self.sharded.shape)
+        with torch.inference_mode(False), torch.no_grad():
+            self.sharded.copy_(part)
+
+    def free(self) -> None:
+        if self.full is not None:
+            self.take(self.full)
+            self.full, self.was_freed = None, True
+
+    def end(self) -> None:
+        self.free()
+        own, shown = self.parameter, self.unit.views.shown_for(self.sharded)
+        self.sharded.requires_grad_(own.requires_grad)
+        for name in own.__dict__.keys() - self.names:
+            setattr(self.sharded, name, own.__dict__[name])
+        for other in shown:
+            if other is own:
+                continue
+            if other is None or isinstance(other, WholeParameter) or other.shape != self.shape:
+                raise RuntimeError(
+                    f"{info_of(self.sharded).fqn!r} was replaced or removed after to_empty: copy "
+                    "values of its shape into it, and tie or change parameters before sharding"
+                )
+            self.take(other)
+        del self.parameter, self.unit, self.handle  # What a program keeps keeps no model alive.
+
+
+class FirstValues:
+    """The whole parameters of one model."""
+
+    def __init__(self, root: RootState) -> None:
+        self._root_ref = weakref.ref(root)
+        self._of_unit: dict[Unit, list[_Whole]] = {}
+        self._live: dict[_Whole, None] = {}
+        """Those with memory, the one used last at the end."""
+        self._limit = 0
+        self.has_ended = False
+
+    def add(self, unit: Unit, emptied: set[int]) -> None:
+        """Show whole parameters for those sharded ones of the unit that have these ids."""
+        unit.reshard()
+        unit.await_values(unit.awaited_buffers)
+        for _, module_ref, key in unit.awaited_buffers:
+            buffer = None if (module := module_ref()) is None else module._buffers.get(key)
+            if buffer is not None:
+                unset_values.fill(buffer)
+        wholes = self._of_unit[unit] = []
+        for handle in unit.handles:
+            handle.reset_sharded_params(unit.label)  # `to_empty` has assigned other memory.
+            for index, sharded in enumerate(handle.sharded_params):
+                if id(sharded) not in emptied:
+                    continue
+                unset_values.fill(sharded.detach())
+                if handle.splits[index] is None:  # DTensors draw for whole parameters themselves.
+                    wholes.append(_Whole(self, unit, handle, index))
+        self._limit = max(self._limit, sum(whole.nbytes for whole in wholes))
+        shown = {whole.sharded: whole.parameter for whole in wholes}
+        unit.views.show({p: shown.get(p, p) for p in unit.sharded_params})
+
+    def full_of(self, whole: _Whole) -> torch.Tensor:
+        """Its memory. Collective if it was freed."""
+        if self.has_ended:
+            raise RuntimeError(
+                f"{info_of(whole.sharded).fqn!r} was taken before its model was used for the first "
+                "time, when it was the whole parameter; read it from its module, or from "
+                "parameters(), again"
+            )
+        self._live.pop(whole, None)
+        self._live[whole] = None
+        if whole.full is None:
+            with torch.inference_mode(False), torch.no_grad():
+                whole.full = self._gathered(whole) if whole.was_freed else self._empty(whole)
+        return whole.full
+
+    def free_oldest(self, num_kept: int) -> None:
+        """Free what exceeds the limit, but not the last `num_kept` that were used."""
+        nbytes = sum(each.nbytes for each in self._live)
+        while nbytes > self._limit and len(self._live) > num_kept:
+            oldest = next(iter(self._live))
+            oldest.free()
+            nbytes -= oldest.nbytes
+            del self._live[oldest]
+
+    def _empty(self, whole: _Whole) -> torch.Tensor:
+        full = torch.empty(whole.shape, dtype=whole.sharded.dtype, device=whole.sharded.device)
+        unset_values.fill(full)
+        return full
+
+    def _gathered(self, whole: _Whole) -> torch.Tensor:
+        root = self._root_ref()
+        assert root is not None, "its parameters are in use"
+        flat = gather_flat(root, whole.unit, whole.handle, whole.handle.main_shard.detach())
+        return whole.handle.view_of(flat, whole.index).to(whole.sharded.device, copy=True)
+
+    def end(self) -> None:
+        """Keep this rank's parts, and show sharded parameters."""
+        self.has_ended = True
+        of_unit, self._of_unit = self._of_unit, {}
+        for unit, wholes in of_unit.items():
+            try:
+                for whole in wholes:
+                    whole.end()
+            finally:
+                unit.views.show_sharded()
+
+
+class WholeParameter(torch.Tensor):
+    """A whole parameter, whose memory is its model's `FirstValues`'."""
+
+    _whole: _Whole
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, whole: _Whole, is_parameter: bool = True) -> WholeParameter:
+        sharded = whole.sharded
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls,
+            whole.shape,
+            dtype=sharded.dtype,
+            device=sharded.device,
+            requires_grad=is_parameter and sharded.requires_grad,
+        )
+        made._whole = whole
+        made._is_param = is_parameter  # What `isinstance(made, nn.Parameter)` asks for.
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """As torch's, without arguments."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _detach:
+            return cls(args[0]._whole, False)
+        taken: dict[int, Any] = {}
+
+        def unwrapped(each: Any) -> Any:
+            if not isinstance(each, WholeParameter):
+                return each
+            full = each._whole.values.full_of(each._whole)
+            taken[id(full)] = each
+            return full
+
+        result = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
+        for each in taken.values():
+            each._whole.values.free_oldest(num_kept=len(taken))
+        # What an operation in place returns is its input.
+        return tree_map(lambda each: taken.get(id(each), each), result)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """None; once the model was used, raises: gradients go to the sharded parameter."""
+        if self._whole.values.has_ended:
+            self._whole.values.full_of(self._whole)
+        return None
+
+    def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register it on the sharded parameter."""
+        return self._whole.sharded.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register it on the sharded parameter."""
+        return self._whole.sharded.register_post_accumulate_grad_hook(hook)

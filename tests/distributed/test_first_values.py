@@ -1,0 +1,377 @@
+"""Shard on the meta device, `to_empty`, draw values: what ranks hold is what one process would."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import layerzero
+from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
+from layerzero.optim import AdamW, WholeTensorOptimizer
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.reference import full_parameters
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def init_weights(self) -> None:
+        self.norm.reset_parameters()
+        nn.init.trunc_normal_(self.up.weight, std=0.02)
+        nn.init.zeros_(self.up.bias)
+        nn.init.kaiming_uniform_(self.down.weight, mode="fan_out")
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu()) * self.scale
+
+
+class Titan(nn.Module):
+    """As models of torchtitan: `init_weights` of the whole draws every value, in its own order."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, WIDTH, padding_idx=3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 37)
+        self.tied = nn.Linear(WIDTH, 37)
+        self.tied.weight = self.head.weight
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.to(dtype)
+
+    def init_weights(self) -> None:
+        self.table = torch.arange(4.0)
+        self.embed.reset_parameters()  # Writes a row by its index.
+        for block in self.blocks:
+            block.init_weights()
+        draw = nn.init.orthogonal_ if self.head.weight.dtype is torch.float32 else nn.init.normal_
+        draw(self.head.weight)
+        nn.init.zeros_(self.tied.bias)
+        q, k = self.head.bias.data.tensor_split(2)
+        q.normal_()
+        k.copy_(torch.rand(k.shape))
+        for name, parameter in self.named_parameters():
+            if name.endswith("down.weight"):  # Again, after others.
+                parameter.data.mul_(0.5)
+        self.blocks[2].up.weight.copy_(self.blocks[0].up.weight)
+        for parameter in reversed([*self.parameters()]):
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) + self.tied(x)).float().logsumexp(-1).mean() + self.table.sum()
+
+
+def _drawn(model: Any, seed: int = 5) -> Any:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def _one_process(dtype: torch.dtype = torch.float32) -> Any:
+    return _drawn(Titan(dtype))
+
+
+def _by_hand(model: nn.Module, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    return ZeRO3(model, auto_wrap_policy={Block}, param_init_fn="later", **options)
+
+
+def _one_unit(model: nn.Module) -> nn.Module:
+    return fully_shard(model)
+
+
+def _rows(model: nn.Module) -> nn.Module:
+    return _wrapped(model, layout="rows")
+
+
+def _layered(model: nn.Module) -> nn.Module:
+    return _wrapped(model, zero3_size=1)
+
+
+def _offloaded(model: nn.Module) -> nn.Module:
+    return _by_hand(model, offload_policy=OffloadPolicy(params=True))
+
+
+WAYS: tuple[Callable[[nn.Module], nn.Module], ...] = (
+    _by_hand,
+    _wrapped,
+    _one_unit,
+    _rows,
+    _layered,
+    _offloaded,
+)
+
+
+def _emptied(shard: Callable[[nn.Module], nn.Module] = _by_hand, **arguments: Any) -> Any:
+    with torch.device("meta"):
+        module = Titan(**arguments)
+    return shard(module).to_empty(device="cpu")
+
+
+def _tokens() -> Tensor:
+    return torch.arange(8).view(2, 4) + 5 * dist.get_rank()
+
+
+def _like_one_process() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = _one_process(dtype)
+        for shard in WAYS:
+            model = _drawn(_emptied(shard, dtype=dtype))
+            assert [p.shape for p in model.parameters()] == [
+                p.shape for p in expected.parameters()
+            ], "parameters are whole while values are drawn"
+            assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+            assert_bitwise(model(_tokens()), expected(_tokens()), f"{shard.__name__}, {dtype}")
+            found = {k: v.detach() for k, v in full_parameters(model).items()}
+            wanted = {k: v.detach() for k, v in expected.named_parameters()}
+            assert_same_parameters(found, wanted)
+            assert all(type(p) is nn.Parameter for p in model.parameters()), "sharded ones again"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_ranks_hold_is_what_one_process_draws(num_ranks: int) -> None:
+    run_ranks(num_ranks, _like_one_process)
+
+
+@on_ranks(2)
+def test_drawing_inside_a_summon_gives_the_same_values() -> None:
+    with torch.device("meta"):
+        module = Titan()
+    model = _wrapped(module)
+    with model.summon_full_params():
+        _drawn(model)
+    assert_bitwise(model(_tokens()), _one_process()(_tokens()), "output")
+
+
+@on_ranks(2)
+def test_ranks_that_draw_from_seeds_of_their_own_hold_parts_of_their_own_draws() -> None:
+    model = _emptied(_one_unit)
+    _drawn(model, seed=dist.get_rank())
+    own = [p.layerzero.range for p in model.parameters()]
+    plain = _drawn(Titan(), seed=dist.get_rank())
+    model.state_dict()
+    pairs = zip(model.parameters(), plain.parameters(), own, strict=True)
+    for part, whole, (start, stop) in pairs:
+        assert_bitwise(part.detach().reshape(-1), whole.detach().reshape(-1)[start:stop])
+
+
+@on_ranks(2)
+def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
+    def draw(model: nn.Module, empties: bool) -> None:
+        torch.manual_seed(5)
+        for part in model.modules():
+            if callable(getattr(part, "reset_parameters", None)):
+                if empties:
+                    part.to_empty(device="cpu", recurse=False)
+                part.reset_parameters()
+        for block in model.blocks:
+            nn.init.ones_(block.scale)
+
+    expected = Titan()
+    draw(expected, empties=False)
+    for shard in WAYS:
+        with torch.device("meta"):
+            module = Titan()
+        module.table = torch.arange(4.0)
+        expected.table = module.table
+        model = shard(module)
+        draw(model, empties=True)
+        assert_bitwise(model(_tokens()), expected(_tokens()), shard.__name__)
+
+
+@on_ranks(2)
+def test_a_rank_holds_one_unit_and_a_parameter_at_most() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
+    for each in module:
+        fully_shard(each)
+    model = fully_shard(nn.Sequential(*module)).to_empty(device="cpu")
+    before, most = _held(), 0
+    for part in model:
+        nn.init.normal_(part.weight)
+        most = max(most, _held() - before)
+    assert 64 * 64 <= most <= 2 * 64 * 64
+
+
+def _held() -> int:
+    """Elements of all whole tensors that are alive."""
+    found = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (64, 64)]
+    return sum(t.untyped_storage().nbytes() // 4 for t in found if not t.is_meta)
+
+
+def _uses(folder: str) -> dict[str, Callable[[Any], object]]:
+    """What may come first after the values; each is to see the sharded parameters."""
+    return {
+        "forward": lambda model: model(_tokens()),
+        "state_dict": lambda model: model.state_dict(),
+        "state_dict of a part": lambda model: model.blocks[1].state_dict(),
+        "full state dict": lambda model: checkpoint.get_model_state_dict(model, full=True),
+        "save": lambda model: checkpoint.save(f"{folder}/ours", model, step=1),
+        "dcp": lambda model: dcp.save(model.state_dict(), checkpoint_id=f"{folder}/torchs"),
+        "norm": lambda model: layerzero.global_norm(model),
+        "signature": lambda model: model.step_signature() if isinstance(model, ZeRO3) else None,
+        "pregather": layerzero.pregather,
+        "summon": lambda model: full_parameters(model),
+        "unshard": lambda model: (model.unshard(), model.reshard()),
+        "float": lambda model: model.float(),
+    }
+
+
+def _first_uses(folder: str) -> None:
+    expected = _one_process()
+    wanted = {k: v.detach() for k, v in expected.named_parameters()}
+    for name, use in _uses(folder).items():
+        for shard in (_by_hand, _wrapped):
+            model = _drawn(_emptied(shard))
+            use(model)
+            found = {k: v.detach() for k, v in full_parameters(model).items()}
+            assert_same_parameters(found, wanted, what=f"{name}, {shard.__name__}")
+            assert_bitwise(model(_tokens()), expected(_tokens()), f"{name}, {shard.__name__}")
+    # Loads, where nothing was drawn, or is thrown away.
+    whole = {k: v.clone() for k, v in expected.state_dict().items()}
+    for draws in (False, True):
+        for load in (
+            lambda model: checkpoint.load(f"{folder}/ours", model),
+            lambda model: model.load_state_dict(whole),
+            lambda model: model.load_state_dict(whole, assign=True),
+        ):
+            model = _emptied()
+            if draws:
+                _drawn(model, seed=11)
+            model.table = torch.arange(4.0)
+            load(model)
+            assert_bitwise(model(_tokens()), expected(_tokens()), "after a load")
+
+
+def test_the_first_use_sees_shards(tmp_path: Path) -> None:
+    run_ranks(2, _first_uses, str(tmp_path))
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(_tokens()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_optimizers_hooks_flags_and_attributes_reach_the_shards() -> None:
+    builds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "torch's": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "native": lambda p: AdamW(p, lr=1e-2),
+        "whole": lambda p: WholeTensorOptimizer(p, torch.optim.Adafactor, lr=1e-2),
+    }
+    for name, build in builds.items():
+        for comes_first in (True, False):
+            model = _drawn(_emptied())
+            model.head.bias.requires_grad_(False)
+            model.head.weight.marked = True
+            called: list[object] = []
+            model.embed.weight.register_post_accumulate_grad_hook(called.append)
+            model.embed.weight.register_hook(lambda grad: grad * 0)
+            if not comes_first:
+                model(_tokens())
+            optimizer = build([p for p in model.parameters() if p.requires_grad])
+            before = {k: v.clone() for k, v in full_parameters(model).items()}
+            _step(model, optimizer)
+            after = full_parameters(model)
+            for key, value in before.items():
+                is_same = key in ("head.bias",)
+                assert torch.equal(value, after[key]) == is_same or key == "embed.weight", (
+                    f"{name}: {key}"
+                )
+            assert called == [model.embed.weight]
+            assert model.head.weight.marked is True
+            assert not model.head.bias.requires_grad
+
+
+@on_ranks(2)
+def test_whole_parameters_that_were_kept_are_of_no_use_afterwards() -> None:
+    model = _drawn(_emptied())
+    kept = [*model.parameters()]
+    assert kept[0].grad is None
+    model(_tokens()).backward()
+    message = "'embed.weight' was taken before its model was used.*read it from its module"
+    for use in (
+        lambda: torch.nn.utils.clip_grad_norm_(kept, 1.0),
+        lambda: kept[0].data.normal_(),
+        lambda: kept[0].sum(),
+        lambda: kept[0].grad,
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+
+
+@on_ranks(2)
+def test_what_was_not_drawn_or_was_replaced_is_an_error() -> None:
+    model = _emptied()
+    with torch.no_grad():
+        model.head.weight.normal_()
+    with pytest.raises(RuntimeError, match=r"parameter '\S+' has no value yet"):
+        model(_tokens())
+    model = _drawn(_emptied())
+    model.head.weight = nn.Parameter(torch.ones(37, WIDTH))
+    model.tied.weight = nn.Parameter(torch.ones(37, WIDTH))
+    model(_tokens())  # Other values of the same shape are taken over.
+    assert_bitwise(full_parameters(model)["head.weight"].detach(), torch.ones(37, WIDTH))
+    model = _drawn(_emptied())
+    model.head.weight = nn.Parameter(torch.ones(3, WIDTH))
+    with pytest.raises(RuntimeError, match=r"'head.weight' was replaced or removed after to_empty"):
+        model(_tokens())
+    model = _drawn(_emptied())
+    model.embed.weight = model.head.weight  # Tied too late.
+    with pytest.raises(RuntimeError, match=r"'embed.weight' was replaced.*tie.*before sharding"):
+        model(_tokens())
+
+
+@on_ranks(2)
+def test_a_model_with_values_is_emptied_and_drawn_again() -> None:
+    expected = _one_process()
+    model = _drawn(_emptied(), seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    _drawn(model.to_empty(device="cpu"))
+    assert_bitwise(model(_tokens()), expected(_tokens()), "drawn again")
+    model.to_empty(device="cpu")
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="has no value yet"):
+        model(_tokens())
+    # Block by block, as where a pipeline stage draws its own.
+    model.table = torch.arange(4.0)
+    _drawn(model.to_empty(device="cpu"), seed=2)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.blocks[1].to_empty(device="cpu").init_weights()
+    torch.manual_seed(3)
+    block = Block()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        block.init_weights()
+    found = full_parameters(model)
+    for name, value in block.named_parameters():
+        assert_bitwise(found[f"blocks.1.{name}"].detach(), value.detach(), name)
