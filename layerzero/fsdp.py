@@ -287,7 +287,7 @@ def _states_of(root: RootState) -> list[_State]:
 def _join(state: _State, top: nn.Module) -> None:
     """The unit has joined the model of `top`."""
     if state.is_auto:
-        state.unit.set_reshard_after_forward(True)
+        state.unit.set_options(reshard_after_forward=True)
     if state.members:
         _name(state, top)
         state.around = None
@@ -367,7 +367,7 @@ class FSDPModule:
             )
         for state in self._chosen(recurse):
             state.is_auto = False
-            state.unit.set_reshard_after_forward(reshard_after_forward)
+            state.unit.set_options(reshard_after_forward=reshard_after_forward)
             root_of(state.unit).scheduler.recorder.forget()
 
     def set_reshard_after_backward(
@@ -388,7 +388,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
-        _state(self).unit.set_gradient_scale(1.0 / factor)
+        _state(self).unit.set_options(gradient_scale=1.0 / factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -521,9 +521,9 @@ def _follow_flags(root: RootState) -> None:
             )
         if waits or in_shards:
             flags[unit] = waits, in_shards
-    root.reducer.set_unit_flags(flags)
+    root.reducer.unit_flags = flags
     syncs = any(not flags.get(s.unit, (False,))[0] for s in states if s.unit.handles)
-    root.reducer.set_requires_sync(syncs)
+    root.reducer.requires_sync = syncs
 
 
 def _follow_hooks(root: RootState) -> None:

@@ -89,7 +89,7 @@ class LostWrites(Extension):
 
     def after_forward(self) -> RuntimeError | None:
         if self._context.replaced:
-            replaced = self._context.take_replaced()
+            replaced, self._context.replaced = self._context.replaced, []
             return RuntimeError(
                 f"the forward replaced {some(map(repr, replaced))}, which are sharded; the new "
                 "parameters were dropped and the sharded ones restored: use buffers, exclude these "

@@ -266,11 +266,11 @@ class _Record:
 
 def _apply(root: RootState, settings: Settings) -> None:
     for unit in root.units:
-        unit.set_reshard_after_forward(unit.index not in settings.kept)
+        unit.set_options(reshard_after_forward=unit.index not in settings.kept)
     in_backward = BackwardPrefetch.BACKWARD_PRE if settings.prefetches_in_backward else None
     root.scheduler.set_prefetch(settings.forward_depth, in_backward)
     # It would count units that are kept; the choice bounds what is ahead.
-    root.context.limiter.set_budget(GatherBudget())
+    root.context.limiter.budget = GatherBudget()
 
 
 def _versions(root: RootState) -> list[list[int]]:

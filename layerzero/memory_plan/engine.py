@@ -61,7 +61,7 @@ class PlannedModel(ZeRO3):
         if arguments.verify is not None:
             verifier = _PlannedVerifier(root, count, on_accelerator)
             root.extensions.add(verifier)
-            root.context.send_through(verifier)
+            root.context.transport = verifier
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
                 feature.install(root, _exchange_of)

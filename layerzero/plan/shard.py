@@ -87,7 +87,7 @@ def shard_with_plan(
     if isinstance(own, ZeRO3):
         _check_optional(root_unit, resolved)
     if plan.pregather:
-        root_of(root_unit).scheduler.unshard_all_before_forward()
+        root_of(root_unit).scheduler.unshards_all_before_forward = True
     depths = plan.num_forward, plan.num_backward
     has_lists = _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths])
     if not has_lists:

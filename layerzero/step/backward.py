@@ -25,7 +25,7 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import TrainingState, Unit
+from layerzero.step.unit import Hold, TrainingState, Unit
 
 
 class ForwardPass:
@@ -356,7 +356,7 @@ class Backward:
             # micro-batches].
             first = ended.first_unit
             if first is not None:
-                self._scheduler.keep_first(first)
+                first.hold(int(Hold.FIRST_OF_FORWARD))
         try:
             for unit in ended.unfinished():
                 self._finish_unit(ended, unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -52,9 +52,6 @@ class RateLimiter:
         """Nothing is resident."""
         self.num_units = self.nbytes = 0
 
-    def set_budget(self, budget: GatherBudget) -> None:
-        self.budget = budget
-
     def admits(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` fits the budget. Gathers needed now are not checked."""
         budget = self.budget
@@ -77,7 +74,7 @@ class RuntimeContext:
     device: torch.device
     extensions: Extensions
     transport: Transport
-    """Collectives that gather and reduce; verification puts itself in between."""
+    """Collectives that gather and reduce; verification puts another in its place, on all ranks."""
     streams: Streams
     operations: Operations
     limiter: RateLimiter
@@ -124,18 +121,6 @@ class RuntimeContext:
         # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
 
-    def note_replaced(self, names: Sequence[str]) -> None:
-        self.replaced += names
-
-    def take_replaced(self) -> list[str]:
-        """Return the names passed to `note_replaced` since the last call, and clear them."""
-        replaced, self.replaced = self.replaced, []
-        return replaced
-
-    def send_through(self, transport: Transport) -> None:
-        """Let `transport` gather and reduce from now on. Between passes, on all ranks alike."""
-        self.transport = transport
-
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
         groups = placement.reduce_groups
@@ -170,10 +155,6 @@ class RuntimeContext:
             return  # On CPU a wait would block the host until peers take part.
         streams.join()
         streams.fork()
-
-    def note_upload(self, copied: Event) -> None:
-        """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""
-        self.shard_uploaded = copied
 
     def wait_for_uploads(self) -> None:
         """Block the host until the device has read all main shards on the host; then they may be

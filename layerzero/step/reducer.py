@@ -46,6 +46,10 @@ class GradientReducer:
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
+    step_by: StepBy | None
+    """Uses up gradients as they are delivered (`step_in_backward`); None: they stay in `.grad`."""
+    dropped_also: Sequence[nn.Parameter]
+    """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
@@ -60,38 +64,22 @@ class GradientReducer:
         self.accumulation = Accumulation(accumulation)
         self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
-        self._step_by: StepBy | None = None
+        self.step_by = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self._delivery = Delivery()
-        self._others: Sequence[nn.Parameter] = ()
+        self.dropped_also = ()
 
     def __del__(self) -> None:
         # After an error, reductions in flight are deleted with the model.
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
-    def set_requires_sync(self, requires_sync: bool) -> None:
-        """False: gradients accumulate from now on."""
-        self.requires_sync = requires_sync
-
-    def set_unit_flags(self, flags: Mapping[Unit, tuple[bool, bool]]) -> None:
-        self.unit_flags = flags
-
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
         micro-batches wait after the first hop."""
         waits, sums_sharded = self.unit_flags.get(unit, (False, self.accumulation.sums_sharded))
         return self.requires_sync and not waits, sums_sharded
-
-    def step_by(self, function: StepBy | None) -> None:
-        """Let `function` use up gradients as they are delivered; None: they stay in `.grad`."""
-        self._step_by = function
-
-    @property
-    def uses_up_gradients(self) -> bool:
-        """Whether an optimizer steps while gradients are delivered."""
-        return self._step_by is not None
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
@@ -170,8 +158,8 @@ class GradientReducer:
         if any(drops) or self.kept.is_skipping:
             self._drop_delivery(arrived)
             return
-        if self._step_by is not None:
-            self._step_by(
+        if self.step_by is not None:
+            self.step_by(
                 self._delivery,
                 [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived],
             )
@@ -184,14 +172,10 @@ class GradientReducer:
         """Reductions of the pass whose gradients a delivery writes, in order of issue."""
         return [*self._undelivered, *[r for r in self._in_flight if not r.is_partial]]
 
-    def drop_also(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Where gradients are dropped, drop those of these parameters, which are not sharded."""
-        self._others = parameters
-
     def _drop_delivery(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
         self.kept.skip()
         sharded = (p for unit in self._units for p in unit.sharded_params)
-        self._delivery.clear([*sharded, *self._others])
+        self._delivery.clear([*sharded, *self.dropped_also])
         for reduction, _ in arrived:
             reduction.handle.gradients.release()
 

@@ -314,7 +314,7 @@ class RootState:
             unit.reset()
             unit.keep_starts(0, self._start)
         self.context.limiter.reset()
-        self.context.take_replaced()
+        self.context.replaced = []
         for after_abort in self.extensions.after_abort:
             after_abort()
 

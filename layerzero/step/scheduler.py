@@ -101,7 +101,7 @@ class UnshardScheduler:
         """Raise the default budget for prefetch lists of this length; never the user's own."""
         budget = self._limiter.budget
         if self._budget_is_default and budget.max_units is not None:
-            self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
+            self._limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
 
     def set_prefetch(self, forward_depth: int, backward: BackwardPrefetch | None) -> None:
         """Set how far to prefetch from now on; orders are recorded anew, for units may stay full
@@ -113,10 +113,6 @@ class UnshardScheduler:
         """Set how many units of a recorded order to prefetch. The same on every rank."""
         self.forward_depth, self.backward_depth = forward, backward
         self.make_room_for(max(forward, backward))
-
-    def unshard_all_before_forward(self) -> None:
-        """Begin every later forward by gathering all units."""
-        self.unshards_all_before_forward = True
 
     def ordered_units(self) -> list[Unit]:
         """Units in the order of the longest recorded forward, then the others as wrapped."""
@@ -357,7 +353,3 @@ class UnshardScheduler:
     def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
         """The backward of `unit` is over: free it unless another hold is left."""
         unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
-
-    def keep_first(self, unit: Unit) -> None:
-        """Keep `unit`; see Note [The first unit stays between micro-batches]."""
-        unit.hold(_FIRST)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -171,6 +171,8 @@ class Unit:
     """Whether it may be gathered before it is needed."""
     tied_owners: tuple[Unit, ...]
     """Units that hold tied parameters which modules inside this unit use, too."""
+    is_watched: bool
+    """Whether gradients of its unsharded parameters are reported from outside its forward, too."""
     state_dict_hooks: list[RemovableHandle]
     """Handles of the state-dict hooks on the modules that show its parameters."""
 
@@ -200,7 +202,7 @@ class Unit:
         self.output_dtype: torch.dtype | None = None
         self.forward_prefetch = None
         self.backward_prefetch = None
-        self.awaits_values = False
+        self.awaits_values = self.is_watched = False
         self.awaited_buffers = ()
         self.state = ShardState.SHARDED
         self.training_state = TrainingState.IDLE
@@ -210,7 +212,6 @@ class Unit:
             weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
         ]
         self._holds = 0
-        self._is_watched = False
         self._is_counted = True
         """Whether the budget for prefetching counts its full buffers."""
         self._is_laid_out = True
@@ -311,29 +312,13 @@ class Unit:
             handle.rename(prefix)
         self.views.rename(prefix)
 
-    def set_forward_prefetch(self, units: list[Unit]) -> None:
-        self.forward_prefetch = units
-
-    def set_backward_prefetch(self, units: list[Unit]) -> None:
-        self.backward_prefetch = units
-
-    def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
-        self.options = replace(self.options, reshard_after_forward=value)
-
-    def set_gradient_scale(self, scale: float) -> None:
-        self.options = replace(self.options, gradient_scale=scale)
+    def set_options(self, **changed: Any) -> None:
+        self.options = replace(self.options, **changed)
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional
         # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
-
-    def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
-        """A load will bring the values of its parameters, and of these buffers."""
-        self.awaits_values, self.awaited_buffers = True, tuple(buffers)
-
-    def mark_loaded(self) -> None:
-        self.awaits_values, self.awaited_buffers = False, ()
 
     # Forward calls --------------------------------------------------------------------------
 
@@ -476,7 +461,7 @@ class Unit:
                 self.follow_requires_grad()  # A forward may freeze what it used.
             replaced = self.views.hide_unsharded()
             if replaced:
-                self.context.note_replaced(replaced)
+                self.context.replaced += replaced
             self.shows_unsharded = False
 
     # Gradients ------------------------------------------------------------------------------
@@ -514,16 +499,6 @@ class Unit:
         self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
-
-    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
-        if self._is_watched:
-            return
-        self._is_watched = True
-        for handle in self.handles:
-            for unsharded in handle.unsharded_params:
-                if unsharded.requires_grad:
-                    unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def drop_unsharded_gradients(self) -> None:
         for handle in self.handles:

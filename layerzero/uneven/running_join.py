@@ -321,12 +321,12 @@ class RunningJoin(Extension):
     def _follow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
         before = reducer.requires_sync
-        reducer.set_requires_sync(bool(request.requires_sync))
+        reducer.requires_sync = bool(request.requires_sync)
         try:
             own = self._forwards.get(request.which)
             self._backward.run_without_graph(ForwardPass(own.start if own else self._root.clock))
         finally:
-            reducer.set_requires_sync(before)
+            reducer.requires_sync = before
 
     def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module
