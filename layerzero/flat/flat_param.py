@@ -33,11 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from layerzero.flat.buffer import Buffer
 from layerzero.flat.flatten import (
     OriginalParameter,
     Slot,
@@ -47,14 +48,10 @@ from layerzero.flat.flatten import (
 )
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout
 from layerzero.flat.parameter_info import copy_attributes, rename, set_sharded_param
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
-
-if TYPE_CHECKING:
-    from layerzero.flat.lease import Lease
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -98,8 +95,10 @@ class FlatParam:
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     full_nbytes: int
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
-    lease: Lease | None = None
-    """Memory of an arena for the full buffer; None: it is allocated by itself."""
+    buffer: Buffer
+    """Allocates and frees the full buffer."""
+    compute_buffer: Buffer
+    """The same of the compute shard, with `has_compute_shard`."""
     has_compute_shard: bool
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
@@ -215,8 +214,7 @@ class FlatParam:
             # Freed once its views are made: `empty` does not touch the memory.
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self.full_nbytes = 0 if self.is_whole else self.full.nbytes
-        self._storage = self.full.untyped_storage()
-        self._is_large = is_worth_huge_pages(self.full)
+        self.buffer = Buffer(self.full)
         self.unsharded_params = []
         for index, original in enumerate(originals):
             unsharded = nn.Parameter(
@@ -245,6 +243,8 @@ class FlatParam:
             self.compute_shard = self.full.data[placement.shard_group.rank * numel :][:numel]
         else:
             self.compute_shard = self.main_shard
+        if self.has_compute_shard:
+            self.compute_buffer = Buffer(self.compute_shard)
         own = self.layout.shard_numel
         place = placement.main_shard_index * own % max(numel, 1)
         self.compute_slice = self.compute_shard[place : place + own]
@@ -254,18 +254,12 @@ class FlatParam:
         return self.layout.padded_numel // self.placement.shard_group.size
 
     def allocate_full(self) -> None:
-        if self.lease is not None and self.lease.take(self._storage):
-            return
-        self._storage.resize_(self.full_nbytes)
-        if self._is_large:
-            prefer_huge_pages(self.full, collapse=False)
+        self.buffer.allocate()
 
     def free_full(self) -> None:
-        if self.is_whole or (self.lease is not None and self.lease.give_back(self._storage)):
-            return
-        if not self._storage.resizable():
+        if not self.is_whole and not self.buffer.free():
             self._leave_storage()
-        self._storage.resize_(0)
+            self.buffer.free()
 
     def _leave_storage(self) -> None:
         """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what
@@ -276,23 +270,20 @@ class FlatParam:
 
     def _move_full(self, memory: torch.Tensor) -> None:
         _put(self.full, memory)
-        self._storage = self.full.untyped_storage()
+        self.buffer.storage = self.full.untyped_storage()
         for index, unsharded in enumerate(self.unsharded_params):
             _put(unsharded, self.view_of(self.full.data, index))
 
     def allocate_compute_shard(self) -> None:
         """Allocate it for a step, if it is not; for `has_compute_shard`."""
-        storage = self.compute_shard.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self.compute_numel * self.compute_shard.itemsize)
-            if is_worth_huge_pages(self.compute_shard):
-                prefer_huge_pages(self.compute_shard, collapse=False)
+        if not self.compute_buffer.storage.nbytes():
+            self.compute_buffer.allocate()
 
     def free_compute_shard(self) -> None:
         """Free it, because the optimizer is about to make it stale; for `has_compute_shard`."""
-        if self.is_whole and not self._storage.resizable():
+        if not self.compute_buffer.free():
             self._leave_storage()
-        self.compute_shard.untyped_storage().resize_(0)
+            self.compute_buffer.free()
         self._is_gathered = False
 
     @property
@@ -321,10 +312,6 @@ class FlatParam:
         torch.autograd.graph.increment_version(written)
         self.left_versions = [*map(version_of, self.unsharded_params)]
 
-    def leave(self, versions: list[int]) -> None:
-        """Take these versions of the unsharded parameters for the engine's."""
-        self.left_versions = versions
-
     def mark_stale(self) -> None:
         """Let the next gather read the main shard.
 
@@ -344,17 +331,6 @@ class FlatParam:
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
         for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
             rename(parameter, fqn)
-
-    def drop_post_forward_shard(self) -> None:
-        """Free `post_forward_shard`, which no backward needs any more."""
-        self.post_forward_shard = None
-
-    def share_placement(self, placements: dict[Placement, Placement]) -> None:
-        """Replace the placement by an equal one in `placements`, or add it there.
-
-        With one object for equal placements, work that is done per placement is done once.
-        """
-        self.placement = placements.setdefault(self.placement, self.placement)
 
     def keep_shard(self) -> None:
         """Copy this rank's part of the gathered full buffer into `post_forward_shard`."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from layerzero.flat.buffer import Buffer, Lease
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
@@ -26,7 +26,6 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 if TYPE_CHECKING:
-    from layerzero.flat.lease import Lease
     from layerzero.flat.pair_input import PairInput
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
@@ -378,25 +377,12 @@ class GradientBuffer:
         )
 
 
-class Area:
-    """A buffer for all gradients of the flat parameter, allocated only while it is in use."""
+class Area(Buffer):
+    """A buffer for all gradients of the flat parameter."""
 
     def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
-        self.tensor = torch.empty(owner.layout.numel, dtype=dtype, device=owner.device)
-        self.storage = self.tensor.untyped_storage()
+        super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
         self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
-        self.nbytes = self.storage.nbytes()
-        self._is_large = is_worth_huge_pages(self.tensor)
-        self._lease = owner.make_lease(self.nbytes) if owner.make_lease is not None else None
+        if owner.make_lease is not None:
+            self.lease = owner.make_lease(self.nbytes)
         self.free()
-
-    def allocate(self) -> None:
-        if self._lease is not None and self._lease.take(self.storage):
-            return
-        self.storage.resize_(self.nbytes)
-        if self._is_large:
-            prefer_huge_pages(self.tensor, collapse=False)
-
-    def free(self) -> None:
-        if self._lease is None or not self._lease.give_back(self.storage):
-            self.storage.resize_(0)

@@ -102,7 +102,7 @@ class LostWrites(Extension):
             if versions != handle.left_versions:
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
                 names += [fqn for fqn, before, now in triples if before != now]
-                handle.leave(versions)
+                handle.left_versions = versions
         if names and self._first.has_sums:
             self._unchanged.update({*names}.difference(self._first.written()))
         names = [name for name in names if name not in self._unchanged]

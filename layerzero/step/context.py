@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from layerzero.comm import collectives
+from layerzero.comm import collectives, ordered_sums
 from layerzero.comm.pending import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.config import GatherBudget
@@ -32,7 +32,7 @@ class Transport:
 
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
-    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
+    reduce_with_peer = staticmethod(ordered_sums.reduce_with_peer)
 
 
 class RateLimiter:

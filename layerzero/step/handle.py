@@ -64,8 +64,8 @@ class FlatParamHandle(FlatParam):
             # A forward of this step gathered the same weights, and the ranks of a smaller group
             # kept all of them.
             group, shard = self.placement.post_forward_group, self.post_forward_shard
-        if self.lease is not None:
-            self.lease.note(is_behind=behind_reductions and synced is None)
+        if self.buffer.lease is not None:
+            self.buffer.lease.note(is_behind=behind_reductions and synced is None)
         # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
         if synced is None and not behind_reductions:

@@ -13,23 +13,24 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.gloo.threads import wake_without_preempting
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
+from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import ShardGroup
-from layerzero.step.timeouts import Phases
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_HOST = torch.device("cpu")
 
 _failed: WeakSet[Operations] = WeakSet()
 """Operations of live models that have a `failure`."""
@@ -94,6 +95,8 @@ class Operations:
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
         if named:
+            from layerzero.comm.gloo.threads import wake_without_preempting
+
             wake_without_preempting()
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
         self._detector = DesyncDetector(places) if places else None
@@ -225,3 +228,59 @@ class Operations:
                 operations.remember(error)
 
         return remember
+
+
+class Phases:
+    """Stretches of a run in which the waits of one model may last longer (`model.timeout`): those
+    that are open, and the groups that they apply to."""
+
+    def __init__(self, device: torch.device, groups: Iterable[ShardGroup]) -> None:
+        self._device = device
+        self._open: list[_Phase] = []
+        # By identity: equal groups may be different objects, each with its own limit.
+        self._groups: WeakValueDictionary[int, ShardGroup] = WeakValueDictionary()
+        for group in groups:
+            self.cover(group)
+
+    def cover(self, group: ShardGroup) -> None:
+        """Let phases apply to a group that the model also uses from now on."""
+        if id(group) not in self._groups:
+            self._groups[id(group)] = group
+            if self._open:
+                self._open[-1].begin(group, self._device)
+
+    @contextmanager
+    def phase(self, limit: timedelta) -> Iterator[None]:
+        """A context in which waits that begin may last `limit`. Not collective."""
+        phase = _Phase(limit)
+        self._open.append(phase)
+        try:
+            for group in list(self._groups.values()):
+                phase.begin(group, self._device)
+            yield
+        finally:
+            # Not always the last: a generator may leave its phase after a later one began.
+            self._open.remove(phase)
+            now = self._open[-1].limit if self._open else None
+            for group in list(self._groups.values()):
+                group.set_limit(now)
+            phase.restore()
+
+
+class _Phase:
+    """One phase; compared by identity."""
+
+    def __init__(self, limit: timedelta) -> None:
+        self.limit = limit
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, group: ShardGroup, device: torch.device) -> None:
+        group.set_limit(self.limit)
+        if group.size > 1:
+            serves = _HOST if group.backend == "gloo" else device
+            self._undo.append(raise_backend_timeout(group, serves, self.limit))
+
+    def restore(self) -> None:
+        """Give the backends their timeouts back."""
+        for undo in reversed(self._undo):
+            undo()

@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import all_gather
-from layerzero.comm.exchanges import flags_tensor
-from layerzero.comm.pending import Pending
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
-from layerzero.flat.placement import ShardGroup
 from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
 from layerzero.step.placeholders import KeptStep
+from layerzero.step.presence import exchange_presence
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
 Part = tuple[Unit, Callable[[], list[Gradient]]]
 """A unit, and what adds a reduction of it to the delivery and returns its gradients for hooks."""
+ExchangePresence = Callable[[list[Reduction]], Callable[[], list[tuple[Reduction, set[int]]]]]
+"""`exchange_presence` in a context; a plan of memory has one without other ranks."""
 StepBy = Callable[["Delivery", list[Part]], None]
 """Delivers the parts, in the order of issue, and uses the gradients up; see `optim/in_backward`."""
 
@@ -67,6 +66,7 @@ class GradientReducer:
         self.step_by = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
+        self.exchange_presence: ExchangePresence = partial(exchange_presence, context)
         self._delivery = Delivery()
         self.dropped_also = ()
 
@@ -148,7 +148,8 @@ class GradientReducer:
             self._complete_all()
             return
         with torch.no_grad():
-            presence = self.exchange_presence(last)
+            agrees = self.agreed is not None and any(self.agreed.concerns(r.unit) for r in last)
+            presence = (self.agreed if agrees else self).exchange_presence(last)
             self._complete_all()
             with self._context.profile("wait_for_presence", "model"):
                 arrived = presence()
@@ -236,57 +237,6 @@ class GradientReducer:
         self._undelivered = []
         self.kept.undo()
         self._delivery.undo()
-
-    def exchange_presence(
-        self, reductions: list[Reduction]
-    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        """Start exchanging which parameters had a gradient on any rank.
-
-        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
-        that misses a gradient itself reads the result, so ordinary steps do not wait for a device.
-        One collective for each group, of one byte per parameter.
-
-        Returns:
-            A function that waits, and returns the reductions with the parameters present anywhere.
-        """
-        if self.agreed is not None and any(self.agreed.concerns(each.unit) for each in reductions):
-            return self.agreed.exchange_presence(reductions)
-        by_placement: dict[int, list[Reduction]] = {}
-        for reduction in reductions:
-            if reduction.handle.placement.num_ranks > 1:
-                by_placement.setdefault(id(reduction.handle.placement), []).append(reduction)
-        started = []
-        for members in by_placement.values():
-            flags = [
-                index in reduction.present
-                for reduction in members
-                for index in reduction.handle.gradients.layout.trainable
-            ]
-            own = flags_tensor(flags, self._context.device)
-            first, *others = members[0].handle.placement.groups
-            started.append((members, all(flags), others, *self._gather_flags(own, first)))
-
-        def answer() -> list[tuple[Reduction, set[int]]]:
-            answers = {id(reduction): reduction.present for reduction in reductions}
-            for members, has_all, others, table, pending in started:
-                pending.wait()
-                for group in others:
-                    table, pending = self._gather_flags(table.amax(dim=0), group)
-                    pending.wait()
-                if has_all:
-                    continue  # All are present; reading the table would block the host.
-                anywhere = iter(table.amax(dim=0).tolist())
-                for reduction in members:
-                    trainable = reduction.handle.gradients.layout.trainable
-                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
-            return [(reduction, answers[id(reduction)]) for reduction in reductions]
-
-        return answer
-
-    def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
-        operation = self._context.operations.next("gradient presence", "the model", group)
-        table = flags.new_empty(group.size, flags.numel())
-        return table, all_gather(table.view(-1), flags, group, operation)
 
 
 class Delivery:

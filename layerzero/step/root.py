@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
 from layerzero.comm.streams import Streams
 from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement, ShardGroup
@@ -57,7 +56,6 @@ class RootState:
     """Whether a call that is in no other call moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
-    _reducer_class: type[GradientReducer] = GradientReducer
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class RootState:
         self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
-        self.reducer = self._reducer_class(self.context, self.units, accumulation, in_flight_nbytes)
+        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
         self.clock = 0
         """Begins and ends of calls so far."""
         self._call_depth = 0
@@ -117,6 +115,8 @@ class RootState:
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
+            from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
+
             return Streams(self.device, ChainingStream(), FinishingStream())
         return Streams(self.device)
 
@@ -127,8 +127,8 @@ class RootState:
         placements: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self.context, index)
-            for handle in unit.handles:
-                handle.share_placement(placements)
+            for handle in unit.handles:  # One object for equal placements.
+                handle.placement = placements.setdefault(handle.placement, handle.placement)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
                 self.expect_lists(max(map(len, lists)))
@@ -252,9 +252,9 @@ class RootState:
             if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
                 self.scheduler.free_after_forward(call.unit, grad_enabled)
             self.clock += 1
-            call.ended(self.clock)
+            call.end = self.clock
             if grad_enabled:
-                call.forward_pass.note_call(call.unit, call.start)
+                call.forward_pass.first_start.setdefault(call.unit, call.start)
                 if not self.context.in_backward:
                     call.unit.open_starts.add(call.start)
             if is_outermost:
@@ -263,7 +263,7 @@ class RootState:
                 errors = [check() for check in self.extensions.after_forward]
                 for error in filter(None, errors):
                     raise error
-                self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
+                self._forward_pass.order = self.scheduler.end_forward(grad_enabled)
         except BaseException as error:
             if is_outermost:
                 self.abort(error)

@@ -223,7 +223,7 @@ class UnshardScheduler:
         kept = []
         for unit in self._units:
             for handle in unit.handles:
-                handle.drop_post_forward_shard()
+                handle.post_forward_shard = None  # No backward needs it any more.
                 if handle.has_compute_shard and unit.state is ShardState.SHARDED:
                     kept.append(handle)
         if kept:

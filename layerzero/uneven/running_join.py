@@ -316,7 +316,7 @@ class RunningJoin(Extension):
         assert self._follower is not None, "of this pass"
         self._follower.finish()
         root.context.wait_for_uploads()
-        forward_pass.ended(root.scheduler.end_forward(grad_enabled))
+        forward_pass.order = root.scheduler.end_forward(grad_enabled)
 
     def _follow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
