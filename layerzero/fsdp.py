@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from layerzero.build.device import current_accelerator
-from layerzero.flat.flat_param import ParameterViews
-from layerzero.flat.flatten import Slot
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
@@ -296,21 +294,11 @@ def _join(state: _State, top: nn.Module) -> None:
 def _name(state: _State, top: nn.Module) -> None:
     """Give the parameters of a list of modules the names that they have in `top`."""
     names = {id(p): clean_name(name) for name, p in top.named_parameters()}
-    slots: dict[int, list[Slot]] = {}
-    members = [module for ref in state.members if (module := ref()) is not None]
-    parts = dict.fromkeys(part for member in members for part in member.modules())
-    for part in parts:
-        for name, parameter in part._parameters.items():
-            slots.setdefault(id(parameter), []).append(Slot(part, name))
-    views = ParameterViews()
     for handle in state.unit.handles:
-        pairs = zip(handle.sharded_params, handle.unsharded_params, handle.fqns, strict=True)
-        handle.fqns = [names.get(id(sharded), fqn) for sharded, _, fqn in pairs]
-        for index, fqn in enumerate(handle.fqns):
-            sharded, full = handle.sharded_params[index], handle.unsharded_params[index]
+        pairs = zip(handle.sharded_params, handle.fqns, strict=True)
+        handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
+        for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
             rename(sharded, fqn)
-            views.add(fqn, slots[id(sharded)], sharded, full)
-    state.unit.views = views
 
 
 # Methods ------------------------------------------------------------------------------------

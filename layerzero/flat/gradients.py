@@ -39,20 +39,21 @@ class GradientBuffer:
 
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
-    holds_sum: bool
+    holds_sum = False
     """Whether unsharded gradients wait on the device (in a group of one rank: in `_local`)."""
     sums_on: HostMemory | None
     """Host memory for gradients that wait between micro-batches; None: they stay on the device."""
-    host_sum: torch.Tensor | None
+    host_sum: torch.Tensor | None = None
     """Sum that waits on the host if `sums_on` is set: unsharded, or a first hop's chunk."""
-    shard_sum: torch.Tensor | None
+    shard_sum: torch.Tensor | None = None
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
     make_lease: Callable[[int], Lease | None] | None = None
     """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
-    pair: PairInput | None
+    pair: PairInput | None = None
     """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
+    _may_pair = False
 
     def __init__(
         self,
@@ -83,11 +84,6 @@ class GradientBuffer:
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
-        self.holds_sum = False
-        self.shard_sum = None
-        self.host_sum = None
-        self.pair: PairInput | None = None
-        self._may_pair = False
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -346,12 +342,9 @@ class GradientBuffer:
         hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def scale_parts_(self, chunk: torch.Tensor, factors: Mapping[int, float]) -> None:
-        """Multiply this rank's parts of some parameters in a reduced chunk, in place."""
-        parts = chunk.split_with_sizes(self._split_sizes)
-        for index, part in zip(self._split_indices, parts, strict=True):
-            if index in factors:
-                part.mul_(factors[index])
+    def split(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the parameter, 1-D view of its part) of a reduced chunk; index -1: padding."""
+        return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
 
     def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
         """The values of `pieces`, not split; rounded like these where that may overflow."""

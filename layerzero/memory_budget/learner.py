@@ -270,8 +270,10 @@ class _Record:
 def _apply(root: RootState, settings: Settings) -> None:
     for unit in root.units:
         unit.set_options(reshard_after_forward=unit.index not in settings.kept)
-    in_backward = BackwardPrefetch.BACKWARD_PRE if settings.prefetches_in_backward else None
-    root.scheduler.set_prefetch(settings.forward_depth, in_backward)
+    scheduler, in_backward = root.scheduler, settings.prefetches_in_backward
+    scheduler.forward_depth = settings.forward_depth
+    scheduler.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if in_backward else None
+    scheduler.recorder.forget()  # Units may stay full that did not.
     # It would count units that are kept; the choice bounds what is ahead.
     root.context.limiter.budget = GatherBudget()
 

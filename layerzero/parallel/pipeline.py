@@ -101,7 +101,7 @@ class ZeRO3PipelineStage(PipelineStage):
         self._reshards = reshard_between_micro_batches
         self._in_step = False
         # See Note [Two stages of one rank].
-        self._root.operations.set_prefix(f"stage {stage_index}: ")
+        self._root.operations.prefix = f"stage {stage_index}: "
 
     @property
     def _root(self) -> RootState:

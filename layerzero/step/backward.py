@@ -157,10 +157,6 @@ class Backward:
         return self._context.operations
 
     @property
-    def _is_abandoned(self) -> bool:
-        return bool(self._passes) and self._passes[0].is_abandoned
-
-    @property
     def is_recorded(self) -> bool:
         """Whether a pass runs, or has failed, that is not inside a forward."""
         return bool(self._passes) and self._passes[0].is_recorded
@@ -250,7 +246,7 @@ class Backward:
 
         def show_sharded(_: object) -> None:
             backward = backward_ref()
-            if backward is not None and backward._is_abandoned:
+            if backward and backward._passes and backward._passes[0].is_abandoned:
                 backward._reducer.kept.show()  # `zero_grad` may come before the next pass.
                 for unit in backward._units:
                     unit.show_sharded()

@@ -45,8 +45,7 @@ class RateLimiter:
 
     def __init__(self, budget: GatherBudget) -> None:
         self.budget = budget
-        self.num_units = 0
-        self.nbytes = 0
+        self.reset()
 
     def reset(self) -> None:
         """Nothing is resident."""
@@ -82,12 +81,13 @@ class RuntimeContext:
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
-    in_backward: bool
+    in_backward = False
     """Whether autograd is running a backward pass of this model."""
-    weights_written: Event
+    weights_written: Event = None
     """Event after the last change of main shards on the compute stream."""
-    shard_uploaded: Event
+    shard_uploaded: Event = None
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
+    _logs = False
 
     def __init__(
         self,
@@ -107,11 +107,7 @@ class RuntimeContext:
         self.limiter = limiter
         self.owner = owner
         self.replaced = []
-        self.in_backward = False
-        self.weights_written = None
-        self.shard_uploaded = None
         self._profiling = torch.autograd._profiler_enabled
-        self._logs = False
 
     def set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = in_backward

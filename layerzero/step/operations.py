@@ -63,16 +63,19 @@ def remembers_failure(method: _Method) -> _Method:
 class Operations:
     """The collectives of one model, in order of issue."""
 
-    prefix: str
+    prefix = ""
     """Prefix of unit names; distinguishes models that share a group."""
     phases: Phases
     """The phases of `model.timeout`."""
-    failure: CollectiveError | None
+    failure: CollectiveError | None = None
     """The error of the first collective that failed; see Note [A failed collective is final]."""
-    count: int
+    count = 0
     """Number of the last collective."""
-    is_watched: bool
+    is_watched = True
     """Whether watchdogs watch what is named; not inside `unwatched`."""
+    time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
+    """Makes the timer of each later collective, from its verb, group and number."""
+    _tensor_parallel_count = 0
 
     def __init__(
         self,
@@ -81,14 +84,8 @@ class Operations:
         groups: Iterable[ShardGroup],
     ) -> None:
         """`groups`: all that the model uses. Collective over those seen the first time."""
-        self.prefix = ""
-        self.failure = None
         self._device = device
         self._streams = streams
-        self.count = 0
-        self.is_watched = True
-        self._tensor_parallel_count = 0
-        self.time_by(None)
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         groups = list(groups)
         self.phases = Phases(device, groups)
@@ -101,14 +98,6 @@ class Operations:
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
         self._detector = DesyncDetector(places) if places else None
 
-    def set_prefix(self, prefix: str) -> None:
-        """Set `prefix` for the collectives that follow."""
-        self.prefix = prefix
-
-    def time_by(self, time: Callable[[str, ShardGroup, int], Timer | None] | None) -> None:
-        """Let `time` make the timer of each later collective, from its verb, group and number."""
-        self._time = time
-
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which runs over `group`. Every rank must name the same ones.
 
@@ -119,8 +108,8 @@ class Operations:
             self.refuse()
         self.count += 1
         operation = self._named(verb, unit, self.count, group, self._detector)
-        if self._time is not None:
-            operation = operation._replace(timer=self._time(verb, group, self.count))
+        if self.time_by is not None:
+            operation = operation._replace(timer=self.time_by(verb, group, self.count))
         return operation
 
     @contextmanager
@@ -184,11 +173,6 @@ class Operations:
             self.failure = error
         _failed.add(self)
         return self.failure
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a collective has failed, which is final."""
-        return self.failure is not None
 
     def wait_until_idle(self) -> None:
         """Wait for messages in flight without a handle, because something raised right after they

@@ -36,18 +36,19 @@ StepBy = Callable[["Delivery", list[Part]], None]
 class GradientReducer:
     """Reduces the gradients of units as they are done, and delivers them to `.grad`."""
 
-    requires_sync: bool
+    requires_sync = True
     """False inside `no_sync`: gradients accumulate over micro-batches."""
+    agreed: Any = None
+    """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
     accumulation: Accumulation
     kept: KeptStep
     """State of a step that it keeps, and shows in `.grad`, until the program gives the step up."""
-
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
-    step_by: StepBy | None
+    step_by: StepBy | None = None
     """Uses up gradients as they are delivered (`step_in_backward`); None: they stay in `.grad`."""
-    dropped_also: Sequence[nn.Parameter]
+    dropped_also: Sequence[nn.Parameter] = ()
     """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 
     def __init__(
@@ -57,18 +58,13 @@ class GradientReducer:
         self._max_in_flight_nbytes = max_nbytes
         self._context = context
         self._units = units
-        self.agreed: Any = None
-        """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
-        self.requires_sync = True
         self.accumulation = Accumulation(accumulation)
         self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
-        self.step_by = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
         self.exchange_presence: ExchangePresence = partial(exchange_presence, context)
         self._delivery = Delivery()
-        self.dropped_also = ()
 
     def __del__(self) -> None:
         # After an error, reductions in flight are deleted with the model.

@@ -37,9 +37,9 @@ class RootState:
     units: list[Unit]
     extensions: Extensions
     """Features of the model; see extension.py."""
-    optional: Any
+    optional: Any = None
     """The units that a rank may skip (`layerzero/optional`), or None."""
-    join: Any
+    join: Any = None
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
     """State that the units share, with this object's `streams`, `operations` and `device`."""
@@ -52,10 +52,15 @@ class RootState:
     """The module tree as it was wrapped."""
     has_forward_checks: bool
     """Whether the next forward calls `check_first_forward`."""
-    moves_inputs: bool
+    moves_inputs = False
     """Whether a call that is in no other call moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
+    clock = 0
+    """Begins and ends of calls so far."""
+    _call_depth = 0
+    _start = 0
+    """Time at which the last forward began that was no recomputation."""
 
     def __init__(
         self,
@@ -75,7 +80,6 @@ class RootState:
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
         self.device = device
-        self.moves_inputs = False
         self.tensor_parallel_groups = tensor_parallel_groups
         placements = dict.fromkeys(h.placement for unit in units for h in unit.handles)
         self.placements = tuple(placements)
@@ -90,16 +94,10 @@ class RootState:
             owner=weakref.ref(self),
             extensions=self.extensions,
         )
-        self.optional = self.join = None
         self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
         self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
-        self.clock = 0
-        """Begins and ends of calls so far."""
-        self._call_depth = 0
-        self._start = 0
-        """Time at which the last forward began that was no recomputation."""
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(
@@ -174,7 +172,7 @@ class RootState:
             RuntimeError: starts with `what`.
         """
         self.backward.clear_abandoned()
-        if self.operations.has_failed:
+        if self.operations.failure is not None:
             self.operations.refuse()
         if self.is_in_pass:
             raise RuntimeError(what)
@@ -294,7 +292,7 @@ class RootState:
         """
         for before_abort in self.extensions.before_abort:
             before_abort(error)
-        if isinstance(error, CollectiveError) or self.operations.has_failed:
+        if isinstance(error, CollectiveError) or self.operations.failure is not None:
             return  # See Note [A failed collective is final].
         if self.backward.is_recorded:
             self.scheduler.take_back_forward()

@@ -136,45 +136,50 @@ class Unit:
     handles: list[FlatParamHandle]
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
-    state: ShardState
+    state = ShardState.SHARDED
     """Whether its full buffers are allocated and valid. An attribute, because schedulers read it
     for many units in each call."""
-    training_state: TrainingState
+    training_state = TrainingState.IDLE
     """Where in the step it is; changed by `set_training_state`."""
-    index: int
+    index = -1
     """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
     """Bytes of the full buffers while gathered, in the compute dtype, padding included."""
-    depth: int
+    depth = 0
     """Number of running forward calls of this unit, nested ones included."""
-    shows_unsharded: bool
+    shows_unsharded = False
     """Whether module attributes are the unsharded parameters."""
     is_trainable: bool
     """Whether any parameter requires grad."""
     input_dtype: torch.dtype | None
     """Dtype that floating-point inputs are cast to; None: no cast."""
-    output_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None = None
     """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
     """Start times of forward calls with gradients whose backward has not begun."""
-    forward_prefetch: list[Unit] | None
+    forward_prefetch: list[Unit] | None = None
     """Units that the user set to gather when its forward begins; None: the recorder's."""
-    backward_prefetch: list[Unit] | None
+    backward_prefetch: list[Unit] | None = None
     """The same for its backward."""
-    awaits_values: bool
+    awaits_values = False
     """Whether a load has yet to bring its parameters' values; checked before the first forward."""
-    awaited_buffers: tuple[AwaitedBuffer, ...]
+    awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
-    is_optional: bool
+    is_optional = False
     """Whether ranks may skip it (`optional_modules`)."""
     may_prefetch: bool
     """Whether it may be gathered before it is needed."""
-    tied_owners: tuple[Unit, ...]
+    tied_owners: tuple[Unit, ...] = ()
     """Units that hold tied parameters which modules inside this unit use, too."""
-    is_watched: bool
+    is_watched = False
     """Whether gradients of its unsharded parameters are reported from outside its forward, too."""
     state_dict_hooks: list[RemovableHandle]
     """Handles of the state-dict hooks on the modules that show its parameters."""
+    _holds = 0
+    _is_counted = True
+    """Whether the budget for prefetching counts its full buffers."""
+    _is_laid_out = True
+    """Whether gradients are laid out for the parameters that require grad, and no others."""
 
     def __init__(
         self,
@@ -190,32 +195,15 @@ class Unit:
         self.handles = handles
         self.options = options
         self.views = ParameterViews()
-        self.index = -1
         self.nbytes = sum(handle.full_nbytes for handle in handles)
-        self.depth = 0
-        self.shows_unsharded = False
-        self.is_optional = False
         self.may_prefetch = bool(handles)
-        self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
-        self.output_dtype: torch.dtype | None = None
-        self.forward_prefetch = None
-        self.backward_prefetch = None
-        self.awaits_values = self.is_watched = False
-        self.awaited_buffers = ()
-        self.state = ShardState.SHARDED
-        self.training_state = TrainingState.IDLE
         self.move_to(module)
         slots = (slot for group in originals for original in group for slot in original.slots)
         self._owner_refs = [
             weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
         ]
-        self._holds = 0
-        self._is_counted = True
-        """Whether the budget for prefetching counts its full buffers."""
-        self._is_laid_out = True
-        """Whether gradients are laid out for the parameters that require grad, and no others."""
         self._forms: list[nn.Parameter] = []
         """The sharded and the unsharded form of each parameter in turn."""
         for handle in handles:
@@ -225,7 +213,7 @@ class Unit:
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
             ):
-                self.views.add(original.fqn, original.slots, sharded, full)
+                self.views.add(original.slots, sharded, full)
                 refuse_gradients(original.parameter, original.fqn)
         self.views.show_sharded()
         self._follow_trainable()
@@ -310,7 +298,6 @@ class Unit:
         self.label = self.fqn or "the root unit"
         for handle in self.handles:
             handle.rename(prefix)
-        self.views.rename(prefix)
 
     def set_options(self, **changed: Any) -> None:
         self.options = replace(self.options, **changed)
@@ -402,8 +389,10 @@ class Unit:
         self._holds &= _OF_THE_MODEL
         if self.state is ShardState.SHARDED:
             return
-        self.show_sharded()
-        self.wait_for_unshard()
+        if self.shows_unsharded:
+            self.show_sharded()
+        if self.state is ShardState.GATHERING:
+            self.wait_for_unshard()
         context = self.context
         with context.profile("reshard", self.label):
             if regathered_this_step and self.options.reshard_after_forward == "compute_shard":

@@ -132,7 +132,7 @@ class RunningJoin(Extension):
 
         Not for an interrupt, and not after a failed collective: the others may be gone.
         """
-        is_raised = self.state.has_ended or self._root.operations.has_failed
+        is_raised = self.state.has_ended or self._root.operations.failure is not None
         if is_raised or not isinstance(error, Exception) or isinstance(error, CollectiveError):
             return
         if self._context.in_backward:
