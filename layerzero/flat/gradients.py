@@ -111,8 +111,8 @@ class GradientBuffer:
             for index, size in zip(self._split_indices, self._split_sizes, strict=True)
         ]
 
-    def keep_own_chunk_apart(self, apart: bool = True) -> None:
-        """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
+    def keep_own_chunk_apart(self, apart: bool) -> None:
+        """Pack for `reduce_with_peer`, if chunks are large, or no longer; for two ranks on gloo."""
         self._may_pair = apart
         self._plan_pair()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
@@ -199,19 +199,14 @@ class Operations:
             streams, number = self._streams, self._numbers.get(group.process_group)
             marks = streams.record_event, streams.events_before
             place = None if number is None else number.place
-            watchdog = Watchdog(group, self._device, *marks, self._remember_weakly(), place)
+            remember = weakref.WeakMethod(self.remember)  # A watchdog keeps no model alive.
+
+            def note(error: CollectiveError) -> None:
+                if (method := remember()) is not None:
+                    method(error)
+
+            watchdog = Watchdog(group, self._device, *marks, note, place)
         return self._watchdogs.setdefault(group.process_group, watchdog)
-
-    def _remember_weakly(self) -> Callable[[CollectiveError], None]:
-        """`remember`, without a reference that would keep the model alive from a watchdog."""
-        operations_ref = weakref.ref(self)
-
-        def remember(error: CollectiveError) -> None:
-            operations = operations_ref()
-            if operations is not None:
-                operations.remember(error)
-
-        return remember
 
 
 class Phases:
@@ -220,7 +215,7 @@ class Phases:
 
     def __init__(self, device: torch.device, groups: Iterable[ShardGroup]) -> None:
         self._device = device
-        self._open: list[_Phase] = []
+        self._open: list[tuple[timedelta, ExitStack]] = []
         # By identity: equal groups may be different objects, each with its own limit.
         self._groups: WeakValueDictionary[int, ShardGroup] = WeakValueDictionary()
         for group in groups:
@@ -231,40 +226,28 @@ class Phases:
         if id(group) not in self._groups:
             self._groups[id(group)] = group
             if self._open:
-                self._open[-1].begin(group, self._device)
+                self._begin(group, *self._open[-1])
 
     @contextmanager
     def phase(self, limit: timedelta) -> Iterator[None]:
         """A context in which waits that begin may last `limit`. Not collective."""
-        phase = _Phase(limit)
-        self._open.append(phase)
-        try:
-            for group in list(self._groups.values()):
-                phase.begin(group, self._device)
-            yield
-        finally:
-            # Not always the last: a generator may leave its phase after a later one began.
-            self._open.remove(phase)
-            now = self._open[-1].limit if self._open else None
-            for group in list(self._groups.values()):
-                group.set_limit(now)
-            phase.restore()
+        with ExitStack() as backends:
+            phase = limit, backends
+            self._open.append(phase)
+            try:
+                for group in list(self._groups.values()):
+                    self._begin(group, *phase)
+                yield
+            finally:
+                # Not always the last: a generator may leave its phase after a later one began.
+                self._open.remove(phase)
+                now = self._open[-1][0] if self._open else None
+                for group in list(self._groups.values()):
+                    group.set_limit(now)
 
-
-class _Phase:
-    """One phase; compared by identity."""
-
-    def __init__(self, limit: timedelta) -> None:
-        self.limit = limit
-        self._undo: list[Callable[[], None]] = []
-
-    def begin(self, group: ShardGroup, device: torch.device) -> None:
-        group.set_limit(self.limit)
+    def _begin(self, group: ShardGroup, limit: timedelta, backends: ExitStack) -> None:
+        """`backends` gives the backend its timeout back at the end of the phase."""
+        group.set_limit(limit)
         if group.size > 1:
-            serves = _HOST if group.backend == "gloo" else device
-            self._undo.append(raise_backend_timeout(group, serves, self.limit))
-
-    def restore(self) -> None:
-        """Give the backends their timeouts back."""
-        for undo in reversed(self._undo):
-            undo()
+            serves = _HOST if group.backend == "gloo" else self._device
+            backends.callback(raise_backend_timeout(group, serves, limit))

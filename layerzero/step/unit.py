@@ -289,8 +289,7 @@ class Unit:
         self.context = context
         self.index = index
         for handle in self.handles:
-            if context.keeps_own_chunk_apart(handle.placement):
-                handle.gradients.keep_own_chunk_apart()
+            handle.gradients.keep_own_chunk_apart(context.keeps_own_chunk_apart(handle.placement))
 
     def rename(self, prefix: str) -> None:
         """The module became part of another: put `prefix` before every name."""

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_448,
+    "": 47_430,
     "flat": 2_860,
-    "step": 4_628,
+    "step": 4_610,
     "comm": 1_523,
     "watch": 1_092,
     "build": 2_647,
