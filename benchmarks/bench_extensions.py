@@ -93,12 +93,12 @@ def measure(args: argparse.Namespace) -> Times:
 
     def be(kind: str) -> None:
         """Have the next step be of this kind; between steps."""
-        root.context.send_through(Transport())
+        root.context.transport = Transport()
         if root.extensions.of(Verifier):
             root.extensions.remove(verifier)
         if kind in ("unchecked", "checked"):
             root.extensions.add(verifier)
-            root.context.send_through(verifier)
+            root.context.transport = verifier
         verifier._every = 1 if kind == "checked" else sys.maxsize
         verifier._num_passes, verifier._records = 0, kind == "checked"
 

@@ -45,7 +45,7 @@ from layerzero.arena_layout import (
 )
 from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch
-from layerzero.flat.huge_pages import prefer_huge_pages
+from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 
@@ -137,9 +137,9 @@ class Arena(Extension):
         for unit in root.units:
             for handle in unit.handles:
                 if handle.full_nbytes:
-                    handle.lease = self._lease(handle.full_nbytes, is_input=False)
+                    handle.buffer.lease = self._lease(handle.full_nbytes, is_input=False)
                     if not unit.is_optional:
-                        self._unit_of[handle.lease.buffer] = unit.index
+                        self._unit_of[handle.buffer.lease.buffer] = unit.index
                 if handle.placement.num_ranks > 1:
                     handle.gradients.use_arena(self.lease_input)
 

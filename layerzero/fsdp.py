@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from layerzero.build.device import current_accelerator
-from layerzero.flat.flat_param import ParameterViews
-from layerzero.flat.flatten import Slot
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
@@ -288,7 +286,7 @@ def _states_of(root: RootState) -> list[_State]:
 def _join(state: _State, top: nn.Module) -> None:
     """The unit has joined the model of `top`."""
     if state.is_auto:
-        state.unit.set_reshard_after_forward(True)
+        state.unit.set_options(reshard_after_forward=True)
     if state.members:
         _name(state, top)
         state.around = None
@@ -297,21 +295,11 @@ def _join(state: _State, top: nn.Module) -> None:
 def _name(state: _State, top: nn.Module) -> None:
     """Give the parameters of a list of modules the names that they have in `top`."""
     names = {id(p): clean_name(name) for name, p in top.named_parameters()}
-    slots: dict[int, list[Slot]] = {}
-    members = [module for ref in state.members if (module := ref()) is not None]
-    parts = dict.fromkeys(part for member in members for part in member.modules())
-    for part in parts:
-        for name, parameter in part._parameters.items():
-            slots.setdefault(id(parameter), []).append(Slot(part, name))
-    views = ParameterViews()
     for handle in state.unit.handles:
-        pairs = zip(handle.sharded_params, handle.unsharded_params, handle.fqns, strict=True)
-        handle.fqns = [names.get(id(sharded), fqn) for sharded, _, fqn in pairs]
-        for index, fqn in enumerate(handle.fqns):
-            sharded, full = handle.sharded_params[index], handle.unsharded_params[index]
+        pairs = zip(handle.sharded_params, handle.fqns, strict=True)
+        handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
+        for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
             rename(sharded, fqn)
-            views.add(fqn, slots[id(sharded)], sharded, full)
-    state.unit.views = views
 
 
 # Methods ------------------------------------------------------------------------------------
@@ -368,7 +356,7 @@ class FSDPModule:
             )
         for state in self._chosen(recurse):
             state.is_auto = False
-            state.unit.set_reshard_after_forward(reshard_after_forward)
+            state.unit.set_options(reshard_after_forward=reshard_after_forward)
             root_of(state.unit).scheduler.recorder.forget()
 
     def set_reshard_after_backward(
@@ -389,7 +377,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
-        _state(self).unit.set_gradient_scale(1.0 / factor)
+        _state(self).unit.set_options(gradient_scale=1.0 / factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -532,9 +520,9 @@ def _follow_flags(root: RootState) -> None:
             )
         if waits or in_shards:
             flags[unit] = waits, in_shards
-    root.reducer.set_unit_flags(flags)
+    root.reducer.unit_flags = flags
     syncs = any(not flags.get(s.unit, (False,))[0] for s in states if s.unit.handles)
-    root.reducer.set_requires_sync(syncs)
+    root.reducer.requires_sync = syncs
 
 
 def _follow_hooks(root: RootState) -> None:

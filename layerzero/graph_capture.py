@@ -351,7 +351,7 @@ def _refused(root: RootState) -> Iterator[str]:
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"
-    if root.reducer.uses_up_gradients:
+    if root.reducer.step_by is not None:
         yield "step_in_backward"
     if root.tensor_parallel_groups:
         yield "tensor-parallel parameters"

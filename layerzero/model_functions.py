@@ -110,11 +110,11 @@ class UnitView:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's forward begins, instead of the predicted ones."""
-        self._unit.set_forward_prefetch(self._units_of(modules))
+        self._unit.forward_prefetch = self._units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's backward begins, instead of the predicted ones."""
-        self._unit.set_backward_prefetch(self._units_of(modules))
+        self._unit.backward_prefetch = self._units_of(modules)
 
     def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:
         units = []

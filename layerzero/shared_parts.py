@@ -68,7 +68,7 @@ def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -
     has = {
         "a memory_budget": theirs.memory_budget is not None,
         "a hook of register_comm_hook": bool(root.extensions.reduce),
-        "an optimizer in step_in_backward": root.reducer.uses_up_gradients,
+        "an optimizer in step_in_backward": root.reducer.step_by is not None,
     }
     for thing in (thing for thing, is_there in has.items() if is_there):
         raise NotImplementedError(f"{what} with {thing}, which models that share units cannot have")

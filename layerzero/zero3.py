@@ -296,15 +296,15 @@ class ZeRO3(Joinable, ModuleWrapper):
         """
         root = self._root_state
         before = root.reducer.requires_sync
-        root.reducer.set_requires_sync(False)
+        root.reducer.requires_sync = False
         try:
             yield
         finally:
-            root.reducer.set_requires_sync(before)
+            root.reducer.requires_sync = before
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""
-        self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
+        self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients accumulated inside `no_sync`, without another backward.
@@ -441,11 +441,11 @@ class ZeRO3(Joinable, ModuleWrapper):
         """
         root = self._root_state
         if optimizer is None:
-            root.reducer.step_by(None)
+            root.reducer.step_by = None
         else:
             from layerzero.optim.in_backward import StepInBackward
 
-            root.reducer.step_by(StepInBackward(optimizer, root.units).deliver)
+            root.reducer.step_by = StepInBackward(optimizer, root.units).deliver
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.

@@ -53,8 +53,7 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) ->
     units = builder.build_units()
     difference = settle(materializer.failure, digests, topology.placement, plan.device)
     if difference is not None:
-        is_first = topology.placement.is_first
-        warn_once(difference, is_first=is_first)
+        warn_once(difference, is_first=topology.placement.is_first)
     root = builder.join(units)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:
@@ -115,7 +114,8 @@ class Builder:
         if self.materializer.is_later:
             new = [finished[id(plan)] for plan in plans if plan.existing is None]
             for unit in new:
-                unit.await_values(self.materializer.awaited if unit is new[0] else ())
+                unit.awaits_values = True
+                unit.awaited_buffers = tuple(self.materializer.awaited) if unit is new[0] else ()
         return units
 
     def _prepare(self, visit: Visit) -> None:

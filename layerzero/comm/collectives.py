@@ -1,15 +1,13 @@
 """The collectives of a step: all-gather and reduce-scatter on 1-D tensors.
 
 Each verb uses the call that suits the backend. On gloo that is messages between pairs of ranks
-(messages.py), and the engine sums a reduction itself. exchanges.py has those of small tensors.
-
-Note [Rank order]
-    Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
+(messages.py), and the engine sums a reduction itself (ordered_sums.py). exchanges.py has those of
+small tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from layerzero.comm.gloo import messages
-from layerzero.comm.pending import Operation, Pending, messages_carry_names
+from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, Add, reduce_in_order
+from layerzero.comm.pending import Operation, Pending, messages_carry_names, start
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import ordered_sum_
 
@@ -27,18 +26,12 @@ _AVERAGING_BACKENDS = ("nccl", "xccl", "fake")
 # Dtypes that every backend sends. Others are sent as bytes: NCCL has no int16 or complex numbers.
 SENT_BY_ALL = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 SENT_BY_ALL |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
-# Backends that run a collective on the current stream if `asyncOp` is False, and return no Work.
-# Then it has the priority of that stream, and no stream of the backend has to be waited for.
-ON_CURRENT_STREAM = ("nccl", "xccl")
 # Methods of the process group; torch 2.13 introduced the first name of each pair. They are called
 # directly because the wrappers in torch.distributed (checks, complex views, coalescing) cost more
 # host time than the rest of a gather.
 _HAS_SINGLE = hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "all_gather_single" if _HAS_SINGLE else "_allgather_base"
 _REDUCE_SCATTER = "reduce_scatter_single" if _HAS_SINGLE else "_reduce_scatter_base"
-
-Add = Callable[[torch.Tensor, list[torch.Tensor], float], object]
-"""Writes the sum of parts, times a scale; see `reduce_in_order`."""
 
 
 def all_gather(
@@ -106,101 +99,6 @@ def reduce_scatter(
             pending.then(partial(summed.mul_, scale))
         return summed, pending
     return reduce_in_order(chunks, group, operation, scale, order, out, add)
-
-
-def reduce_in_order(
-    chunks: torch.Tensor,
-    group: ShardGroup,
-    operation: Operation,
-    scale: float = 1.0,
-    order: Sequence[int] | None = None,
-    out: torch.Tensor | None = None,
-    add: Add = ordered_sum_,
-) -> tuple[torch.Tensor, Pending]:
-    """`reduce_scatter` as an all-to-all and a sum by the engine, which `add` does.
-
-    Overwrites `chunks` where messages carry names. `add` receives the sum to write, which may be
-    one of the parts, the parts in rank order, and the scale.
-    """
-    chunk_numel = chunks.numel() // group.size
-    dtype = torch.promote_types(chunks.dtype, torch.float32)
-    parts, pending = _all_to_all(chunks, group, operation, order)
-    if out is not None:
-        summed = out
-    elif dtype == chunks.dtype and messages_carry_names(group, chunks.device) and group.size > 1:
-        # The part of the first step is memory of its own, in the right dtype: sum into it.
-        summed = parts[group.rank - 1]
-    else:
-        summed = torch.empty(chunk_numel, dtype=dtype, device=chunks.device)
-    pending.then(partial(add, summed, parts, scale))
-    return summed, pending
-
-
-def reduce_with_peer(
-    own: torch.Tensor,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    group: ShardGroup,
-    operation: Operation,
-    scale: float = 1.0,
-    add: Add = ordered_sum_,
-) -> tuple[torch.Tensor, Pending]:
-    """`reduce_scatter` between two ranks, where messages carry names. Collective; does not block.
-
-    Args:
-        own: [chunk_numel], this rank's chunk; the scaled sum is written there.
-        received: [chunk_numel] for the peer's part of it; see `messages.exchange_halves`.
-        sent: [chunk_numel], the peer's chunk; is overwritten.
-        add: see `reduce_in_order`.
-
-    Returns:
-        (`own`, valid after `wait()` of the handle; the handle).
-    """
-    pending = messages.exchange_halves(received, sent, group, operation)
-    parts = [own, received] if group.rank == 0 else [received, own]
-    pending.then(partial(add, own, parts, scale))
-    return own, pending
-
-
-def _all_to_all(
-    chunks: torch.Tensor, group: ShardGroup, operation: Operation, order: Sequence[int] | None
-) -> tuple[list[torch.Tensor], Pending]:
-    """Send chunk order[i] to rank i; return the part from each rank, and the handle."""
-    own = list(chunks.chunk(group.size))
-    if order is not None:
-        own = [own[place] for place in order]
-    if not messages_carry_names(group, chunks.device):
-        given = chunks if order is None else torch.cat(own)
-        received = torch.empty_like(given)
-        call = all_to_all_on(group), received, given
-        pending = start(operation, given.nbytes, group, *call)
-        return list(received.chunk(group.size)), pending
-    return messages.exchange_in_place(own, group, operation)
-
-
-def all_to_all_on(group: ShardGroup) -> Callable[..., dist.Work | None]:
-    """The backend's own, for `start`."""
-    has_work = group.backend not in ON_CURRENT_STREAM
-    return partial(dist.all_to_all_single, group=group.process_group, async_op=has_work)
-
-
-def start(
-    operation: Operation,
-    nbytes: int,
-    group: ShardGroup,
-    issue: Callable[..., dist.Work | None],
-    *args: Any,
-) -> Pending:
-    """Issue one of the backend's own collectives, which the watchdog then watches.
-
-    Raises:
-        CollectiveError: as `Pending.start`.
-    """
-    pending = Pending(operation, group, nbytes)
-    if operation.watchdog is not None:
-        operation.watchdog.watch(pending)
-    pending.start(issue, *args)
-    return pending
 
 
 def _issue_all_gather(

@@ -11,22 +11,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from layerzero.comm import collectives
+from layerzero.comm.collectives import SENT_BY_ALL, all_gather
 from layerzero.comm.gloo import messages
-from layerzero.comm.pending import Operation, Pending, messages_carry_names
+from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, all_to_all_on
+from layerzero.comm.pending import Operation, Pending, messages_carry_names, start
 from layerzero.flat.placement import ShardGroup
 
 MAX_NBYTES = 1000
 """Limit on the UTF-8 bytes of one text of `gather_texts`; longer texts are truncated."""
 Name = Callable[[ShardGroup], Operation]
 """Returns the operation for a group."""
-
-
-def flags_tensor(flags: Sequence[bool], device: torch.device) -> torch.Tensor:
-    """[len(flags)] uint8 on `device`. Does not block the host."""
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) -> torch.Tensor:
@@ -36,7 +30,7 @@ def gather_small(tensor: torch.Tensor, group: ShardGroup, operation: Operation) 
     """
     values = tensor.new_empty(group.size, *tensor.shape)
     full, own = values.view(-1), tensor.reshape(-1)
-    collectives.all_gather(full, own, group, operation).wait()
+    all_gather(full, own, group, operation).wait()
     return values
 
 
@@ -120,9 +114,8 @@ def all_to_all(
         incoming = received.split_with_sizes(list(received_sizes))
         outgoing = sent.split_with_sizes(list(sent_sizes))
         return messages.exchange(incoming, outgoing, group, operation, nbytes)
-    sizes = list(received_sizes), list(sent_sizes)
-    call = collectives.all_to_all_on(group), received, sent
-    return collectives.start(operation, nbytes, group, *call, *sizes)
+    call = all_to_all_on(group), received, sent, list(received_sizes), list(sent_sizes)
+    return start(operation, nbytes, group, *call)
 
 
 def broadcast(
@@ -135,10 +128,9 @@ def broadcast(
     if messages_carry_names(group, tensor.device):
         return messages.broadcast_down_a_tree(tensor, group, operation, source)
     global_rank, process_group = group.ranks[source], group.process_group
-    is_sent = tensor.dtype in collectives.SENT_BY_ALL
-    sent = tensor if is_sent else tensor.view(-1).view(torch.uint8)
-    has_work = group.backend not in collectives.ON_CURRENT_STREAM
-    return collectives.start(
+    sent = tensor if tensor.dtype in SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
+    has_work = group.backend not in ON_CURRENT_STREAM
+    return start(
         operation,
         tensor.nbytes,
         group,

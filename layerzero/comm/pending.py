@@ -185,3 +185,18 @@ class Pending:
         detector = self.operation.detector
         divergence = None if detector is None else detector.latest_verdict
         return diagnose(str(self.operation), self.group, self.peer, error, divergence)
+
+
+def start(
+    operation: Operation,
+    nbytes: int,
+    group: ShardGroup,
+    issue: Callable[..., dist.Work | None],
+    *args: Any,
+) -> Pending:
+    """Issue a collective of the backend, watched by the watchdog. Raises as `Pending.start`."""
+    pending = Pending(operation, group, nbytes)
+    if operation.watchdog is not None:
+        operation.watchdog.watch(pending)
+    pending.start(issue, *args)
+    return pending

@@ -223,12 +223,6 @@ class Streams:
                 DeviceStream(device, self._entered),
             )
             self.pre_unshard, self.unshard, self.reduce, self.offload = self._owners
-        self._usual = reduce if device.type == "cpu" else None
-
-    def finish_late(self, stream: CommStream | None) -> None:
-        """Let `stream` stand for a reduce stream with a thread; None: no longer. Between passes."""
-        if self._usual is not None:
-            self.reduce = self._usual if stream is None else stream
 
     @property
     def are_apart(self) -> bool:

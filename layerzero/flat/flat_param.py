@@ -33,11 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from layerzero.flat.buffer import Buffer
 from layerzero.flat.flatten import (
     OriginalParameter,
     Slot,
@@ -47,25 +48,13 @@ from layerzero.flat.flatten import (
 )
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout
-from layerzero.flat.parameter_info import copy_attributes, rename, set_sharded_param
+from layerzero.flat.parameter_info import copy_attributes, info_of, rename, set_sharded_param
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
 
-if TYPE_CHECKING:
-    from layerzero.flat.lease import Lease
-
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
-
-
-def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Have `tensor`, which stays the same object, lie where `value` does."""
-    tensor.data = value
+address_of, numel_of = torch.Tensor.data_ptr, torch.Tensor.numel
 
 
 class FlatParam:
@@ -98,8 +87,10 @@ class FlatParam:
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     full_nbytes: int
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
-    lease: Lease | None = None
-    """Memory of an arena for the full buffer; None: it is allocated by itself."""
+    buffer: Buffer
+    """Allocates and frees the full buffer."""
+    compute_buffer: Buffer
+    """The same of the compute shard, with `has_compute_shard`."""
     has_compute_shard: bool
     """Whether the compute shard is memory of its own, which stays for a step."""
     casts_in_place: bool
@@ -108,7 +99,7 @@ class FlatParam:
     """Versions of the unsharded parameters as far as the engine has written them."""
     compute_shard: torch.Tensor
     """[compute_numel] in the compute dtype; with `has_compute_shard`, valid unless `is_stale`."""
-    post_forward_shard: torch.Tensor | None
+    post_forward_shard: torch.Tensor | None = None
     """[padded numel / size of the placement's `post_forward_group`] in the compute dtype: this
     rank's part of the full buffer, kept in forward so that backward gathers over that group."""
     gradients: GradientSums
@@ -116,6 +107,12 @@ class FlatParam:
     """The main shard and the sharded parameters, each with a version counter of its own."""
     noted_versions: list[int]
     """`versions` when the event was recorded for which gathers wait (`weights_written`)."""
+    was_assigned = False
+    """Whether `.data` of a sharded parameter was ever assigned."""
+    num_rewrites = 0
+    """Writes of the engine into the main shard that `versions` do not count."""
+    _is_gathered = False
+    """Whether what was gathered last is still to be used, unless `versions` have changed."""
 
     def __init__(
         self,
@@ -144,13 +141,6 @@ class FlatParam:
         self.row_multiple = row_multiple
         itemsize = min(dtype.itemsize, compute_dtype.itemsize)
         self.layout = lay_out(self.shapes, placement, device, itemsize, row_multiple)
-        self._is_gathered = False
-        """Whether what was gathered last is still to be used, unless `versions` have changed."""
-        self.was_assigned = False
-        """Whether `.data` of a sharded parameter was ever assigned."""
-        self.num_rewrites = 0
-        """Writes of the engine into the main shard that `versions` do not count."""
-        self.post_forward_shard = None
         self.params_on = params_on
         if params_on is None:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -161,7 +151,7 @@ class FlatParam:
         self.sharded_params = [
             make_sharded(
                 original,
-                self._part_of(self.main_shard, index),
+                self.part_of(self.main_shard, index),
                 self._shard_ranges[index],
                 self.splits[index],
                 describes_place=row_multiple is not None,
@@ -170,15 +160,14 @@ class FlatParam:
         ]
         self.counted = [self.main_shard, *self.sharded_params]
         self.noted_versions = self._gathered_versions = self.versions
-        self._expect()
-        self._empty = [parameter for parameter in self.sharded_params if not parameter.numel()]
+        self.expect()
         self.is_whole = placement.shard_group.size == 1
         is_cast = compute_dtype != dtype
         is_far = not placement.owns_compute_shard or params_on is not None
         self.has_compute_shard = is_far or (is_cast and self.is_whole)
         self.casts_in_place = is_cast and not self.has_compute_shard
         self._make_full(originals, compute_dtype, device)
-        self._make_compute_shard()
+        self.make_compute_shard()
         if self.has_compute_shard:
             self.free_compute_shard()
         self.free_full()
@@ -193,7 +182,7 @@ class FlatParam:
             grads_on,
         )
 
-    def _part_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+    def part_of(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """View of this rank's part of parameter `index` in a tensor laid out like its main shard,
         with the shape of the sharded parameter."""
         _, start, stop, offset = self._shard_ranges[index]
@@ -215,8 +204,7 @@ class FlatParam:
             # Freed once its views are made: `empty` does not touch the memory.
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self.full_nbytes = 0 if self.is_whole else self.full.nbytes
-        self._storage = self.full.untyped_storage()
-        self._is_large = is_worth_huge_pages(self.full)
+        self.buffer = Buffer(self.full)
         self.unsharded_params = []
         for index, original in enumerate(originals):
             unsharded = nn.Parameter(
@@ -235,7 +223,8 @@ class FlatParam:
         split = self.splits[index]
         return view if split is None else split.wrap(view)
 
-    def _make_compute_shard(self) -> None:
+    def make_compute_shard(self) -> None:
+        """Have the compute shard lie in the main shard or the full buffer, or apart from both."""
         placement, numel = self.placement, self.compute_numel
         if self.is_whole:
             self.compute_shard = self.full.data
@@ -245,6 +234,8 @@ class FlatParam:
             self.compute_shard = self.full.data[placement.shard_group.rank * numel :][:numel]
         else:
             self.compute_shard = self.main_shard
+        if self.has_compute_shard:
+            self.compute_buffer = Buffer(self.compute_shard)
         own = self.layout.shard_numel
         place = placement.main_shard_index * own % max(numel, 1)
         self.compute_slice = self.compute_shard[place : place + own]
@@ -254,45 +245,37 @@ class FlatParam:
         return self.layout.padded_numel // self.placement.shard_group.size
 
     def allocate_full(self) -> None:
-        if self.lease is not None and self.lease.take(self._storage):
-            return
-        self._storage.resize_(self.full_nbytes)
-        if self._is_large:
-            prefer_huge_pages(self.full, collapse=False)
+        self.buffer.allocate()
 
     def free_full(self) -> None:
-        if self.is_whole or (self.lease is not None and self.lease.give_back(self._storage)):
-            return
-        if not self._storage.resizable():
+        if not self.is_whole and not self.buffer.free():
             self._leave_storage()
-        self._storage.resize_(0)
+            self.buffer.free()
 
     def _leave_storage(self) -> None:
         """`numpy()` of an unsharded parameter has fixed the size of the storage: leave it to what
         reads it, the graph among them, and take another."""
-        self._move_full(torch.empty_like(self.full))
+        self.move_full(torch.empty_like(self.full))
         if self.is_whole or self.casts_in_place:
-            self._make_compute_shard()
+            self.make_compute_shard()
 
-    def _move_full(self, memory: torch.Tensor) -> None:
-        _put(self.full, memory)
-        self._storage = self.full.untyped_storage()
+    def move_full(self, memory: torch.Tensor) -> None:
+        """Have the full buffer and its views, which stay the same objects, lie in `memory`."""
+        self.full.data = memory
+        self.buffer.storage = self.full.untyped_storage()
         for index, unsharded in enumerate(self.unsharded_params):
-            _put(unsharded, self.view_of(self.full.data, index))
+            unsharded.data = self.view_of(self.full.data, index)
 
     def allocate_compute_shard(self) -> None:
         """Allocate it for a step, if it is not; for `has_compute_shard`."""
-        storage = self.compute_shard.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self.compute_numel * self.compute_shard.itemsize)
-            if is_worth_huge_pages(self.compute_shard):
-                prefer_huge_pages(self.compute_shard, collapse=False)
+        if not self.compute_buffer.storage.nbytes():
+            self.compute_buffer.allocate()
 
     def free_compute_shard(self) -> None:
         """Free it, because the optimizer is about to make it stale; for `has_compute_shard`."""
-        if self.is_whole and not self._storage.resizable():
+        if not self.compute_buffer.free():
             self._leave_storage()
-        self.compute_shard.untyped_storage().resize_(0)
+            self.compute_buffer.free()
         self._is_gathered = False
 
     @property
@@ -321,10 +304,6 @@ class FlatParam:
         torch.autograd.graph.increment_version(written)
         self.left_versions = [*map(version_of, self.unsharded_params)]
 
-    def leave(self, versions: list[int]) -> None:
-        """Take these versions of the unsharded parameters for the engine's."""
-        self.left_versions = versions
-
     def mark_stale(self) -> None:
         """Let the next gather read the main shard.
 
@@ -336,25 +315,20 @@ class FlatParam:
 
     def note_rewrite(self) -> None:
         """The engine writes the main shard through `.data`."""
-        self.mark_stale()
+        self.post_forward_shard = None
+        self._is_gathered = False
         self.num_rewrites += 1
+
+    def expect(self) -> None:
+        """Note where the sharded parameters are; see `FlatParamHandle.reset_sharded_params`."""
+        self.addresses = [*map(address_of, self.sharded_params)]
+        self.numels = [*map(numel_of, self.sharded_params)]
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
         for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
             rename(parameter, fqn)
-
-    def drop_post_forward_shard(self) -> None:
-        """Free `post_forward_shard`, which no backward needs any more."""
-        self.post_forward_shard = None
-
-    def share_placement(self, placements: dict[Placement, Placement]) -> None:
-        """Replace the placement by an equal one in `placements`, or add it there.
-
-        With one object for equal placements, work that is done per placement is done once.
-        """
-        self.placement = placements.setdefault(self.placement, self.placement)
 
     def keep_shard(self) -> None:
         """Copy this rank's part of the gathered full buffer into `post_forward_shard`."""
@@ -375,79 +349,6 @@ class FlatParam:
             source.copy_(self.main_shard, non_blocking=True)
         self.compute_slice.copy_(source, non_blocking=True)
 
-    def reset_sharded_params(self, unit: str) -> bool:
-        """Take over values that a user assigned to `parameter.data`; True if any.
-
-        Raises:
-            ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
-        """
-        # Addresses are compared, because this runs before most gathers. Empty parameters have no
-        # address to compare: `_empty`.
-        assigned = []
-        for parameter, pointer, numel in self._expected:
-            if parameter.data_ptr() != pointer or parameter.numel() != numel:
-                assigned.append(parameter)
-        dtype = self.main_shard.dtype
-        for parameter in self._empty:
-            if parameter.dtype is not dtype or parameter.numel():
-                assigned.append(parameter)  # `_adopt` refuses it.
-        if assigned:
-            self._adopt({id(parameter): parameter.detach() for parameter in assigned}, unit)
-        return bool(assigned)
-
-    def _adopt(self, values: Mapping[int, torch.Tensor], unit: str) -> None:
-        """Copy what was assigned to the `.data` of some parameters, by id, into a new main shard.
-
-        The former memory keeps its values: a program that swaps weights (an average for an
-        evaluation) took `.data` before, and will assign that again.
-        """
-        for index, parameter in enumerate(self.sharded_params):
-            own = self._part_of(self.main_shard, index)
-            new = values.get(id(parameter), own)
-            if _kind_of(new) != _kind_of(own):
-                raise ValueError(
-                    f"{unit} (rank {self.placement.rank}): the data of parameter "
-                    f"{self.fqns[index]!r} was replaced after wrapping: expected this rank's "
-                    f"shard, {_kind_of(own)}, got {_kind_of(new)}; cast or move the module before "
-                    "wrapping it, and change full values inside summon_full_params()"
-                )
-        # A tensor made in inference mode could not be written in place outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            if not self.is_whole or self.has_compute_shard or not any(self.splits):
-                self._move_main_shard()
-            for index, parameter in enumerate(self.sharded_params):
-                # Through `.data`: assigning counts as no write, as in torch.
-                own = self._part_of(self.main_shard.data, index)
-                own.copy_(values.get(id(parameter), own))
-                _put(parameter, own)
-        self._is_gathered = False
-        self.was_assigned = True
-        self.note_rewrite()
-        self._expect()
-
-    def _move_main_shard(self) -> None:
-        """Move the main shard, and what shares its memory, to memory of its own."""
-        former, numel, dtype = self.main_shard.data, self.layout.shard_numel, self.main_shard.dtype
-        if self.params_on is None:
-            moved = torch.empty(numel, dtype=dtype, device=former.device)
-        else:
-            moved = self.params_on.lasting(numel, dtype)
-        # The objects stay: optimizers hold them.
-        _put(self.main_shard, moved.copy_(former))
-        if self.has_compute_shard or self.casts_in_place:
-            return
-        if self.is_whole:
-            self._move_full(moved)
-        self._make_compute_shard()
-
-    def _expect(self) -> None:
-        """Note where the sharded parameters are."""
-        self._expected = [
-            (parameter, parameter.data_ptr(), parameter.numel())
-            for parameter in self.sharded_params
-            if parameter.numel()
-        ]
-
     def trainable(self) -> list[int]:
         """Indices of the parameters that require grad now."""
         return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]
@@ -460,32 +361,24 @@ class _Entry(NamedTuple):
     name: str
     sharded: nn.Parameter
     full: nn.Parameter
-    fqn: str
 
 
 class ParameterViews:
     """Swaps the parameters in the slots of one unit: one dict write per slot, no allocation."""
 
-    shows_stand_ins: bool
+    shows_stand_ins = False
     """Whether slots show other parameters than sharded and unsharded ones, on purpose; state dicts
     then return these as they are."""
 
     def __init__(self) -> None:
-        self.shows_stand_ins = False
         self._entries: list[_Entry] = []
 
-    def add(
-        self, fqn: str, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter
-    ) -> None:
+    def add(self, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter) -> None:
         for module, name in slots:
-            self._entries.append(_Entry(module._parameters, name, sharded, full, fqn))
-
-    def rename(self, prefix: str) -> None:
-        """Put `prefix` before every name."""
-        self._entries = [each._replace(fqn=f"{prefix}.{each.fqn}") for each in self._entries]
+            self._entries.append(_Entry(module._parameters, name, sharded, full))
 
     def show_sharded(self) -> None:
-        for parameters, name, sharded, _, _ in self._entries:
+        for parameters, name, sharded, _ in self._entries:
             parameters[name] = sharded
 
     def show_unsharded(self, where: str) -> None:
@@ -495,7 +388,7 @@ class ParameterViews:
             RuntimeError: another parameter was put in a slot after wrapping. All slots then show
                 the sharded parameters.
         """
-        for parameters, name, sharded, full, _ in self._entries:
+        for parameters, name, sharded, full in self._entries:
             if parameters.get(name) is not sharded:
                 self._refuse_replaced(where)
             parameters[name] = full
@@ -507,15 +400,15 @@ class ParameterViews:
             FQNs of parameters whose slot held another parameter, which is now dropped.
         """
         replaced = []
-        for parameters, name, sharded, full, fqn in self._entries:
+        for parameters, name, sharded, full in self._entries:
             if parameters.get(name) is not full:
-                replaced.append(fqn)
+                replaced.append(info_of(sharded).fqn)
             parameters[name] = sharded
         return replaced
 
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Show other parameters, given by a map from sharded ones."""
-        for parameters, name, sharded, _, _ in self._entries:
+        for parameters, name, sharded, _ in self._entries:
             parameters[name] = shown[sharded]
 
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
@@ -524,14 +417,14 @@ class ParameterViews:
 
     def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
         """Put `parameter` in every slot that still shows `sharded`."""
-        for parameters, name, each, _, _ in self._entries:
+        for parameters, name, each, _ in self._entries:
             if each is sharded and parameters.get(name) is sharded:
                 parameters[name] = parameter
 
     def _refuse_replaced(self, where: str) -> None:
         names = [
-            fqn
-            for parameters, name, sharded, full, fqn in self._entries
+            info_of(sharded).fqn
+            for parameters, name, sharded, full in self._entries
             if parameters.get(name) is not sharded and parameters.get(name) is not full
         ]
         self.show_sharded()

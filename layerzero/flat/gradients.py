@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from layerzero.flat.buffer import Buffer, Lease
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
@@ -26,7 +26,6 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 if TYPE_CHECKING:
-    from layerzero.flat.lease import Lease
     from layerzero.flat.pair_input import PairInput
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
@@ -40,20 +39,21 @@ class GradientBuffer:
 
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
-    holds_sum: bool
+    holds_sum = False
     """Whether unsharded gradients wait on the device (in a group of one rank: in `_local`)."""
     sums_on: HostMemory | None
     """Host memory for gradients that wait between micro-batches; None: they stay on the device."""
-    host_sum: torch.Tensor | None
+    host_sum: torch.Tensor | None = None
     """Sum that waits on the host if `sums_on` is set: unsharded, or a first hop's chunk."""
-    shard_sum: torch.Tensor | None
+    shard_sum: torch.Tensor | None = None
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
     make_lease: Callable[[int], Lease | None] | None = None
     """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
-    pair: PairInput | None
+    pair: PairInput | None = None
     """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
+    _may_pair = False
 
     def __init__(
         self,
@@ -84,11 +84,6 @@ class GradientBuffer:
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
-        self.holds_sum = False
-        self.shard_sum = None
-        self.host_sum = None
-        self.pair: PairInput | None = None
-        self._may_pair = False
         self.set_trainable(range(len(shapes)))
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -116,8 +111,8 @@ class GradientBuffer:
             for index, size in zip(self._split_indices, self._split_sizes, strict=True)
         ]
 
-    def keep_own_chunk_apart(self, apart: bool = True) -> None:
-        """Pack for `reduce_with_peer`, if chunks are large; only between two ranks on gloo."""
+    def keep_own_chunk_apart(self, apart: bool) -> None:
+        """Pack for `reduce_with_peer`, if chunks are large, or no longer; for two ranks on gloo."""
         self._may_pair = apart
         self._plan_pair()
 
@@ -347,12 +342,9 @@ class GradientBuffer:
         hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def scale_parts_(self, chunk: torch.Tensor, factors: Mapping[int, float]) -> None:
-        """Multiply this rank's parts of some parameters in a reduced chunk, in place."""
-        parts = chunk.split_with_sizes(self._split_sizes)
-        for index, part in zip(self._split_indices, parts, strict=True):
-            if index in factors:
-                part.mul_(factors[index])
+    def split(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the parameter, 1-D view of its part) of a reduced chunk; index -1: padding."""
+        return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
 
     def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
         """The values of `pieces`, not split; rounded like these where that may overflow."""
@@ -378,25 +370,12 @@ class GradientBuffer:
         )
 
 
-class Area:
-    """A buffer for all gradients of the flat parameter, allocated only while it is in use."""
+class Area(Buffer):
+    """A buffer for all gradients of the flat parameter."""
 
     def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
-        self.tensor = torch.empty(owner.layout.numel, dtype=dtype, device=owner.device)
-        self.storage = self.tensor.untyped_storage()
+        super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
         self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
-        self.nbytes = self.storage.nbytes()
-        self._is_large = is_worth_huge_pages(self.tensor)
-        self._lease = owner.make_lease(self.nbytes) if owner.make_lease is not None else None
+        if owner.make_lease is not None:
+            self.lease = owner.make_lease(self.nbytes)
         self.free()
-
-    def allocate(self) -> None:
-        if self._lease is not None and self._lease.take(self.storage):
-            return
-        self.storage.resize_(self.nbytes)
-        if self._is_large:
-            prefer_huge_pages(self.tensor, collapse=False)
-
-    def free(self) -> None:
-        if self._lease is None or not self._lease.give_back(self.storage):
-            self.storage.resize_(0)

@@ -17,16 +17,13 @@ Note [Two ranks keep the own chunk apart]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from layerzero.flat.huge_pages import prefer_huge_pages
+from layerzero.flat.buffer import Buffer, Lease, prefer_huge_pages
 from layerzero.flat.layout import GradientLayout
 from layerzero.ops import Segments, pack_
-
-if TYPE_CHECKING:
-    from layerzero.flat.lease import Lease
 
 LEAST_NBYTES = 4 << 20
 """Bytes of the smallest chunk that is kept apart: of a smaller one, the second message would cost
@@ -65,9 +62,9 @@ class PairInput:
         """
         numel = layout.chunk_numel
         self.memory = torch.empty(numel // 2 + numel, dtype=dtype, device=device)
-        self._storage = self.memory.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self._lease = None if make_lease is None else make_lease(self._nbytes)
+        self._buffer = Buffer(self.memory)
+        if make_lease is not None:
+            self._buffer.lease = make_lease(self._buffer.nbytes)
         self._received, self._sent = self.memory[:numel], self.memory[numel // 2 :]
         self._own: torch.Tensor | None = None
         self.tables = [_table(layout, chunk, sources) for chunk in (rank, 1 - rank)]
@@ -88,9 +85,7 @@ class PairInput:
         pack_(self._own, gradients, own_table)
         for source in self._own_only:
             gradients[source] = _PACKED
-        if self._lease is None or not self._lease.take(self._storage):
-            self._storage.resize_(self._nbytes)
-            prefer_huge_pages(self.memory, collapse=False)
+        self._buffer.allocate()
         pack_(self._sent, gradients, peers_table)
 
     def take(self) -> Chunks | None:
@@ -101,8 +96,7 @@ class PairInput:
     def free(self) -> None:
         """Free all but the own chunk of a reduction. May be called from another thread, and
         twice."""
-        if self._lease is None or not self._lease.give_back(self._storage):
-            self._storage.resize_(0)
+        self._buffer.free()
 
     def drop(self) -> None:
         """Free what no reduction has taken, too."""

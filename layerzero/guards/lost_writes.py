@@ -89,7 +89,7 @@ class LostWrites(Extension):
 
     def after_forward(self) -> RuntimeError | None:
         if self._context.replaced:
-            replaced = self._context.take_replaced()
+            replaced, self._context.replaced = self._context.replaced, []
             return RuntimeError(
                 f"the forward replaced {some(map(repr, replaced))}, which are sharded; the new "
                 "parameters were dropped and the sharded ones restored: use buffers, exclude these "
@@ -102,7 +102,7 @@ class LostWrites(Extension):
             if versions != handle.left_versions:
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
                 names += [fqn for fqn, before, now in triples if before != now]
-                handle.leave(versions)
+                handle.left_versions = versions
         if names and self._first.has_sums:
             self._unchanged.update({*names}.difference(self._first.written()))
         names = [name for name in names if name not in self._unchanged]

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from layerzero.comm.exchanges import gather_along
+from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement
 from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
@@ -131,13 +132,15 @@ class Learner(Extension):
         self._stops = weakref.finalize(root, self._meter.stop)
         numbers = {unit.label: unit.index for unit in root.units}
         self._record = _Record(self._meter, numbers, root)
-        root.streams.finish_late(LateStream())
+        self._usual = root.streams.reduce
+        if isinstance(self._usual, FinishingStream):
+            root.streams.reduce = LateStream()
         self._versions = _versions(root)
 
     def _stop(self) -> None:
         root = self._root
         self._stops()
-        root.streams.finish_late(None)
+        root.streams.reduce = self._usual
         self._record = None
 
     def _weights_changed(self) -> bool:
@@ -266,11 +269,13 @@ class _Record:
 
 def _apply(root: RootState, settings: Settings) -> None:
     for unit in root.units:
-        unit.set_reshard_after_forward(unit.index not in settings.kept)
-    in_backward = BackwardPrefetch.BACKWARD_PRE if settings.prefetches_in_backward else None
-    root.scheduler.set_prefetch(settings.forward_depth, in_backward)
+        unit.set_options(reshard_after_forward=unit.index not in settings.kept)
+    scheduler, in_backward = root.scheduler, settings.prefetches_in_backward
+    scheduler.forward_depth = settings.forward_depth
+    scheduler.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if in_backward else None
+    scheduler.recorder.forget()  # Units may stay full that did not.
     # It would count units that are kept; the choice bounds what is ahead.
-    root.context.limiter.set_budget(GatherBudget())
+    root.context.limiter.budget = GatherBudget()
 
 
 def _versions(root: RootState) -> list[list[int]]:

@@ -29,7 +29,6 @@ from layerzero.state_dict import module_state
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
-from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -61,7 +60,7 @@ class PlannedModel(ZeRO3):
         if arguments.verify is not None:
             verifier = _PlannedVerifier(root, count, on_accelerator)
             root.extensions.add(verifier)
-            root.context.send_through(verifier)
+            root.context.transport = verifier
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
                 feature.install(root, _exchange_of)
@@ -152,24 +151,21 @@ class _Moments(Extension):
             self._count.moment, self._count.kind = self._before
 
 
-class _PlannedReducer(GradientReducer):
-    """All ranks have the gradients that this one has."""
-
-    def exchange_presence(
-        self, reductions: list[Reduction]
-    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        super().exchange_presence(reductions)  # What it returns would read answers.
-        return lambda: [(reduction, reduction.present) for reduction in reductions]
-
-
 class _PlannedRoot(RootState):
-    _reducer_class = _PlannedReducer
-
     def __init__(
         self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
     ) -> None:
         self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
         super().__init__(*arguments, **named)
+        exchange = self.reducer.exchange_presence
+
+        def exchange_alone(
+            reductions: list[Reduction],
+        ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+            exchange(reductions)  # What it returns would read answers of other ranks.
+            return lambda: [(reduction, reduction.present) for reduction in reductions]
+
+        self.reducer.exchange_presence = exchange_alone
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         return PlannedStreams(self.device, on_gloo, **self._planned)

@@ -183,7 +183,7 @@ class PlannedStreams(Streams):
         if on_accelerator:
             self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
         elif on_gloo:
-            self._usual = self.reduce = reduce = _Reducing(count)
+            self.reduce = reduce = _Reducing(count)
             self.unshard = _Gathering(reduce)
 
     def set_late(self, is_late: bool) -> None:

@@ -48,7 +48,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = owner_of.get(id(parameter))
-                if owner is not None and owner.root.operations.has_failed:
+                if owner is not None and owner.root.operations.failure is not None:
                     owner.root.operations.refuse()
     for root in _kept(optimizer):
         root.reducer.kept.before_step()

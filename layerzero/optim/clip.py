@@ -43,7 +43,7 @@ def refuse_used(root: RootState) -> None:
     Raises:
         RuntimeError: `step_in_backward` is on.
     """
-    if root.reducer.uses_up_gradients:
+    if root.reducer.step_by is not None:
         raise RuntimeError(
             "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
             "call step_in_backward(None), clip after backward, then call optimizer.step()"

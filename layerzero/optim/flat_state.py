@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.flat.huge_pages import prefer_huge_pages
+from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.parameter_info import get_info
 from layerzero.ops import flat_step_, step_reference
 from layerzero.ops.step_reference import StepTensors

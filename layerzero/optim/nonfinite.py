@@ -99,4 +99,4 @@ def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parame
         kept_whole: its ignored parameters, whose gradients are dropped with the others.
     """
     root.extensions.add(NonFinite(root, action))
-    root.reducer.drop_also(kept_whole)
+    root.reducer.dropped_also = kept_whole

@@ -85,7 +85,7 @@ class Exchange:
         """Raise on the ranks that call `agree`; not if they raise at the same place, or may be gone
         (after an interrupt, or a failed collective)."""
         is_own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
-        if not is_own or isinstance(error, PeerRaised) or self._operations.has_failed:
+        if not is_own or isinstance(error, PeerRaised) or self._operations.failure is not None:
             return
         self([self.rank, _RAISED])
         self.texts(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -101,9 +101,9 @@ class AgreedReductions:
             return  # A sum; or one rank alone.
         number = reduction.handle.placement.num_averaged
         self._context.streams.wait_on_host(reduction.landed)
-        reduction.handle.gradients.scale_parts_(
-            reduction.chunk, {i: number / c for i, c in counts.items() if c not in (0, number)}
-        )
+        for index, part in reduction.handle.gradients.split(reduction.chunk):
+            if counts.get(index, 0) not in (0, number):
+                part.mul_(number / counts[index])
 
 
 def _has_gradient(handle: FlatParamHandle, index: int) -> bool:

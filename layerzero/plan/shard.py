@@ -87,11 +87,13 @@ def shard_with_plan(
     if isinstance(own, ZeRO3):
         _check_optional(root_unit, resolved)
     if plan.pregather:
-        root_of(root_unit).scheduler.unshard_all_before_forward()
+        root_of(root_unit).scheduler.unshards_all_before_forward = True
     depths = plan.num_forward, plan.num_backward
     has_lists = _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths])
     if not has_lists:
-        root_of(root_unit).scheduler.set_depths(*depths)
+        scheduler = root_of(root_unit).scheduler
+        scheduler.forward_depth, scheduler.backward_depth = depths
+        scheduler.make_room_for(max(depths))
     if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
         logger.info("%s", _applied(plan, root_unit.module, bool(own), bool(has_lists)))
     return sharded

@@ -25,7 +25,7 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import TrainingState, Unit
+from layerzero.step.unit import Hold, TrainingState, Unit
 
 
 class ForwardPass:
@@ -38,36 +38,20 @@ class ForwardPass:
         self.order: Order = ()
         """Order in which it gathered units; set when it has ended."""
 
-    def note_call(self, unit: Unit, start: int) -> None:
-        """A call of `unit` with autograd on has ended, which began at `start`."""
-        self.first_start.setdefault(unit, start)
-
-    def ended(self, order: Order) -> None:
-        self.order = order
-
 
 class ForwardCall:
     """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
     graph."""
 
-    __slots__ = ("_graph_task", "end", "forward_pass", "start", "unit")
+    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
 
     def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
         self.forward_pass = forward_pass
         self.start = start
         self.end = start
-        self._graph_task: int | None = None
+        self.graph_task: int | None = None
         """Autograd's id of the backward pass that has reached this call last."""
-
-    def ended(self, end: int) -> None:
-        self.end = end
-
-    def is_reached_first(self, graph_task: int) -> bool:
-        """Whether this backward pass reaches the call for the first time; notes that it has."""
-        is_new = self._graph_task != graph_task
-        self._graph_task = graph_task
-        return is_new
 
 
 class Sentinel:
@@ -103,10 +87,6 @@ class BackwardPass:
         """Call `on_abandoned` when `sentinel`, which the final callback references, is dropped."""
         self._sentinel = weakref.ref(sentinel, on_abandoned)
 
-    def has(self, unit: Unit) -> bool:
-        """Whether the pass has reached `unit` and has not finished it."""
-        return unit in self.active or unit in self.deferred
-
     def enter(self, unit: Unit, start: int | None) -> None:
         """The pass has reached a unit whose first call began at `start`; None: defer the unit."""
         if start is None:
@@ -118,10 +98,6 @@ class BackwardPass:
     def defer(self, unit: Unit) -> None:
         """Reduce a unit only when the pass ends."""
         self.deferred[unit] = self.active.pop(unit, -1)
-
-    def finished(self, unit: Unit) -> None:
-        self.active.pop(unit, None)
-        self.deferred.pop(unit, None)
 
     def unfinished(self) -> list[Unit]:
         """Units left to reduce, latest start first.
@@ -181,10 +157,6 @@ class Backward:
         return self._context.operations
 
     @property
-    def _is_abandoned(self) -> bool:
-        return bool(self._passes) and self._passes[0].is_abandoned
-
-    @property
     def is_recorded(self) -> bool:
         """Whether a pass runs, or has failed, that is not inside a forward."""
         return bool(self._passes) and self._passes[0].is_recorded
@@ -201,8 +173,9 @@ class Backward:
     def on_output_gradient(self, call: ForwardCall) -> None:
         """The gradient of an output of `call` has arrived: the backward of the call begins."""
         graph_task = torch._C._current_graph_task_id()
-        if not call.is_reached_first(graph_task):
+        if call.graph_task == graph_task:
             return  # The gradient of another output of the same call.
+        call.graph_task = graph_task
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
         self._finish_done(current, call.end, call.unit)
@@ -218,32 +191,19 @@ class Backward:
 
     def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
         """The pass that autograd runs now; registers a new one."""
-        self.clear_abandoned()
         for backward_pass in self._passes:
             if backward_pass.graph_task == graph_task:
                 return backward_pass
-        is_recorded = False
-        if not self._passes:
-            for before_backward in self._extensions.before_backward:
-                before_backward(order)
-            self._reducer.begin_backward()
-            for unit in self._units:
-                # Since the forward, parameters may have been frozen and thawed for another one.
-                unit.follow_requires_grad(lays_out=True)
-            # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
-            # the forward's order.
-            is_recorded = not self._scheduler.recorder.is_recording
-        if is_recorded:
-            self._scheduler.recorder.begin(("backward", order))
+        self.clear_abandoned()
+        for before_backward in () if self._passes else self._extensions.before_backward:
+            before_backward(order)
         makes_graph = torch.is_grad_enabled()
         if makes_graph:
             # A graph of the backward itself (create_graph) reads unsharded parameters again, and no
             # hook runs before that. So units stay unsharded, and are reduced when a pass ends,
             # until a backward without create_graph has ended.
             self._scheduler.hold_for_graph(True)
-        backward_pass = BackwardPass(graph_task, makes_graph, is_recorded)
-        self._passes.append(backward_pass)
-        self._context.set_in_backward(True)
+        backward_pass = self._begin_pass(graph_task, order, makes_graph)
         sentinel = Sentinel()
         backward_pass.watch(sentinel, self._on_abandoned())
 
@@ -255,15 +215,26 @@ class Backward:
 
     def run_without_graph(self, forward_pass: ForwardPass) -> None:
         """Take part in a backward of other ranks, through a forward of theirs."""
-        ended = BackwardPass(graph_task=-1, makes_graph=False, is_recorded=True)
+        ended = self._begin_pass(-1, forward_pass.order, makes_graph=False)
         ended.forwards[forward_pass] = None
-        self._reducer.begin_backward()
-        for unit in self._units:
-            unit.follow_requires_grad(lays_out=True)
-        self._scheduler.recorder.begin(("backward", forward_pass.order))
-        self._passes.append(ended)
-        self._context.set_in_backward(True)
         self._end_backward(ended)
+
+    def _begin_pass(self, graph_task: int, order: Order, makes_graph: bool) -> BackwardPass:
+        is_recorded = False
+        if not self._passes:
+            self._reducer.begin_backward()
+            for unit in self._units:
+                # Since the forward, parameters may have been frozen and thawed for another one.
+                unit.follow_requires_grad(lays_out=True)
+            # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
+            # the forward's order.
+            is_recorded = not self._scheduler.recorder.is_recording
+        if is_recorded:
+            self._scheduler.recorder.begin(("backward", order))
+        begun = BackwardPass(graph_task, makes_graph, is_recorded)
+        self._passes.append(begun)
+        self._context.set_in_backward(True)
+        return begun
 
     def forget_passes(self) -> None:
         self._passes.clear()
@@ -275,7 +246,7 @@ class Backward:
 
         def show_sharded(_: object) -> None:
             backward = backward_ref()
-            if backward is not None and backward._is_abandoned:
+            if backward and backward._passes and backward._passes[0].is_abandoned:
                 backward._reducer.kept.show()  # `zero_grad` may come before the next pass.
                 for unit in backward._units:
                     unit.show_sharded()
@@ -286,7 +257,7 @@ class Backward:
         self._passes[0].touched.add(unit)
         # A nested pass may reach a unit of an outer one, which then finishes it.
         for backward_pass in self._passes:
-            if backward_pass.has(unit):
+            if unit in backward_pass.active or unit in backward_pass.deferred:
                 backward_pass.enter(unit, start)
                 return
         current.enter(unit, start)
@@ -334,7 +305,8 @@ class Backward:
             self._scheduler.prefetch_after(unit, in_backward=True, behind_reductions=False)
         if unit.is_trainable:
             self._reducer.reduce(unit)
-        current.finished(unit)
+        current.active.pop(unit, None)
+        current.deferred.pop(unit, None)
         unit.set_training_state(TrainingState.IDLE)
 
     @remembers_failure
@@ -356,7 +328,7 @@ class Backward:
             # micro-batches].
             first = ended.first_unit
             if first is not None:
-                self._scheduler.keep_first(first)
+                first.hold(int(Hold.FIRST_OF_FORWARD))
         try:
             for unit in ended.unfinished():
                 self._finish_unit(ended, unit)

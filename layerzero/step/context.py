@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from layerzero.comm import collectives
+from layerzero.comm import collectives, ordered_sums
 from layerzero.comm.pending import messages_carry_names
 from layerzero.comm.streams import Event, Streams
 from layerzero.config import GatherBudget
@@ -32,7 +32,7 @@ class Transport:
 
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
-    reduce_with_peer = staticmethod(collectives.reduce_with_peer)
+    reduce_with_peer = staticmethod(ordered_sums.reduce_with_peer)
 
 
 class RateLimiter:
@@ -45,15 +45,11 @@ class RateLimiter:
 
     def __init__(self, budget: GatherBudget) -> None:
         self.budget = budget
-        self.num_units = 0
-        self.nbytes = 0
+        self.reset()
 
     def reset(self) -> None:
         """Nothing is resident."""
         self.num_units = self.nbytes = 0
-
-    def set_budget(self, budget: GatherBudget) -> None:
-        self.budget = budget
 
     def admits(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` fits the budget. Gathers needed now are not checked."""
@@ -77,7 +73,7 @@ class RuntimeContext:
     device: torch.device
     extensions: Extensions
     transport: Transport
-    """Collectives that gather and reduce; verification puts itself in between."""
+    """Collectives that gather and reduce; verification puts another in its place, on all ranks."""
     streams: Streams
     operations: Operations
     limiter: RateLimiter
@@ -85,12 +81,13 @@ class RuntimeContext:
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
-    in_backward: bool
+    in_backward = False
     """Whether autograd is running a backward pass of this model."""
-    weights_written: Event
+    weights_written: Event = None
     """Event after the last change of main shards on the compute stream."""
-    shard_uploaded: Event
+    shard_uploaded: Event = None
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
+    _logs = False
 
     def __init__(
         self,
@@ -110,11 +107,7 @@ class RuntimeContext:
         self.limiter = limiter
         self.owner = owner
         self.replaced = []
-        self.in_backward = False
-        self.weights_written = None
-        self.shard_uploaded = None
         self._profiling = torch.autograd._profiler_enabled
-        self._logs = False
 
     def set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = in_backward
@@ -123,18 +116,6 @@ class RuntimeContext:
     def _read_log_level(self) -> None:
         # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
-
-    def note_replaced(self, names: Sequence[str]) -> None:
-        self.replaced += names
-
-    def take_replaced(self) -> list[str]:
-        """Return the names passed to `note_replaced` since the last call, and clear them."""
-        replaced, self.replaced = self.replaced, []
-        return replaced
-
-    def send_through(self, transport: Transport) -> None:
-        """Let `transport` gather and reduce from now on. Between passes, on all ranks alike."""
-        self.transport = transport
 
     def keeps_own_chunk_apart(self, placement: Placement) -> bool:
         """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
@@ -170,10 +151,6 @@ class RuntimeContext:
             return  # On CPU a wait would block the host until peers take part.
         streams.join()
         streams.fork()
-
-    def note_upload(self, copied: Event) -> None:
-        """`copied` follows a copy of a main shard, which the optimizer may overwrite next."""
-        self.shard_uploaded = copied
 
     def wait_for_uploads(self) -> None:
         """Block the host until the device has read all main shards on the host; then they may be

@@ -1,7 +1,7 @@
 """Extension, the way in for features: the engine calls its methods at fixed places of a step.
 
 Optional modules and joins decide beside it what is gathered (`UnshardScheduler.agree`), checked
-bytes how (`RuntimeContext.send_through`). A feature defines the methods that it needs of
+bytes how (`RuntimeContext.transport`). A feature defines the methods that it needs of
 `Extension`, and is added to `RootState.extensions` once the model is built. Each event is a tuple
 of these methods, so an unused one costs a loop over an empty tuple, in the same order on all ranks.
 """

@@ -10,13 +10,12 @@ all-gather over outer peers follows (flat/placement.py). What each case holds: f
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
 from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Event, Waitable
-from layerzero.flat.flat_param import FlatParam, version_of
+from layerzero.flat.flat_param import FlatParam, address_of, numel_of, version_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
 
@@ -24,10 +23,27 @@ from layerzero.step.context import RuntimeContext
 class FlatParamHandle(FlatParam):
     """One flat parameter, with the collectives that unshard it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `FlatParam`."""
-        super().__init__(*args, **kwargs)
-        self._gathers: list[Waitable] = []
+    _pending: Waitable | None = None
+    """Gather that compute waits for before it reads the full buffer."""
+
+    def reset_sharded_params(self, unit: str) -> bool:
+        """Take over values that a user assigned to `parameter.data`; True if any.
+
+        Raises:
+            ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
+        """
+        # Addresses are compared, because this runs before most gathers. Empty parameters have none.
+        shown, dtype = self.sharded_params, self.main_shard.dtype
+        if (
+            [*map(address_of, shown)] == self.addresses
+            and [*map(numel_of, shown)] == self.numels
+            and (all(self.numels) or all(each.dtype is dtype for each in shown))
+        ):
+            return False
+        from layerzero.flat.assigned import adopt
+
+        adopt(self, unit)
+        return True
 
     def unshard(self, context: RuntimeContext, unit: str, behind_reductions: bool) -> None:
         """Start filling the full buffer; `wait_for_unshard` orders compute after it.
@@ -55,27 +71,26 @@ class FlatParamHandle(FlatParam):
                 written, synced = self._sync_compute_shard(context, unit)
             self.note_gathered(versions)
         if self.is_whole:
-            # The full buffer is the compute shard: nothing is left to gather.
-            if synced is not None:
-                self._gathers.append(synced)
+            self._pending = synced  # The full buffer is the compute shard: that was all.
             return
         group, shard = self.placement.shard_group, self.compute_shard
         if self.post_forward_shard is not None and self.placement.post_forward_group is not None:
             # A forward of this step gathered the same weights, and the ranks of a smaller group
             # kept all of them.
             group, shard = self.placement.post_forward_group, self.post_forward_shard
-        if self.lease is not None:
-            self.lease.note(is_behind=behind_reductions and synced is None)
+        if self.buffer.lease is not None:
+            self.buffer.lease.note(is_behind=behind_reductions and synced is None)
         # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
         if synced is None and not behind_reductions:
-            self._gathers.append(self._gather(context, shard, group, written, operation))
+            self._pending = self._gather(context, shard, group, written, operation)
             return
         gather = functools.partial(self._gather, context, shard, group, written, operation)
-        self._gathers.append(
-            context.streams.reduce.start_after_pending(gather)
+        streams = context.streams
+        self._pending = (
+            streams.reduce.start_after_pending(gather)
             if synced is None
-            else context.streams.unshard.start_after(synced, gather)
+            else streams.unshard.start_after(synced, gather)
         )
 
     def _sync_compute_shard(
@@ -96,7 +111,7 @@ class FlatParamHandle(FlatParam):
             written = stream.record_event()
             if self.params_on is not None:
                 # The device reads host memory here; the host must not write it before that is done.
-                context.note_upload(written)
+                context.shard_uploaded = written
             if self.placement.owns_compute_shard:
                 # Usually the gather that follows waits for `written`. If the compute shard is the
                 # full buffer no gather follows, and compute itself has to wait.
@@ -132,10 +147,10 @@ class FlatParamHandle(FlatParam):
 
     def wait_for_unshard(self) -> None:
         """Order compute after the gather. Blocks the host only on devices without streams."""
-        for gather in self._gathers:
-            gather.wait()
+        if self._pending is not None:
+            self._pending.wait()
 
     def reshard(self) -> None:
         """Free the full buffer, after `RuntimeContext.before_free`."""
-        self._gathers = []
+        self._pending = None
         self.free_full()

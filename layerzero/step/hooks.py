@@ -18,9 +18,7 @@ Note [A cast belongs to one call]
 from __future__ import annotations
 
 import functools
-import re
 import weakref
-from collections.abc import Generator
 from types import GeneratorType
 from typing import Any
 
@@ -32,7 +30,7 @@ from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
 from layerzero.step.methods import Method, method_of, put
-from layerzero.step.module_guards import check_compile, is_compiled
+from layerzero.step.module_guards import check_compile, is_compiled, note_shape
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
 from layerzero.step.unit import TrainingState, Unit
@@ -131,7 +129,7 @@ def _call(
     except BaseException as error:
         if call is not None:
             if len(root.units) > 1:
-                _note_shape(error, unit)
+                note_shape(error, unit.label)
             root.call_raised(call, error)
         raise
     finally:
@@ -139,7 +137,9 @@ def _call(
             torch.set_autocast_cache_enabled(True)
     root.end_call(call, outputs)
     if type(outputs) in _LAZY:
-        return _step_by_step(unit, outputs, casts)
+        from layerzero.step.lazy_results import step_by_step
+
+        return step_by_step(functools.partial(_call, unit, kwargs={}, casts=casts), outputs)
     for tensor in find_tensors(outputs):
         if tensor.requires_grad:
             if tensor.grad_fn is not None:
@@ -149,46 +149,6 @@ def _call(
 
                 keep_returned(root, unit)
     return outputs
-
-
-_SHAPES = re.compile(r"\b(shape|size)s?\b")
-_NOTE = "only this unit's own parameters are full here; those of other units are shards"
-
-
-def _note_shape(error: BaseException, unit: Unit) -> None:
-    """Extend an error about shapes: torch's own message does not show which tensors are shards."""
-    text = str(error.args[0]) if error.args else ""
-    if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
-        text += (
-            f" ({unit.label}: {_NOTE}. To use a parameter of another unit, call the module that "
-            "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
-            "that uses it with layerzero.register_forward_method)"
-        )
-        error.args = (text, *error.args[1:])
-
-
-class _End:
-    """The return value of a generator."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _advance(lazy: Any, sent: Any) -> Any:
-    try:
-        return next(lazy) if sent is None else lazy.send(sent)
-    except StopIteration as stop:
-        return _End(stop.value)
-
-
-def _step_by_step(unit: Unit, lazy: Any, casts: bool) -> Generator[Any, Any, Any]:
-    """A forward that runs while its results are consumed: each step is a call of the unit."""
-    sent = None
-    while True:
-        value = _call(unit, _advance, (lazy, sent), {}, casts)
-        if isinstance(value, _End):
-            return value.value
-        sent = yield value
 
 
 # A graph break: torch.compile of an outer module stops before a unit's call and resumes after it.

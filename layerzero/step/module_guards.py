@@ -8,6 +8,7 @@ a replay would read memory that is not theirs any more.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -141,6 +142,22 @@ def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
             if parameter.grad is not None:
                 parameter.grad.data = convert(parameter.grad.data)
     return module
+
+
+_SHAPES = re.compile(r"\b(shape|size)s?\b")
+_NOTE = "only this unit's own parameters are full here; those of other units are shards"
+
+
+def note_shape(error: BaseException, label: str) -> None:
+    """Extend an error about shapes: torch's own message does not show which tensors are shards."""
+    text = str(error.args[0]) if error.args else ""
+    if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
+        text += (
+            f" ({label}: {_NOTE}. To use a parameter of another unit, call the module that "
+            "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
+            "that uses it with layerzero.register_forward_method)"
+        )
+        error.args = (text, *error.args[1:])
 
 
 # torch.compile with CUDA graphs ---------------------------------------------------------------

@@ -12,24 +12,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.gloo.threads import wake_without_preempting
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
+from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import ShardGroup
-from layerzero.step.timeouts import Phases
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_HOST = torch.device("cpu")
 
 _failed: WeakSet[Operations] = WeakSet()
 """Operations of live models that have a `failure`."""
@@ -62,16 +63,19 @@ def remembers_failure(method: _Method) -> _Method:
 class Operations:
     """The collectives of one model, in order of issue."""
 
-    prefix: str
+    prefix = ""
     """Prefix of unit names; distinguishes models that share a group."""
     phases: Phases
     """The phases of `model.timeout`."""
-    failure: CollectiveError | None
+    failure: CollectiveError | None = None
     """The error of the first collective that failed; see Note [A failed collective is final]."""
-    count: int
+    count = 0
     """Number of the last collective."""
-    is_watched: bool
+    is_watched = True
     """Whether watchdogs watch what is named; not inside `unwatched`."""
+    time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
+    """Makes the timer of each later collective, from its verb, group and number."""
+    _tensor_parallel_count = 0
 
     def __init__(
         self,
@@ -80,31 +84,19 @@ class Operations:
         groups: Iterable[ShardGroup],
     ) -> None:
         """`groups`: all that the model uses. Collective over those seen the first time."""
-        self.prefix = ""
-        self.failure = None
         self._device = device
         self._streams = streams
-        self.count = 0
-        self.is_watched = True
-        self._tensor_parallel_count = 0
-        self.time_by(None)
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         groups = list(groups)
         self.phases = Phases(device, groups)
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
         if named:
+            from layerzero.comm.gloo.threads import wake_without_preempting
+
             wake_without_preempting()
         places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
         self._detector = DesyncDetector(places) if places else None
-
-    def set_prefix(self, prefix: str) -> None:
-        """Set `prefix` for the collectives that follow."""
-        self.prefix = prefix
-
-    def time_by(self, time: Callable[[str, ShardGroup, int], Timer | None] | None) -> None:
-        """Let `time` make the timer of each later collective, from its verb, group and number."""
-        self._time = time
 
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which runs over `group`. Every rank must name the same ones.
@@ -116,8 +108,8 @@ class Operations:
             self.refuse()
         self.count += 1
         operation = self._named(verb, unit, self.count, group, self._detector)
-        if self._time is not None:
-            operation = operation._replace(timer=self._time(verb, group, self.count))
+        if self.time_by is not None:
+            operation = operation._replace(timer=self.time_by(verb, group, self.count))
         return operation
 
     @contextmanager
@@ -182,11 +174,6 @@ class Operations:
         _failed.add(self)
         return self.failure
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a collective has failed, which is final."""
-        return self.failure is not None
-
     def wait_until_idle(self) -> None:
         """Wait for messages in flight without a handle, because something raised right after they
         were posted. Call it once all others have been waited for."""
@@ -212,16 +199,55 @@ class Operations:
             streams, number = self._streams, self._numbers.get(group.process_group)
             marks = streams.record_event, streams.events_before
             place = None if number is None else number.place
-            watchdog = Watchdog(group, self._device, *marks, self._remember_weakly(), place)
+            remember = weakref.WeakMethod(self.remember)  # A watchdog keeps no model alive.
+
+            def note(error: CollectiveError) -> None:
+                if (method := remember()) is not None:
+                    method(error)
+
+            watchdog = Watchdog(group, self._device, *marks, note, place)
         return self._watchdogs.setdefault(group.process_group, watchdog)
 
-    def _remember_weakly(self) -> Callable[[CollectiveError], None]:
-        """`remember`, without a reference that would keep the model alive from a watchdog."""
-        operations_ref = weakref.ref(self)
 
-        def remember(error: CollectiveError) -> None:
-            operations = operations_ref()
-            if operations is not None:
-                operations.remember(error)
+class Phases:
+    """Stretches of a run in which the waits of one model may last longer (`model.timeout`): those
+    that are open, and the groups that they apply to."""
 
-        return remember
+    def __init__(self, device: torch.device, groups: Iterable[ShardGroup]) -> None:
+        self._device = device
+        self._open: list[tuple[timedelta, ExitStack]] = []
+        # By identity: equal groups may be different objects, each with its own limit.
+        self._groups: WeakValueDictionary[int, ShardGroup] = WeakValueDictionary()
+        for group in groups:
+            self.cover(group)
+
+    def cover(self, group: ShardGroup) -> None:
+        """Let phases apply to a group that the model also uses from now on."""
+        if id(group) not in self._groups:
+            self._groups[id(group)] = group
+            if self._open:
+                self._begin(group, *self._open[-1])
+
+    @contextmanager
+    def phase(self, limit: timedelta) -> Iterator[None]:
+        """A context in which waits that begin may last `limit`. Not collective."""
+        with ExitStack() as backends:
+            phase = limit, backends
+            self._open.append(phase)
+            try:
+                for group in list(self._groups.values()):
+                    self._begin(group, *phase)
+                yield
+            finally:
+                # Not always the last: a generator may leave its phase after a later one began.
+                self._open.remove(phase)
+                now = self._open[-1][0] if self._open else None
+                for group in list(self._groups.values()):
+                    group.set_limit(now)
+
+    def _begin(self, group: ShardGroup, limit: timedelta, backends: ExitStack) -> None:
+        """`backends` gives the backend its timeout back at the end of the phase."""
+        group.set_limit(limit)
+        if group.size > 1:
+            serves = _HOST if group.backend == "gloo" else self._device
+            backends.callback(raise_backend_timeout(group, serves, limit))

@@ -132,22 +132,21 @@ class _Placed(NamedTuple):
 class KeptStep:
     """State of a step that one model keeps: gradients that wait, or that the step is left out."""
 
-    is_skipping: bool
+    is_skipping = False
     """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
-    num_waiting: int
+    num_waiting = 0
     """Micro-batches whose gradients wait for their reduction."""
+    _waiting_units: Sequence[Unit] = ()
+    _skips_next = False
+    _is_stepping = False
+    """Whether an optimizer steps, for which it was hidden."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams) -> None:
         """`units` is the root's list."""
         self._units = units
         self._streams = streams
-        self.num_waiting = 0
-        self._waiting_units: Sequence[Unit] = ()
-        self.is_skipping = self._skips_next = False
         self._placed: list[_Placed] = []
         self._waiting: dict[nn.Parameter, WaitingGradient] = {}
-        self._is_stepping = False
-        """Whether an optimizer steps, for which it was hidden."""
 
     @property
     def adds_up(self) -> bool:

@@ -16,20 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.comm.collectives import all_gather
-from layerzero.comm.exchanges import flags_tensor
-from layerzero.comm.pending import Pending
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
-from layerzero.flat.placement import ShardGroup
 from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
 from layerzero.step.placeholders import KeptStep
+from layerzero.step.presence import exchange_presence
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
 
 Part = tuple[Unit, Callable[[], list[Gradient]]]
 """A unit, and what adds a reduction of it to the delivery and returns its gradients for hooks."""
+ExchangePresence = Callable[[list[Reduction]], Callable[[], list[tuple[Reduction, set[int]]]]]
+"""`exchange_presence` in a context; a plan of memory has one without other ranks."""
 StepBy = Callable[["Delivery", list[Part]], None]
 """Delivers the parts, in the order of issue, and uses the gradients up; see `optim/in_backward`."""
 
@@ -37,15 +36,20 @@ StepBy = Callable[["Delivery", list[Part]], None]
 class GradientReducer:
     """Reduces the gradients of units as they are done, and delivers them to `.grad`."""
 
-    requires_sync: bool
+    requires_sync = True
     """False inside `no_sync`: gradients accumulate over micro-batches."""
+    agreed: Any = None
+    """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
     accumulation: Accumulation
     kept: KeptStep
     """State of a step that it keeps, and shows in `.grad`, until the program gives the step up."""
-
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
+    step_by: StepBy | None = None
+    """Uses up gradients as they are delivered (`step_in_backward`); None: they stay in `.grad`."""
+    dropped_also: Sequence[nn.Parameter] = ()
+    """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
@@ -54,44 +58,24 @@ class GradientReducer:
         self._max_in_flight_nbytes = max_nbytes
         self._context = context
         self._units = units
-        self.agreed: Any = None
-        """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
-        self.requires_sync = True
         self.accumulation = Accumulation(accumulation)
         self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
-        self._step_by: StepBy | None = None
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
+        self.exchange_presence: ExchangePresence = partial(exchange_presence, context)
         self._delivery = Delivery()
-        self._others: Sequence[nn.Parameter] = ()
 
     def __del__(self) -> None:
         # After an error, reductions in flight are deleted with the model.
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
-    def set_requires_sync(self, requires_sync: bool) -> None:
-        """False: gradients accumulate from now on."""
-        self.requires_sync = requires_sync
-
-    def set_unit_flags(self, flags: Mapping[Unit, tuple[bool, bool]]) -> None:
-        self.unit_flags = flags
-
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
         micro-batches wait after the first hop."""
         waits, sums_sharded = self.unit_flags.get(unit, (False, self.accumulation.sums_sharded))
         return self.requires_sync and not waits, sums_sharded
-
-    def step_by(self, function: StepBy | None) -> None:
-        """Let `function` use up gradients as they are delivered; None: they stay in `.grad`."""
-        self._step_by = function
-
-    @property
-    def uses_up_gradients(self) -> bool:
-        """Whether an optimizer steps while gradients are delivered."""
-        return self._step_by is not None
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
@@ -160,7 +144,8 @@ class GradientReducer:
             self._complete_all()
             return
         with torch.no_grad():
-            presence = self.exchange_presence(last)
+            agrees = self.agreed is not None and any(self.agreed.concerns(r.unit) for r in last)
+            presence = (self.agreed if agrees else self).exchange_presence(last)
             self._complete_all()
             with self._context.profile("wait_for_presence", "model"):
                 arrived = presence()
@@ -170,8 +155,8 @@ class GradientReducer:
         if any(drops) or self.kept.is_skipping:
             self._drop_delivery(arrived)
             return
-        if self._step_by is not None:
-            self._step_by(
+        if self.step_by is not None:
+            self.step_by(
                 self._delivery,
                 [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived],
             )
@@ -184,14 +169,10 @@ class GradientReducer:
         """Reductions of the pass whose gradients a delivery writes, in order of issue."""
         return [*self._undelivered, *[r for r in self._in_flight if not r.is_partial]]
 
-    def drop_also(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Where gradients are dropped, drop those of these parameters, which are not sharded."""
-        self._others = parameters
-
     def _drop_delivery(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
         self.kept.skip()
         sharded = (p for unit in self._units for p in unit.sharded_params)
-        self._delivery.clear([*sharded, *self._others])
+        self._delivery.clear([*sharded, *self.dropped_also])
         for reduction, _ in arrived:
             reduction.handle.gradients.release()
 
@@ -252,57 +233,6 @@ class GradientReducer:
         self._undelivered = []
         self.kept.undo()
         self._delivery.undo()
-
-    def exchange_presence(
-        self, reductions: list[Reduction]
-    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
-        """Start exchanging which parameters had a gradient on any rank.
-
-        A parameter that had none anywhere keeps the `.grad` it has, as in plain torch. Only a rank
-        that misses a gradient itself reads the result, so ordinary steps do not wait for a device.
-        One collective for each group, of one byte per parameter.
-
-        Returns:
-            A function that waits, and returns the reductions with the parameters present anywhere.
-        """
-        if self.agreed is not None and any(self.agreed.concerns(each.unit) for each in reductions):
-            return self.agreed.exchange_presence(reductions)
-        by_placement: dict[int, list[Reduction]] = {}
-        for reduction in reductions:
-            if reduction.handle.placement.num_ranks > 1:
-                by_placement.setdefault(id(reduction.handle.placement), []).append(reduction)
-        started = []
-        for members in by_placement.values():
-            flags = [
-                index in reduction.present
-                for reduction in members
-                for index in reduction.handle.gradients.layout.trainable
-            ]
-            own = flags_tensor(flags, self._context.device)
-            first, *others = members[0].handle.placement.groups
-            started.append((members, all(flags), others, *self._gather_flags(own, first)))
-
-        def answer() -> list[tuple[Reduction, set[int]]]:
-            answers = {id(reduction): reduction.present for reduction in reductions}
-            for members, has_all, others, table, pending in started:
-                pending.wait()
-                for group in others:
-                    table, pending = self._gather_flags(table.amax(dim=0), group)
-                    pending.wait()
-                if has_all:
-                    continue  # All are present; reading the table would block the host.
-                anywhere = iter(table.amax(dim=0).tolist())
-                for reduction in members:
-                    trainable = reduction.handle.gradients.layout.trainable
-                    answers[id(reduction)] = {i for i in trainable if next(anywhere)}
-            return [(reduction, answers[id(reduction)]) for reduction in reductions]
-
-        return answer
-
-    def _gather_flags(self, flags: torch.Tensor, group: ShardGroup) -> tuple[torch.Tensor, Pending]:
-        operation = self._context.operations.next("gradient presence", "the model", group)
-        table = flags.new_empty(group.size, flags.numel())
-        return table, all_gather(table.view(-1), flags, group, operation)
 
 
 class Delivery:

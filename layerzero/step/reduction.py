@@ -67,11 +67,11 @@ class Reduction:
     present: set[int]
     """Indices of the parameters that had a gradient on this rank."""
     is_partial: bool
-    chunk: torch.Tensor | None
+    chunk: torch.Tensor | None = None
     """[chunk_numel] of the gradients' layout; None on one rank alone, and if partial."""
-    pending: Waitable | None
+    pending: Waitable | None = None
     """None if nothing has to be waited for: on one rank alone."""
-    landed: Event
+    landed: Event = None
     """Event after the copy of the chunk to the host, where parameters are offloaded."""
 
     def __init__(
@@ -81,9 +81,6 @@ class Reduction:
         self.handle = handle
         self.present = handle.gradients.present
         self.is_partial = is_partial
-        self.chunk = None
-        self.pending = None
-        self.landed = None
         self._context = context
 
     def start(self, in_shards: bool) -> None:

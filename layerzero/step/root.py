@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
 from layerzero.comm.streams import Streams
 from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement, ShardGroup
@@ -38,9 +37,9 @@ class RootState:
     units: list[Unit]
     extensions: Extensions
     """Features of the model; see extension.py."""
-    optional: Any
+    optional: Any = None
     """The units that a rank may skip (`layerzero/optional`), or None."""
-    join: Any
+    join: Any = None
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
     """State that the units share, with this object's `streams`, `operations` and `device`."""
@@ -53,11 +52,15 @@ class RootState:
     """The module tree as it was wrapped."""
     has_forward_checks: bool
     """Whether the next forward calls `check_first_forward`."""
-    moves_inputs: bool
+    moves_inputs = False
     """Whether a call that is in no other call moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
     """Weak reference to the wrapper around the outermost module."""
-    _reducer_class: type[GradientReducer] = GradientReducer
+    clock = 0
+    """Begins and ends of calls so far."""
+    _call_depth = 0
+    _start = 0
+    """Time at which the last forward began that was no recomputation."""
 
     def __init__(
         self,
@@ -77,7 +80,6 @@ class RootState:
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
         self.device = device
-        self.moves_inputs = False
         self.tensor_parallel_groups = tensor_parallel_groups
         placements = dict.fromkeys(h.placement for unit in units for h in unit.handles)
         self.placements = tuple(placements)
@@ -92,16 +94,10 @@ class RootState:
             owner=weakref.ref(self),
             extensions=self.extensions,
         )
-        self.optional = self.join = None
         self.scheduler = UnshardScheduler(
             self.context, self.units, forward_depth, backward_prefetch, budget_is_default
         )
-        self.reducer = self._reducer_class(self.context, self.units, accumulation, in_flight_nbytes)
-        self.clock = 0
-        """Begins and ends of calls so far."""
-        self._call_depth = 0
-        self._start = 0
-        """Time at which the last forward began that was no recomputation."""
+        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(
@@ -117,6 +113,8 @@ class RootState:
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
+            from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
+
             return Streams(self.device, ChainingStream(), FinishingStream())
         return Streams(self.device)
 
@@ -127,8 +125,8 @@ class RootState:
         placements: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self.context, index)
-            for handle in unit.handles:
-                handle.share_placement(placements)
+            for handle in unit.handles:  # One object for equal placements.
+                handle.placement = placements.setdefault(handle.placement, handle.placement)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
                 self.expect_lists(max(map(len, lists)))
@@ -174,7 +172,7 @@ class RootState:
             RuntimeError: starts with `what`.
         """
         self.backward.clear_abandoned()
-        if self.operations.has_failed:
+        if self.operations.failure is not None:
             self.operations.refuse()
         if self.is_in_pass:
             raise RuntimeError(what)
@@ -254,9 +252,9 @@ class RootState:
             if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
                 self.scheduler.free_after_forward(call.unit, grad_enabled)
             self.clock += 1
-            call.ended(self.clock)
+            call.end = self.clock
             if grad_enabled:
-                call.forward_pass.note_call(call.unit, call.start)
+                call.forward_pass.first_start.setdefault(call.unit, call.start)
                 if not self.context.in_backward:
                     call.unit.open_starts.add(call.start)
             if is_outermost:
@@ -265,7 +263,7 @@ class RootState:
                 errors = [check() for check in self.extensions.after_forward]
                 for error in filter(None, errors):
                     raise error
-                self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
+                self._forward_pass.order = self.scheduler.end_forward(grad_enabled)
         except BaseException as error:
             if is_outermost:
                 self.abort(error)
@@ -296,7 +294,7 @@ class RootState:
         """
         for before_abort in self.extensions.before_abort:
             before_abort(error)
-        if isinstance(error, CollectiveError) or self.operations.has_failed:
+        if isinstance(error, CollectiveError) or self.operations.failure is not None:
             return  # See Note [A failed collective is final].
         if self.backward.is_recorded:
             self.scheduler.take_back_forward()
@@ -316,7 +314,7 @@ class RootState:
             unit.reset()
             unit.keep_starts(0, self._start)
         self.context.limiter.reset()
-        self.context.take_replaced()
+        self.context.replaced = []
         for after_abort in self.extensions.after_abort:
             after_abort()
 

@@ -35,13 +35,7 @@ from layerzero.step.exec_order import ExecOrderRecorder, Order
 from layerzero.step.unit import Hold, ShardState, TrainingState, Unit
 
 # Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
-_LAST = int(Hold.LAST_OF_FORWARD)
-_FIRST = int(Hold.FIRST_OF_FORWARD)
-_POLICY = int(Hold.POLICY)
-_EXPLICIT = int(Hold.EXPLICIT)
-_MICRO_BATCHES = int(Hold.MICRO_BATCHES)
-_DOUBLE_BACKWARD = int(Hold.DOUBLE_BACKWARD)
-_OPTIONAL = int(Hold.OPTIONAL)
+_LAST, _FIRST, _POLICY, _EXPLICIT, _MICRO_BATCHES, _DOUBLE_BACKWARD, _OPTIONAL = map(int, Hold)
 _OF_A_FORWARD = _LAST | _POLICY
 _OF_A_STEP = _LAST | _POLICY | _FIRST | _EXPLICIT
 
@@ -50,20 +44,24 @@ class UnshardScheduler:
     """Unshards, keeps and frees the units of one model."""
 
     recorder: ExecOrderRecorder
-    last_order: Order
+    last_order: Order = ()
     """The longest forward order recorded so far."""
-    _order_before: Order
+    _order_before: Order = ()
     """The same before the latest forward."""
     forward_depth: int
     """Number of units of a recorded order to prefetch in forward."""
-    backward_depth: int
+    backward_depth = 1
     """Number of units of a recorded order to prefetch in backward."""
     backward_prefetch: BackwardPrefetch | None
     """When to prefetch in backward; None: each unit is gathered when it is needed."""
-    holds_for_graph: bool
+    holds_for_graph = False
     """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads them."""
-    unshards_all_before_forward: bool
+    unshards_all_before_forward = False
     """Whether a forward begins by gathering every unit and ordering compute after all gathers."""
+    agreed: Any = None
+    """Agrees with other ranks on what is gathered (`layerzero/optional`); or None."""
+    last: Unit | None = None
+    """The unit held as `LAST_OF_FORWARD`."""
 
     def __init__(
         self,
@@ -75,20 +73,12 @@ class UnshardScheduler:
     ) -> None:
         """`units` is the root's list."""
         self.recorder = self._own_recorder = ExecOrderRecorder()
-        self.agreed: Any = None
-        """Agrees with other ranks on what is gathered (`layerzero/optional`); or None."""
-        self.last_order = self._order_before = ()
         self.forward_depth = forward_depth
-        self.backward_depth = 1
         self.backward_prefetch = backward_prefetch
-        self.unshards_all_before_forward = False
         self._context = context
         self._limiter = context.limiter
         self._units = units
         self._budget_is_default = budget_is_default
-        self.last: Unit | None = None
-        """The unit held as `LAST_OF_FORWARD`."""
-        self.holds_for_graph = False
 
     def agree(self, agreed: Any, recorder: ExecOrderRecorder | None = None) -> None:
         """Consult `agreed` before each use of a unit; None: nothing. A `recorder` stands in for the
@@ -101,22 +91,7 @@ class UnshardScheduler:
         """Raise the default budget for prefetch lists of this length; never the user's own."""
         budget = self._limiter.budget
         if self._budget_is_default and budget.max_units is not None:
-            self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
-
-    def set_prefetch(self, forward_depth: int, backward: BackwardPrefetch | None) -> None:
-        """Set how far to prefetch from now on; orders are recorded anew, for units may stay full
-        that did not. Between passes, and the same on every rank."""
-        self.forward_depth, self.backward_prefetch = forward_depth, backward
-        self.recorder.forget()
-
-    def set_depths(self, forward: int, backward: int) -> None:
-        """Set how many units of a recorded order to prefetch. The same on every rank."""
-        self.forward_depth, self.backward_depth = forward, backward
-        self.make_room_for(max(forward, backward))
-
-    def unshard_all_before_forward(self) -> None:
-        """Begin every later forward by gathering all units."""
-        self.unshards_all_before_forward = True
+            self._limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
 
     def ordered_units(self) -> list[Unit]:
         """Units in the order of the longest recorded forward, then the others as wrapped."""
@@ -227,7 +202,7 @@ class UnshardScheduler:
         kept = []
         for unit in self._units:
             for handle in unit.handles:
-                handle.drop_post_forward_shard()
+                handle.post_forward_shard = None  # No backward needs it any more.
                 if handle.has_compute_shard and unit.state is ShardState.SHARDED:
                     kept.append(handle)
         if kept:
@@ -301,7 +276,8 @@ class UnshardScheduler:
         if unit.state is not ShardState.UNSHARDED:
             if not unit.is_optional:
                 self.recorder.visit(unit.index)
-            unit.unshard()
+            if unit.state is ShardState.SHARDED:
+                unit.unshard()
         # After this unit's own gather is queued, so that prefetches cannot delay it; before the
         # wait, so that they are in flight while this unit computes, even where waiting blocks.
         if prefetches:
@@ -357,7 +333,3 @@ class UnshardScheduler:
     def free_in_backward(self, unit: Unit, regathered_this_step: bool = False) -> None:
         """The backward of `unit` is over: free it unless another hold is left."""
         unit.free(_LAST | _POLICY | _EXPLICIT, regathered_this_step)
-
-    def keep_first(self, unit: Unit) -> None:
-        """Keep `unit`; see Note [The first unit stays between micro-batches]."""
-        unit.hold(_FIRST)

@@ -132,20 +132,15 @@ class Structure:
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
         shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
-        sharded_params = {
-            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
-        }
-        self._parameters = [sharded_params.get(id(each), each) for each in shown]
+        own = {id(full): sharded for sharded, full in self._shown_full()}
+        self._parameters = [own.get(id(each), each) for each in shown]
         self._parameters.append(None)
 
     def _is_same(self) -> bool:
         dicts = [self._root.__dict__, *self._dicts]
         expected = self._parameters
-        unsharded_params = {
-            id(sharded_param): unsharded for sharded_param, unsharded in self._shown_full()
-        }
-        if unsharded_params:
-            expected = [unsharded_params.get(id(each), each) for each in expected]
+        if full := {id(sharded): full for sharded, full in self._shown_full()}:
+            expected = [full.get(id(each), each) for each in expected]
         values = chain.from_iterable(map(dict.values, self._parameter_dicts))
         # Dicts are equal when the values are the same objects: modules compare by identity.
         return (
@@ -165,11 +160,9 @@ class Structure:
 
     def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
-        unsharded_params = {
-            id(unsharded): sharded_param for sharded_param, unsharded in self._shown_full()
-        }
+        own = {id(full): sharded for sharded, full in self._shown_full()}
         shown_now = self._named_parameters(self._modules(self._root))
-        now = {name: unsharded_params.get(id(shown), shown) for name, shown in shown_now}
+        now = {name: own.get(id(shown), shown) for name, shown in shown_now}
         before = self._named
         came = {name: each for name, each in now.items() if name not in before}
         gone = {name: each for name, each in before.items() if name not in now}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -136,43 +136,50 @@ class Unit:
     handles: list[FlatParamHandle]
     """One flat parameter per kind (dtype, compute dtype, trainable or frozen)."""
     views: ParameterViews
-    state: ShardState
+    state = ShardState.SHARDED
     """Whether its full buffers are allocated and valid. An attribute, because schedulers read it
     for many units in each call."""
-    training_state: TrainingState
+    training_state = TrainingState.IDLE
     """Where in the step it is; changed by `set_training_state`."""
-    index: int
+    index = -1
     """Index in the root's list of units, under which the recorder records it."""
     nbytes: int
     """Bytes of the full buffers while gathered, in the compute dtype, padding included."""
-    depth: int
+    depth = 0
     """Number of running forward calls of this unit, nested ones included."""
-    shows_unsharded: bool
+    shows_unsharded = False
     """Whether module attributes are the unsharded parameters."""
     is_trainable: bool
     """Whether any parameter requires grad."""
     input_dtype: torch.dtype | None
     """Dtype that floating-point inputs are cast to; None: no cast."""
-    output_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None = None
     """Dtype that floating-point outputs are cast to; None: no cast."""
     open_starts: set[int]
     """Start times of forward calls with gradients whose backward has not begun."""
-    forward_prefetch: list[Unit] | None
+    forward_prefetch: list[Unit] | None = None
     """Units that the user set to gather when its forward begins; None: the recorder's."""
-    backward_prefetch: list[Unit] | None
+    backward_prefetch: list[Unit] | None = None
     """The same for its backward."""
-    awaits_values: bool
+    awaits_values = False
     """Whether a load has yet to bring its parameters' values; checked before the first forward."""
-    awaited_buffers: tuple[AwaitedBuffer, ...]
+    awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
-    is_optional: bool
+    is_optional = False
     """Whether ranks may skip it (`optional_modules`)."""
     may_prefetch: bool
     """Whether it may be gathered before it is needed."""
-    tied_owners: tuple[Unit, ...]
+    tied_owners: tuple[Unit, ...] = ()
     """Units that hold tied parameters which modules inside this unit use, too."""
+    is_watched = False
+    """Whether gradients of its unsharded parameters are reported from outside its forward, too."""
     state_dict_hooks: list[RemovableHandle]
     """Handles of the state-dict hooks on the modules that show its parameters."""
+    _holds = 0
+    _is_counted = True
+    """Whether the budget for prefetching counts its full buffers."""
+    _is_laid_out = True
+    """Whether gradients are laid out for the parameters that require grad, and no others."""
 
     def __init__(
         self,
@@ -188,33 +195,15 @@ class Unit:
         self.handles = handles
         self.options = options
         self.views = ParameterViews()
-        self.index = -1
         self.nbytes = sum(handle.full_nbytes for handle in handles)
-        self.depth = 0
-        self.shows_unsharded = False
-        self.is_optional = False
         self.may_prefetch = bool(handles)
-        self.tied_owners = ()
         self.state_dict_hooks = []
         self.open_starts = set()
-        self.output_dtype: torch.dtype | None = None
-        self.forward_prefetch = None
-        self.backward_prefetch = None
-        self.awaits_values = False
-        self.awaited_buffers = ()
-        self.state = ShardState.SHARDED
-        self.training_state = TrainingState.IDLE
         self.move_to(module)
         slots = (slot for group in originals for original in group for slot in original.slots)
         self._owner_refs = [
             weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
         ]
-        self._holds = 0
-        self._is_watched = False
-        self._is_counted = True
-        """Whether the budget for prefetching counts its full buffers."""
-        self._is_laid_out = True
-        """Whether gradients are laid out for the parameters that require grad, and no others."""
         self._forms: list[nn.Parameter] = []
         """The sharded and the unsharded form of each parameter in turn."""
         for handle in handles:
@@ -224,7 +213,7 @@ class Unit:
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
             ):
-                self.views.add(original.fqn, original.slots, sharded, full)
+                self.views.add(original.slots, sharded, full)
                 refuse_gradients(original.parameter, original.fqn)
         self.views.show_sharded()
         self._follow_trainable()
@@ -300,8 +289,7 @@ class Unit:
         self.context = context
         self.index = index
         for handle in self.handles:
-            if context.keeps_own_chunk_apart(handle.placement):
-                handle.gradients.keep_own_chunk_apart()
+            handle.gradients.keep_own_chunk_apart(context.keeps_own_chunk_apart(handle.placement))
 
     def rename(self, prefix: str) -> None:
         """The module became part of another: put `prefix` before every name."""
@@ -309,31 +297,14 @@ class Unit:
         self.label = self.fqn or "the root unit"
         for handle in self.handles:
             handle.rename(prefix)
-        self.views.rename(prefix)
 
-    def set_forward_prefetch(self, units: list[Unit]) -> None:
-        self.forward_prefetch = units
-
-    def set_backward_prefetch(self, units: list[Unit]) -> None:
-        self.backward_prefetch = units
-
-    def set_reshard_after_forward(self, value: ReshardAfterForward) -> None:
-        self.options = replace(self.options, reshard_after_forward=value)
-
-    def set_gradient_scale(self, scale: float) -> None:
-        self.options = replace(self.options, gradient_scale=scale)
+    def set_options(self, **changed: Any) -> None:
+        self.options = replace(self.options, **changed)
 
     def set_optional(self, is_optional: bool) -> None:
         self.is_optional = is_optional
         # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
-
-    def await_values(self, buffers: Sequence[AwaitedBuffer]) -> None:
-        """A load will bring the values of its parameters, and of these buffers."""
-        self.awaits_values, self.awaited_buffers = True, tuple(buffers)
-
-    def mark_loaded(self) -> None:
-        self.awaits_values, self.awaited_buffers = False, ()
 
     # Forward calls --------------------------------------------------------------------------
 
@@ -417,8 +388,10 @@ class Unit:
         self._holds &= _OF_THE_MODEL
         if self.state is ShardState.SHARDED:
             return
-        self.show_sharded()
-        self.wait_for_unshard()
+        if self.shows_unsharded:
+            self.show_sharded()
+        if self.state is ShardState.GATHERING:
+            self.wait_for_unshard()
         context = self.context
         with context.profile("reshard", self.label):
             if regathered_this_step and self.options.reshard_after_forward == "compute_shard":
@@ -476,7 +449,7 @@ class Unit:
                 self.follow_requires_grad()  # A forward may freeze what it used.
             replaced = self.views.hide_unsharded()
             if replaced:
-                self.context.note_replaced(replaced)
+                self.context.replaced += replaced
             self.shows_unsharded = False
 
     # Gradients ------------------------------------------------------------------------------
@@ -515,16 +488,6 @@ class Unit:
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
 
-    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
-        if self._is_watched:
-            return
-        self._is_watched = True
-        for handle in self.handles:
-            for unsharded in handle.unsharded_params:
-                if unsharded.requires_grad:
-                    unsharded.register_post_accumulate_grad_hook(on_gradient)
-
     def drop_unsharded_gradients(self) -> None:
         for handle in self.handles:
             for unsharded in handle.unsharded_params:
@@ -536,7 +499,7 @@ class Unit:
         self._holds = 0
         for handle in self.handles:
             handle.gradients.undo()
-            handle.drop_post_forward_shard()
+            handle.post_forward_shard = None
         self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()

@@ -78,7 +78,7 @@ class Recorder(Extension):
     def begin(self) -> None:
         """Join the model, and start the clock."""
         self._root.extensions.add(self)
-        self._root.operations.time_by(self._timer_of)
+        self._root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
         if not self._on_device:
             threading.Thread(target=self._beat, name="layerzero-ledger-beat", daemon=True).start()
@@ -100,7 +100,7 @@ class Recorder(Extension):
         if not self._stop.is_set():
             self._stop.set()
             self._root.extensions.remove(self)
-            self._root.operations.time_by(None)
+            self._root.operations.time_by = None
             self._step_hook.remove()
 
     def _beat(self) -> None:

@@ -132,7 +132,7 @@ class RunningJoin(Extension):
 
         Not for an interrupt, and not after a failed collective: the others may be gone.
         """
-        is_raised = self.state.has_ended or self._root.operations.has_failed
+        is_raised = self.state.has_ended or self._root.operations.failure is not None
         if is_raised or not isinstance(error, Exception) or isinstance(error, CollectiveError):
             return
         if self._context.in_backward:
@@ -316,17 +316,17 @@ class RunningJoin(Extension):
         assert self._follower is not None, "of this pass"
         self._follower.finish()
         root.context.wait_for_uploads()
-        forward_pass.ended(root.scheduler.end_forward(grad_enabled))
+        forward_pass.order = root.scheduler.end_forward(grad_enabled)
 
     def _follow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
         before = reducer.requires_sync
-        reducer.set_requires_sync(bool(request.requires_sync))
+        reducer.requires_sync = bool(request.requires_sync)
         try:
             own = self._forwards.get(request.which)
             self._backward.run_without_graph(ForwardPass(own.start if own else self._root.clock))
         finally:
-            reducer.set_requires_sync(before)
+            reducer.requires_sync = before
 
     def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module

@@ -16,4 +16,4 @@ def install(root: RootState, verify: Verify) -> None:
 
     verifier = Verifier(root, every=1 if verify == "always" else _SAMPLED_EVERY)
     root.extensions.add(verifier)
-    root.context.send_through(verifier)
+    root.context.transport = verifier

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.comm.collectives import reduce_with_peer
+from layerzero.comm.ordered_sums import reduce_with_peer
 from layerzero.comm.pending import Operation
 from layerzero.flat import pair_input
 from layerzero.flat.groups import make_shard_group

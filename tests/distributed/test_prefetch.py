@@ -221,7 +221,7 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
 def test_all_units_may_be_gathered_before_a_forward() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
     model, plain = wrapped(), wrapped()
-    root_state(model).scheduler.unshard_all_before_forward()
+    root_state(model).scheduler.unshards_all_before_forward = True
     for _ in range(2):
         with timeline() as seen:
             losses = [each(batch(), [0, 3, 1]).square().sum() for each in (model, plain)]

@@ -56,7 +56,7 @@ BY_DESIGN = {
     "tolist in FirstForward.written": "the first forward is looked at, once a model",
     "equal in EqualDraws.found": "the same",
     "copy_ in flags_tensor": "a rank misses a gradient: it tells the others",
-    "tolist in GradientReducer.exchange_presence.<locals>.answer": "and has to know what they had",
+    "tolist in exchange_presence.<locals>.answer": "and has to know what they had",
     "synchronize of an event on compute in _pregather": "pregather(wait=True)",
 }
 """What blocks the host after a model is wrapped -> why."""

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllToAllOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.comm import collectives, pending
+from layerzero.comm import collectives, exchanges, ordered_sums, pending
 from layerzero.flat import groups
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import ShardGroup
@@ -112,7 +112,7 @@ class Wires:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces the collectives of every model; wrap models inside, too."""
-        start, describe = collectives.start, groups.describe_group
+        start, describe = pending.start, groups.describe_group
 
         def noting(operation: pending.Operation, *args: Any) -> pending.Pending:
             self._operation = operation
@@ -126,6 +126,8 @@ class Wires:
         self._issue = collectives._issue_all_gather, collectives._issue_reduce_scatter
         with (
             mock.patch.object(collectives, "start", noting),
+            mock.patch.object(exchanges, "start", noting),
+            mock.patch.object(ordered_sums, "start", noting),
             mock.patch.object(collectives, "_issue_all_gather", self.all_gather),
             mock.patch.object(collectives, "_issue_reduce_scatter", self.reduce_scatter),
             mock.patch.object(dist, "all_to_all_single", self.all_to_all),

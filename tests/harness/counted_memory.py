@@ -17,7 +17,6 @@ import layerzero.comm.collectives as collectives
 import layerzero.comm.gloo.messages as messages
 import layerzero.comm.gloo.threads as threads
 import layerzero.comm.pending as pending
-import layerzero.step.root as root
 from layerzero import ZeRO3
 from layerzero.memory_budget.storages import CountingMode, StorageCount
 from tests.harness.models import tensors_of
@@ -161,7 +160,7 @@ def _threads_paced(pace: _Pace) -> Iterator[None]:
         return Paced
 
     with (
-        mock.patch.object(root, "FinishingStream", Stream),
+        mock.patch.object(threads, "FinishingStream", Stream),
         mock.patch.object(threads, "OnThread", OnThread),
         mock.patch.object(collectives, "Pending", paced(pending.Pending)),
         mock.patch.object(messages, "Messages", paced(messages.Messages)),

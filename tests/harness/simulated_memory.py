@@ -30,7 +30,10 @@ _NAMES = {
     "FlatParam.allocate_full": "full buffer",
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",
-    "Area.allocate": "gradient buffer",
+    "GradientBuffer.allocate_buffer": "gradient buffer",
+    "GradientBuffer.collect": "gradient buffer",
+    "GradientSums._copy_sum": "gradient buffer",
+    "GradientSums._move_sums": "gradient buffer",
     "Arena._add": "arena",
     "PairInput.fill": "gradient buffer",
     "GradientSums.add_host_sum_to": "staged sum",
@@ -44,12 +47,13 @@ _NAMES = {
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
     "Exchange.__init__": "packed pieces",
-    "GradientReducer._gather_flags": "gradient presence",
+    "_gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }
 """Function of the engine that allocates -> what it allocates."""
 _ENGINE = str(Path(__file__).resolve().parents[2] / "layerzero")
 _PASSED_OVER = (
+    f"{_ENGINE}/flat/buffer.py",
     f"{_ENGINE}/flat/host_memory.py",
     *(
         str(Path(__file__).with_name(name))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerzero.flat.huge_pages import is_worth_huge_pages, prefer_huge_pages
+from layerzero.flat.buffer import is_worth_huge_pages, prefer_huge_pages
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NBYTES = 64 << 20

@@ -119,7 +119,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         if self.vp_stage is not None:
             # Virtual stages are separate models on one process group, so the names of their
             # collectives must differ.
-            self.root.operations.set_prefix(f"virtual stage {self.vp_stage}: ")
+            self.root.operations.prefix = f"virtual stage {self.vp_stage}: "
         self._totals = Totals(self.root, self.root.groups)
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)

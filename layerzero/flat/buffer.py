@@ -1,4 +1,4 @@
-"""Large buffers in pages of 2 MiB.
+"""Buffer: a flat tensor that has memory only while it is in use; on the CPU in pages of 2 MiB.
 
 A pass over several buffers at once otherwise waits for page tables; and memory that comes and goes
 is mapped anew each time, page by page: a buffer of 12 MB takes 3000 page faults, or 6.
@@ -10,6 +10,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -18,6 +19,50 @@ _LEAST_NBYTES = 4 << 20
 _PAGE = 2 << 20
 _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE and, from Linux 6.1 on, MADV_COLLAPSE."""
+
+
+class Lease(Protocol):
+    """Memory for one buffer in an arena, which `layerzero/arena.py` hands out."""
+
+    def note(self, is_behind: bool) -> None:
+        """The host issues the gather that takes the buffer, perhaps behind reductions; `take` may
+        come later, on a thread."""
+
+    def take(self, storage: torch.UntypedStorage) -> bool:
+        """Give an empty storage memory of the arena. Returns False where that has none free."""
+
+    def give_back(self, storage: torch.UntypedStorage) -> bool:
+        """Empty the storage. Returns False where it has no memory of the arena. May be called
+        from another thread, and twice."""
+
+
+class Buffer:
+    """A tensor whose storage is resized between zero bytes and its full size."""
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease | None = None) -> None:
+        """`lease`: the tensor's memory in an arena; None: it is allocated by itself."""
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.lease = lease
+        self._is_large = is_worth_huge_pages(tensor)
+
+    def allocate(self) -> None:
+        if self.lease is not None and self.lease.take(self.storage):
+            return
+        self.storage.resize_(self.nbytes)
+        if self._is_large:
+            prefer_huge_pages(self.tensor, collapse=False)
+
+    def free(self) -> bool:
+        """Free the memory; returns False where `numpy()` of a view has fixed the storage's size.
+        May be called from another thread, and twice."""
+        if self.lease is not None and self.lease.give_back(self.storage):
+            return True
+        is_resizable = self.storage.resizable()
+        if is_resizable:
+            self.storage.resize_(0)
+        return is_resizable
 
 
 def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
