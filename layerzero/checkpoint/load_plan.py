@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ class LoadPlan:
                     f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
                 )
             else:
-                transfer = self._plan_read(MODEL, name, entry, MODEL)
+                transfer = self._plan_read(MODEL, name, entry)
                 self.model_parts.append((target, transfer))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
@@ -253,11 +253,10 @@ class LoadPlan:
             )
         main = self._source.tensors[MODEL].get(parameter_name)
         follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
-        # On the CPU, the memory read into becomes the state; for a device it is copied, then freed.
-        transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
+        transfer = self._plan_read(OPTIMIZER, name, entry)
         return StatePart(parameter, key, like.shape, transfer, follows)
 
-    def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
+    def _plan_read(self, kind: str, name: str, entry: Entry) -> int:
         place = self._source.tensors[kind][name]
         part = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
@@ -265,7 +264,7 @@ class LoadPlan:
         number = self._numbers[kind, name] + self._times_read[kind, name] * len(self._numbers)
         self._times_read[kind, name] += 1
         entry = replace(entry, name=name, tensor=part)
-        self.transfers.append(Transfer(place.file, place.entry, number, entry, life))
+        self.transfers.append(Transfer(place.file, place.entry, number, entry))
         return len(self.transfers) - 1
 
     def _note_missing(self, what: str) -> None:

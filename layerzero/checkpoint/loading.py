@@ -46,9 +46,6 @@ from layerzero.state_dict.optimizers import (
 )
 from layerzero.state_dict.preconditions import root_states_of
 
-_OWN_NBYTES = 64 << 10
-"""Smaller optimizer state is copied to its own memory, or a single number would keep a whole
-region that was read with it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -210,8 +207,6 @@ def _apply_to_optimizer(
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for part in plan.state_parts[name]:
         memory = plan.memory(part.transfer).view(part.shape)
-        if memory.nbytes < _OWN_NBYTES:
-            memory = memory.clone()
         if part.follows_parameter:
             memory = memory.to(part.parameter.dtype)
         states.setdefault(part.parameter, {})[part.key] = memory
