@@ -73,7 +73,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
-        _note_unscaled(optimizer)
         found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
             "found_inf_per_device"
         ]
@@ -166,16 +165,6 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
         "without batches would not scale; pass a layerzero.GradScaler to layerzero.join, or train "
         "in bfloat16 (MixedPrecision)"
     )
-
-
-def _note_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Give gradients new versions, by which a norm taken before is known to be stale.
-
-    The op of torch that unscales them does not.
-    """
-    members = [each for group in optimizer.param_groups for each in group["params"]]
-    grads = [each.grad for each in members if each.grad is not None]
-    torch.autograd.graph.increment_version([each for each in grads if not each.is_inference()])
 
 
 def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
-from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.parameter_info import ParameterInfo, info_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.ranges import Extent
@@ -95,12 +95,6 @@ def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
     roots = (root_if_alive(unit) for unit in units if unit is not None)
     groups = (root.tensor_parallel_groups for root in roots if root is not None)
     return next((found for found in groups if found), ())
-
-
-def info_of(sharded_param: nn.Parameter) -> ParameterInfo:
-    info = get_info(sharded_param)
-    assert info is not None, "sharded parameters have ParameterInfo"
-    return info
 
 
 def extent_of(info: ParameterInfo) -> Extent:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
-from layerzero.flat.parameter_info import ParameterInfo
+from layerzero.flat.parameter_info import ParameterInfo, info_of
 from layerzero.optim.decay import original_ndim
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
@@ -18,7 +18,6 @@ from layerzero.state_dict.names import (
     Names,
     extent_of,
     group_text,
-    info_of,
     name_among_all,
     named_buffers,
     names_in_groups,

@@ -23,7 +23,7 @@ from torch import nn
 from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import describe_group, make_shard_group, mesh_groups
-from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
+from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, info_of
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.optim.whole_tensor.plan import Move, Piece, WholeTensor, assign_owners
 from layerzero.step.handle import FlatParamHandle
@@ -213,13 +213,6 @@ class Staged:
         """Copy blocks into the whole tensor, where they are no views."""
         for view, staged in self._copied:
             view.copy_(staged)
-
-
-def info_of(parameter: nn.Parameter) -> ParameterInfo:
-    """The mark of a sharded parameter."""
-    info = get_info(parameter)
-    assert info is not None, "it is sharded"
-    return info
 
 
 def choose_owners(
