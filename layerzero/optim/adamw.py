@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -238,7 +239,7 @@ class AdamW(torch.optim.AdamW):
         if is_narrowed(self):
             wanted = {each for group in self.param_groups for each in group["params"]}
             flats = [flat for flat in flats if any(each.parameter in wanted for each in flat.held)]
-        rows = self._rows()
+        rows = functools.cache(self._rows_of)
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
@@ -250,20 +251,12 @@ class AdamW(torch.optim.AdamW):
         self._show()
         return loss
 
-    def _rows(self) -> Callable[[Pairs], torch.Tensor]:
-        made: dict[Pairs, torch.Tensor] = {}
-
-        def rows_of(pairs: Pairs) -> torch.Tensor:
-            found = made.get(pairs)
-            if found is None:
-                rows = [
-                    [*self._coefficients(self.param_groups[group], step), float(step)]
-                    for group, step in pairs
-                ]
-                found = made[pairs] = torch.tensor(rows, dtype=torch.float64)
-            return found
-
-        return rows_of
+    def _rows_of(self, pairs: Pairs) -> torch.Tensor:
+        rows = [
+            [*self._coefficients(self.param_groups[group], step), float(step)]
+            for group, step in pairs
+        ]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def _root(self) -> RootState | None:
         for flat in self._flats or ():

@@ -19,8 +19,7 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
-from layerzero.optim.after_failure import skipping_models
-from layerzero.optim.sharded_params import live_roots, owner_of_each
+from layerzero.optim.after_failure import models_of, skipping_models
 
 ScalerCall = Literal["unscale_", "step", "update"]
 InJoin = Callable[..., AbstractContextManager[None]]
@@ -139,10 +138,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self.in_join is not None:
             return self.in_join(self, call, optimizer, new_scale)
-        if optimizer is not None and any(root.join is not None for root in live_roots()):
-            owners = owner_of_each()
-            members = (each for group in optimizer.param_groups for each in group["params"])
-            if any(id(p) in owners and owners[id(p)].root.join is not None for p in members):
+        if optimizer is not None:
+            for _ in models_of(optimizer, lambda root: root.join is not None):
                 refuse_scaler(optimizer)
         return nullcontext()
 

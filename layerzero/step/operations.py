@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,14 +29,6 @@ from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-_failed: WeakSet[Operations] = WeakSet()
-"""Operations of live models that have a `failure`."""
-
-
-def has_failures() -> bool:
-    """Whether a collective of any live model failed. Costs a test of an empty set."""
-    return bool(_failed)
 
 
 def remembers_failure(method: _Method) -> _Method:
@@ -179,7 +170,6 @@ class Operations:
         """
         if self.failure is None:
             self.failure = error
-        _failed.add(self)
         return self.failure
 
     @property

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_434,
+    "": 47_414,
     "flat": 2_911,
-    "step": 4_753,
+    "step": 4_743,
     "comm": 1_524,
     "watch": 1_092,
     "build": 2_647,
