@@ -122,8 +122,7 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> list[Tally]:
-        plan.transfers, found = read_ranges(source.folder, plan.transfers, report)
-        tallies.extend(found)
+        tallies.extend(read_ranges(source.folder, plan.transfers, report))
         read = zip(tallies, plan.transfers, strict=True)
         return [tally for tally, t in read if not t.entry.is_whole]
 
@@ -188,8 +187,8 @@ def _verify(
 
 def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
     with torch.no_grad():
-        for target, transfer in plan.model_parts:
-            target.copy_(plan.memory(transfer).view(target.shape))
+        for target, memory in plan.model_parts:
+            target.copy_(memory.view(target.shape))
     for module, value in plan.extra_states:
         module.set_extra_state(value)
     for name, options in plan.options.items():
@@ -206,7 +205,7 @@ def _apply_to_optimizer(
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for part in plan.state_parts[name]:
-        memory = plan.memory(part.transfer).view(part.shape)
+        memory = part.memory.view(part.shape)
         if part.follows_parameter:
             memory = memory.to(part.parameter.dtype)
         states.setdefault(part.parameter, {})[part.key] = memory

@@ -70,10 +70,6 @@ def _transfer(
     return Transfer(file, TensorEntry(data.dtype, whole, begin), 0, entry)
 
 
-def _meta(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-
 def _drawn(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
@@ -347,11 +343,11 @@ def _written(root: Path, num_files: int) -> list[Transfer]:
 def _read_again(
     root: Path, transfers: Sequence[Transfer], progress: Any
 ) -> tuple[list[Transfer], list[Tally]]:
-    meta = [
-        each._replace(entry=replace(each.entry, tensor=each.entry.tensor.to("meta")))
+    into = [
+        each._replace(entry=replace(each.entry, tensor=torch.empty_like(each.entry.tensor)))
         for each in transfers
     ]
-    return read_ranges(root, meta, progress)
+    return into, read_ranges(root, into, progress)
 
 
 def test_several_files_are_moved_with_the_same_checksums(
@@ -393,18 +389,18 @@ def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"3: .*No such file"):
         write_ranges(tmp_path, transfers, _silent)
     with pytest.raises(OSError, match="No such file"):
-        read_ranges(tmp_path, [_transfer(0, _meta(64 * MIB), file="3")], _silent)
+        read_ranges(tmp_path, [_transfer(0, _drawn(64 * MIB), file="3")], _silent)
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
 
 
 # Memory of a load -------------------------------------------------------------------------------
 
 
-def test_each_shard_is_read_into_memory_of_its_own(tmp_path: Path) -> None:
+def test_shards_are_read_from_any_place_of_a_file(tmp_path: Path) -> None:
     half = MIB // 2
 
     def floats(numel: int) -> torch.Tensor:
-        return torch.empty(numel, device="meta")
+        return torch.empty(numel)
 
     shapes = [(half,), (3, 7), (half,), (half,)]
     begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
@@ -421,14 +417,11 @@ def test_each_shard_is_read_into_memory_of_its_own(tmp_path: Path) -> None:
         _transfer(20 * MIB - 40, floats(10), file="c"),  # the last page of the file
     ]
     contents = {name: _file_of(tmp_path / name, 20 * MIB, random.Random(0)) for name in "abc"}
-    found, _ = read_ranges(tmp_path, transfers, _silent)
-    read = [each.entry.tensor for each in found]
-    for transfer, tensor in zip(transfers, read, strict=True):
-        assert tensor.dtype == torch.float32 and tensor.shape == transfer.entry.tensor.shape
+    read_ranges(tmp_path, transfers, _silent)
+    for transfer in transfers:
+        tensor = transfer.entry.tensor
         begin = transfer.place.begin + 4 * transfer.entry.start
         assert bytes_of(tensor) == contents[transfer.file][begin : begin + tensor.nbytes]
-        # So that one can be freed before the others, and none keeps what is not its own.
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_blocks_are_aligned_for_disks_and_huge_pages() -> None:

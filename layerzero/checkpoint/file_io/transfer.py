@@ -18,9 +18,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +34,7 @@ from layerzero.checkpoint.file_io.direct_io import (
 from layerzero.checkpoint.format.crc import copy_crc32, crc32, placed
 from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
-from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.huge_pages import prefer_huge_pages
 
 BATCH_NBYTES = 8 << 20
 """Largest batch, so that it is still in the CPU cache when it is moved after being checksummed, or
@@ -110,7 +107,7 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
 
     def write(file: FileWriter, block: torch.Tensor, batch: _Batch) -> list[int]:
         begin = end = batch[0].offset % PAGE_NBYTES
-        crcs: list[int | memoryview] = []
+        crcs = []
         for part in batch:
             data = shards[part.transfer][part.local : part.local + part.nbytes]
             copy = block[end : end + part.nbytes]
@@ -118,12 +115,10 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
             if isinstance(data, memoryview):
                 crcs.append(copy_crc32(bytes_of(copy), data))
             else:
-                copy.copy_(data, non_blocking=True)
-                crcs.append(bytes_of(copy))
-        wait_for(devices)
-        found = [each if isinstance(each, int) else crc32(each) for each in crcs]
+                copy.copy_(data)  # Waits for it.
+                crcs.append(crc32(bytes_of(copy)))
         file.write(bytes_of(block[begin:end]), batch[0].offset)
-        return found
+        return crcs
 
     return _move(folder, transfers, devices, FileWriter, write, progress)
 
@@ -140,31 +135,13 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def wait_for(devices: Iterable[torch.device]) -> None:
-    """Block until the current stream of each is done."""
-    for device in devices:
-        stream_interface(device).current_stream(device).synchronize()
-
-
-def read_ranges(
-    folder: Path, transfers: Sequence[Transfer], progress: Progress
-) -> tuple[list[Transfer], list[Tally]]:
-    """Read shards into new host memory. Blocks.
-
-    Args:
-        transfers: only numel and dtype of their tensors are used, which may be on meta.
-
-    Returns:
-        The same transfers with the values that were read.
+def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Read shards, which are on the host. Blocks.
 
     Raises:
         OSError: a read failed, or a file is too short.
     """
-    found = [
-        each._replace(entry=replace(each.entry, tensor=_like(each.entry.tensor)))
-        for each in transfers
-    ]
-    shards = [bytes_of(each.entry.tensor) for each in found]
+    shards = [bytes_of(each.entry.tensor) for each in transfers]
 
     def read(file: FileReader, block: torch.Tensor, batch: _Batch) -> list[int]:
         begin, end = _rounded(batch)
@@ -178,14 +155,7 @@ def read_ranges(
             for part in batch
         ]
 
-    return found, _move(folder, found, set(), FileReader, read, progress)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """New memory on the host."""
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-    prefer_huge_pages(memory, collapse=False)
-    return memory
+    return _move(folder, transfers, set(), FileReader, read, progress)
 
 
 def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
@@ -229,15 +199,6 @@ def _rounded(parts: Sequence[_Part]) -> tuple[int, int]:
     return begin - begin % PAGE_NBYTES, end + -end % PAGE_NBYTES
 
 
-class _UnderWay(NamedTuple):
-    """A file whose batches a pool of threads moves."""
-
-    path: Path
-    file: Any
-    batches: list[_Batch]
-    futures: list[Future[list[int]]]
-
-
 def _move(
     folder: Path,
     transfers: Sequence[Transfer],
@@ -259,7 +220,7 @@ def _move(
 
     crcs: list[int] = []
     parts: list[_Part] = []
-    under_way: deque[_UnderWay] = deque()
+    under_way: deque[tuple[Path, File, list[_Batch], list[Future[list[int]]]]] = deque()
     # Threads let the disk work on the next batches while one is copied and checksummed.
     pool = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
 
@@ -279,7 +240,7 @@ def _move(
                 file = open_file(folder / name)
             batches = [batch for region in _regions(own) for batch in _cut(region)]
             futures = [pool.submit(run, file, batch) for batch in batches]
-            under_way.append(_UnderWay(folder / name, file, batches, futures))
+            under_way.append((folder / name, file, batches, futures))
             # The batches of the next file wait in the pool, so that the disk does not fall idle at
             # the end of a file.
             if len(under_way) > 1:
@@ -288,8 +249,8 @@ def _move(
             finish_first()
     finally:
         pool.shutdown(cancel_futures=True)
-        for each in under_way:
-            each.file.close()
+        for _, file, _, _ in under_way:
+            file.close()
     return _tallies(transfers, parts, crcs)
 
 
