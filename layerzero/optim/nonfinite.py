@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from layerzero.comm.exchanges import gather_bytes
+from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.config import OnNonFinite
 from layerzero.optim.norm import all_finite
 from layerzero.step.extension import Extension
@@ -77,16 +77,14 @@ class NonFinite(Extension):
 def _first_of_all(root: RootState, own: str | None) -> str | None:
     """The name that the first rank with one has. Collective over the model, tensor-parallel ranks
     too; blocks the host."""
-    found = [b"" if own is None else own.encode()]
-    for groups, name in (
-        (root.groups, root.operations.next),
-        (root.tensor_parallel_groups, root.operations.next_tensor_parallel),
-    ):
-        first = next(filter(None, found), b"")
-        found = gather_bytes(
-            first, groups, partial(name, "finite gradients", "the model"), root.device
-        )
-    return next((each.decode() for each in found if each), None)
+    what, groups, across = "finite gradients", root.groups, root.tensor_parallel_groups
+    flag = torch.tensor([own is not None], dtype=torch.uint8, device=root.device)
+    flags = gather_along(flag, groups, partial(root.operations.next, what, "the model"))
+    name = partial(root.operations.next_tensor_parallel, what, "the model")
+    if not gather_along(flags, across, name).any():
+        return None
+    names = gather_texts(own, root.placements[0].rank, [*groups, *across], root.device, what)
+    return next(iter(names.values()), None)
 
 
 def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parameter]) -> None:
