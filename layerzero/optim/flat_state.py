@@ -271,9 +271,11 @@ class FlatState:
             factor: a float32 scalar by which gradients are multiplied.
             wanted: the parameters to step; None: all.
         """
-        gradient = self._gradient(wanted)
-        if gradient is None:
+        numbers, parts = self._collect(wanted)
+        if not parts:
             return None
+        dtype = self.main.dtype
+        gradient = find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)
@@ -284,15 +286,6 @@ class FlatState:
             *(self.main.data, gradient.flat, states, scales, table, rows_of(pairs), factors)
         )
         return Step(gradient, tensors, grad_scale, seed)
-
-    def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
-        """The gradients of its parameters, of those only if they are given, in one buffer; None:
-        there is none."""
-        numbers, parts = self._collect(wanted)
-        if not parts:
-            return None
-        dtype = self.main.dtype
-        return find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The states to step, and their scales."""
