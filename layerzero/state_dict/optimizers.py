@@ -39,16 +39,16 @@ def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def take_tensors(
-    value: Any, key: str, leave_numbers: bool = False
+    value: Any, key: str, takes: Callable[[torch.Tensor], bool] = lambda tensor: True
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a container into its tensors, by name, and the rest, with a slot for each tensor.
 
-    With `leave_numbers`, tensors without dimensions stay in the rest.
+    Tensors for which `takes` is False stay in the rest.
     """
     tensors: dict[str, torch.Tensor] = {}
 
     def take(item: Any, name: str) -> Any:
-        if isinstance(item, torch.Tensor) and (item.ndim or not leave_numbers):
+        if isinstance(item, torch.Tensor) and takes(item):
             tensors[name] = item
             return {_SLOT: name}
         return _rebuilt(item, lambda inner, place: take(inner, f"{name}[{place}]"))
