@@ -43,7 +43,7 @@ _NAMES = {
     "_all_to_all": "received parts",
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
-    "Exchange.__init__": "packed pieces",
+    "_begin": "packed pieces",
     "GradientReducer._gather_flags": "gradient presence",
     "flags_tensor": "gradient presence",
 }
