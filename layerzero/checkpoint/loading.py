@@ -130,7 +130,9 @@ def load(
     most = max(each["nbytes"] for each in summaries)
     of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
-    extra = _extra_of(source, together)
+    extras = [] if source.manifest is None else source.manifest.extras
+    own = together.rank if len(extras) == together.size else 0
+    extra = decode(extras[own], f"{source.folder}: what extra= was") if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
     together.exchange("application", lambda: _apply(plan, optimizers))
@@ -214,12 +216,3 @@ def _apply_to_optimizer(
         for key, value in values.items():
             own[key] = fill_slots(value, {slot: own.pop(slot) for slot in slots_of(value)})
     put_state(optimizer, options, states, exact=True)
-
-
-def _extra_of(source: Source, together: CheckpointGroup) -> Any:
-    manifest = source.manifest
-    if manifest is None or not manifest.extras:
-        return None
-    extras = manifest.extras
-    own = together.rank if len(extras) == together.size else 0
-    return decode(extras[own], f"{source.folder}: what extra= was")

@@ -78,8 +78,15 @@ class StepInBackward:
             everything = {each for group in self.optimizer.param_groups for each in group["params"]}
             self._step(everything - self._sharded_params)
         except BaseException as error:
-            if stepped:
-                _note_steps(error, stepped)
+            text = (
+                f"step_in_backward: the parameters of {', '.join(stepped)} had stepped by then, "
+                "which cannot be undone: load a checkpoint, or go on with the next batch, but do "
+                "not run this one again"
+            )
+            if stepped and hasattr(error, "add_note"):  # Python 3.11.
+                error.add_note(text)
+            elif stepped:
+                _logger.error(text)
             raise
 
     def _step(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -96,15 +103,3 @@ class StepInBackward:
             del self.optimizer.__dict__[_WHOLE]
             for group, members in zip(groups, whole, strict=True):
                 group["params"] = members
-
-
-def _note_steps(error: BaseException, units: Sequence[str]) -> None:
-    """Add the units that have stepped already to an error of `step_in_backward`."""
-    text = (
-        f"step_in_backward: the parameters of {', '.join(units)} had stepped by then, which cannot "
-        "be undone: load a checkpoint, or go on with the next batch, but do not run this one again"
-    )
-    if hasattr(error, "add_note"):  # Python 3.11.
-        error.add_note(text)
-    else:
-        _logger.error(text)

@@ -66,24 +66,21 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             CollectiveError: a rank did not take part within the timeout.
         """
-        if self.is_enabled():
-            with self._with_ranks_of_join("unscale_", optimizer):
-                self._unscale(optimizer)
-
-    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
-        if not found:
-            # No gradient here, but other ranks may have some, and the collective needs all ranks.
-            assert self._scale is not None, "unscale_ has set the scale up"
-            found[self._scale.device] = torch.zeros((), device=self._scale.device)
-        device = next(iter(found))
-        here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
-        anywhere = self._agree(here, optimizer)
-        for found_inf in found.values():
-            found_inf.copy_(anywhere)
+        if not self.is_enabled():
+            return
+        with self._with_ranks_of_join("unscale_", optimizer):
+            super().unscale_(optimizer)
+            found: dict[torch.device, torch.Tensor]
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:
+                # No gradient here, but other ranks may have some, and all take part.
+                assert self._scale is not None, "unscale_ has set the scale up"
+                found[self._scale.device] = torch.zeros((), device=self._scale.device)
+            device = next(iter(found))
+            here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
+            anywhere = self._agree(here, optimizer)
+            for found_inf in found.values():
+                found_inf.copy_(anywhere)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For an optimizer that unscales in the pass of its step: no pass over the gradients."""

@@ -92,7 +92,8 @@ class CheckpointGroup:
             own = json.dumps([True, make()], separators=(",", ":"))
         except Exception as caught:
             error = caught
-            own = json.dumps([False, describe(caught)])
+            is_plain = isinstance(caught, (CheckpointError, OSError))
+            own = json.dumps([False, f"{'' if is_plain else type(caught).__name__ + ': '}{caught}"])
         timeout = self.timeout + timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
         groups = [dataclasses.replace(each, timeout=timeout) for each in (self._group,) if each]
         texts = gather_bytes(own.encode(), groups, lambda _: self._operation(what), _HOST)
@@ -134,12 +135,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
             runs.append([rank])
     shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
-
-
-def describe(error: Exception) -> str:
-    if isinstance(error, (CheckpointError, OSError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], CheckpointGroup]]

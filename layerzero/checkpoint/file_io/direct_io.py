@@ -165,7 +165,7 @@ def pages(nbytes: int) -> torch.Tensor:
     memory = torch.empty(nbytes + HUGE_PAGE_NBYTES, dtype=torch.uint8)
     begin = -memory.data_ptr() % HUGE_PAGE_NBYTES
     memory = memory[begin : begin + nbytes]
-    prefer_huge_pages(memory)
+    prefer_huge_pages(memory, collapse=False)
     return memory
 
 
