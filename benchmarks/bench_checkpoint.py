@@ -58,10 +58,8 @@ from layerzero.checkpoint.format import folder
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
 PARTS: dict[str, tuple[Any, str, Any]] = {
     "direct_io": (direct_io, "_MIN_NBYTES", 1 << 62),
-    "aligned_memory": (transfer, "_MIN_PAGES_NBYTES", 1 << 62),
     "threads": (transfer, "_NUM_THREADS", 1),
     "preallocation": (folder, "_fallocate", lambda: None),
-    "population": (direct_io, "_madvise", lambda: None),
 }
 """What turns each part off: module, name and value."""
 PARTS_NAMES = ("layerzero", *(f"without_{part}" for part in (*PARTS, "all")), "dcp", "dd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from layerzero.checkpoint.format.inventory import (
 )
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Source
+from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.notices import some
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode, decode_dict
@@ -44,8 +45,8 @@ class StatePart(NamedTuple):
     parameter: nn.Parameter
     key: str
     shape: torch.Size
-    transfer: int
-    """Index in `LoadPlan.transfers` of the transfer that reads it."""
+    memory: torch.Tensor
+    """What is read: 1-D, on the CPU."""
     follows_parameter: bool
     """Whether it was saved in the parameter's dtype; then it is cast to that of the new one."""
 
@@ -53,12 +54,12 @@ class StatePart(NamedTuple):
 class LoadPlan:
     """Everything that this rank loads: what is in a source for one model and what goes with it."""
 
-    model_parts: list[tuple[torch.Tensor, int]]
-    """Sharded parameters and buffers, each with the index of the transfer that reads its values."""
+    model_parts: list[tuple[torch.Tensor, torch.Tensor]]
+    """Sharded parameters and buffers, each with the memory that its values are read into."""
     state_parts: dict[str, list[StatePart]]
     """By the optimizer's name; "" for a single one."""
     transfers: list[Transfer]
-    """Their tensors are 1-D, on the CPU; on meta until memory is allocated."""
+    """Their tensors are the memory of all parts: 1-D, on the CPU."""
     options: dict[str, list[dict[str, Any]]]
     """Options of each group of each optimizer that is loaded."""
     state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]]
@@ -81,9 +82,6 @@ class LoadPlan:
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: Counter[tuple[str, str]] = Counter()
-
-    def memory(self, transfer: int) -> torch.Tensor:
-        return self.transfers[transfer].entry.tensor
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +111,7 @@ class LoadPlan:
                     f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
                 )
             else:
-                transfer = self._plan_read(MODEL, name, entry, MODEL)
-                self.model_parts.append((target, transfer))
+                self.model_parts.append((target, self._plan_read(MODEL, name, entry)))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         manifest = self._source.manifest
@@ -191,8 +188,10 @@ class LoadPlan:
         for name in self._source.tensors.get(OPTIMIZER, ()):
             saved.setdefault(split_state_name(name)[0], []).append(name)
         known = {name for group in saved_groups for name in group["params"]}
+        # A parameter that was tied to another may have been saved under that one's name.
+        aliases = self._source.aliases
         names_of_groups = [
-            [self._saved_name(each, known) for each in group]
+            [each if each in known else aliases.get(each, each) for each in group]
             for group in names_in_groups(self._names, optimizer, optimizer_name)
         ]
         before = [(group["options"], group["params"]) for group in saved_groups]
@@ -231,10 +230,6 @@ class LoadPlan:
                 is_whole = keeps_whole_states(optimizer)
                 parts.append(self._match_state(tensor, parameter, is_whole, is_scalar, index))
 
-    def _saved_name(self, name: str, known: set[str]) -> str:
-        """The name that a parameter was saved under, which differs if it was tied to another."""
-        return name if name in known else self._source.aliases.get(name, name)
-
     def _match_state(
         self, name: str, parameter: nn.Parameter, is_whole: bool, is_scalar: bool, index: int
     ) -> StatePart:
@@ -253,20 +248,21 @@ class LoadPlan:
             )
         main = self._source.tensors[MODEL].get(parameter_name)
         follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
-        # On the CPU, the memory read into becomes the state; for a device it is copied, then freed.
-        transfer = self._plan_read(OPTIMIZER, name, entry, (OPTIMIZER, parameter.device))
-        return StatePart(parameter, key, like.shape, transfer, follows)
+        memory = self._plan_read(OPTIMIZER, name, entry)
+        return StatePart(parameter, key, like.shape, memory, follows)
 
-    def _plan_read(self, kind: str, name: str, entry: Entry, life: Hashable) -> int:
+    def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
-        part = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="meta")
+        # Memory of its own for each: it may become the state, and others are freed before it.
+        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype)
+        prefer_huge_pages(memory, collapse=False)
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.
         number = self._numbers[kind, name] + self._times_read[kind, name] * len(self._numbers)
         self._times_read[kind, name] += 1
-        entry = replace(entry, name=name, tensor=part)
-        self.transfers.append(Transfer(place.file, place.entry, number, entry, life))
-        return len(self.transfers) - 1
+        entry = replace(entry, name=name, tensor=memory)
+        self.transfers.append(Transfer(place.file, place.entry, number, entry))
+        return memory
 
     def _note_missing(self, what: str) -> None:
         if self._strict:

@@ -46,9 +46,6 @@ from layerzero.state_dict.optimizers import (
 )
 from layerzero.state_dict.preconditions import root_states_of
 
-_OWN_NBYTES = 64 << 10
-"""Smaller optimizer state is copied to its own memory, or a single number would keep a whole
-region that was read with it."""
 _logger = logging.getLogger(__name__)
 
 
@@ -125,8 +122,7 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> list[Tally]:
-        plan.transfers, found = read_ranges(source.folder, plan.transfers, report)
-        tallies.extend(found)
+        tallies.extend(read_ranges(source.folder, plan.transfers, report))
         read = zip(tallies, plan.transfers, strict=True)
         return [tally for tally, t in read if not t.entry.is_whole]
 
@@ -134,7 +130,9 @@ def load(
     most = max(each["nbytes"] for each in summaries)
     of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
-    extra = _extra_of(source, together)
+    extras = [] if source.manifest is None else source.manifest.extras
+    own = together.rank if len(extras) == together.size else 0
+    extra = decode(extras[own], f"{source.folder}: what extra= was") if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.reshard()  # Unsharded parameters hold the old weights.
     together.exchange("application", lambda: _apply(plan, optimizers))
@@ -191,8 +189,8 @@ def _verify(
 
 def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
     with torch.no_grad():
-        for target, transfer in plan.model_parts:
-            target.copy_(plan.memory(transfer).view(target.shape))
+        for target, memory in plan.model_parts:
+            target.copy_(memory.view(target.shape))
     for module, value in plan.extra_states:
         module.set_extra_state(value)
     for name, options in plan.options.items():
@@ -209,9 +207,7 @@ def _apply_to_optimizer(
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for part in plan.state_parts[name]:
-        memory = plan.memory(part.transfer).view(part.shape)
-        if memory.nbytes < _OWN_NBYTES:
-            memory = memory.clone()
+        memory = part.memory.view(part.shape)
         if part.follows_parameter:
             memory = memory.to(part.parameter.dtype)
         states.setdefault(part.parameter, {})[part.key] = memory
@@ -220,12 +216,3 @@ def _apply_to_optimizer(
         for key, value in values.items():
             own[key] = fill_slots(value, {slot: own.pop(slot) for slot in slots_of(value)})
     put_state(optimizer, options, states, exact=True)
-
-
-def _extra_of(source: Source, together: CheckpointGroup) -> Any:
-    manifest = source.manifest
-    if manifest is None or not manifest.extras:
-        return None
-    extras = manifest.extras
-    own = together.rank if len(extras) == together.size else 0
-    return decode(extras[own], f"{source.folder}: what extra= was")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,6 @@ class SavePlan:
         max_file_nbytes: int,
         arguments: list[Any],
     ) -> None:
-        self._rank = together.rank
         messages = together.exchange(
             f"names to save to {arguments[0]}",
             lambda: self._collect(model, optimizers, schedulers, extra, arguments),
@@ -67,21 +66,26 @@ class SavePlan:
         _check_same("root, step and keep", [each["arguments"] for each in messages], together)
         given = [sorted(each["optimizers"]) for each in messages]
         _check_same("names of optimizers", given, together)
-        announced, self._writers = merge([each["entries"] for each in messages])
+        announced, writers = merge([each["entries"] for each in messages])
         self.nbytes_moved: int = max(each["nbytes"] for each in messages)
         groups = self._groups
         if any(each["groups"] != messages[0]["groups"] for each in messages):
             groups = _merge_groups(together.exchange("groups", lambda: self._groups))
         kinds = [MODEL] if groups is None else [MODEL, OPTIMIZER]
         self.files = [plan_files(kind, announced, max_file_nbytes) for kind in kinds]
-        self._places = {
+        places = {
             (plan.kind, name): (file.name, entry)
             for plan in self.files
             for file in plan.files
             for name, entry in file.tensors.items()
         }
-        self._numbers = {key: number for number, key in enumerate(self._places)}
-        self.transfers = list(self._transfers())
+        self._numbers = {key: number for number, key in enumerate(places)}
+        self.transfers = []
+        for entry in self._entries:
+            key = (entry.kind, entry.name)
+            writes = writers[key] == together.rank if entry.is_whole else entry.replica == 0
+            if writes and entry.tensor.numel():
+                self.transfers.append(Transfer(*places[key], self._numbers[key], entry))
         del self._entries  # The tensors of a background save are copies, which need no others.
         extras = [each["extra"] for each in messages]
         self._manifest = Manifest(
@@ -131,13 +135,6 @@ class SavePlan:
             "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
             "entries": announce(self._entries),
         }
-
-    def _transfers(self) -> Iterator[Transfer]:
-        for entry in self._entries:
-            key = (entry.kind, entry.name)
-            writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
-            if writes and entry.tensor.numel():
-                yield Transfer(*self._places[key], self._numbers[key], entry)
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:
         """Check that everything was written, and combine the checksums.

@@ -17,7 +17,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,13 @@ from layerzero.checkpoint.arguments import (
     check_progress,
     check_schedulers,
 )
-from layerzero.checkpoint.file_io.transfer import (
-    Transfer,
-    is_on_host,
-    wait_for,
-    write_ranges,
-)
+from layerzero.checkpoint.file_io.transfer import Transfer, is_on_host, write_ranges
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.save_plan import SavePlan
 from layerzero.config import parse_nbytes
+from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.optimizers import check_optimizers
@@ -197,7 +193,7 @@ def save(
     if blocking:
         work()
     else:
-        together.under_way = handle
+        together.wait_for_save = handle.wait
         handle.start(work)
     return handle
 
@@ -238,6 +234,12 @@ def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:
         staged.append(transfer._replace(entry=replace(transfer.entry, tensor=copy)))
     wait_for(devices)
     return staged
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Block until the current stream of each is done."""
+    for device in devices:
+        stream_interface(device).current_stream(device).synchronize()
 
 
 def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:

@@ -124,22 +124,17 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
     by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
     for kind in kinds:
-        names = _files_of(path, manifest, kind)
-        tensors, _ = _tensors_of(path, names, manifest)
+        names = [check_file_name(name, path / MANIFEST) for name in manifest.files]
+        if index_name(kind) in names:
+            check_index(path / index_name(kind), manifest.files[index_name(kind)])
+        own = [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
+        tensors, _ = _tensors_of(path, own, manifest)
         if tensors.keys() != manifest.tensors[kind].keys():
             raise CheckpointError(
                 f"{path}: damaged: its {kind} files contain other tensors than {MANIFEST} lists"
             )
         by_kind[kind] = tensors
     return Source(path, by_kind, manifest.aliases, manifest)
-
-
-def _files_of(folder: Path, manifest: Manifest, kind: str) -> list[str]:
-    """Names of the safetensors files of one kind."""
-    names = [check_file_name(name, folder / MANIFEST) for name in manifest.files]
-    if index_name(kind) in names:
-        check_index(folder / index_name(kind), manifest.files[index_name(kind)])
-    return [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
 
 
 def foreign_files(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 _LEAST_NBYTES = 4 << 20
 """Bytes from which a short-lived buffer gets huge pages."""
-_PAGE = 2 << 20
+HUGE_PAGE_NBYTES = 2 << 20
 _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE and, from Linux 6.1 on, MADV_COLLAPSE."""
 
@@ -78,8 +78,8 @@ def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
     if madvise is None or tensor.device.type != "cpu":
         return
     address = tensor.data_ptr()  # 0: a tensor without memory.
-    begin = -(-address // _PAGE) * _PAGE
-    nbytes = (address + tensor.nbytes) // _PAGE * _PAGE - begin
+    begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+    nbytes = (address + tensor.nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES - begin
     if nbytes > 0 and address:
         for advice in (_ADVISE, _COLLAPSE) if collapse else (_ADVISE,):
             madvise(begin, nbytes, advice)

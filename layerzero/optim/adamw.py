@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -115,10 +116,10 @@ class AdamW(torch.optim.AdamW):
     def _forget(self) -> None:
         self._flats: list[FlatState] | None = None
         self._made_keys: Sequence[str] = ()
-        self._given: list[list[nn.Parameter]] = []
+        self._given: list[list[Any]] = []
         self.next_factor = None
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
-        self._kept_states: list[Any] = []
+        self._kept: list[Any] = []
 
     # Arguments ------------------------------------------------------------------------------
 
@@ -183,22 +184,29 @@ class AdamW(torch.optim.AdamW):
 
     # Steps ----------------------------------------------------------------------------------
 
-    def _coefficients(self, group: Mapping[str, Any], step: int) -> list[float]:
-        """A row for `flat_step_`: its first 8 columns, the sign of the gradient, and the flag."""
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        return [
-            1 - lr * float(group["weight_decay"]),
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            -lr / correction1,
-            math.sqrt(correction2),
-            float(group["eps"]),
-            1 / math.sqrt(correction2),
-            -1.0 if group["maximize"] else 1.0,
-            float(group["amsgrad"]),
-        ]
+    def _rows_of(self, pairs: Pairs) -> torch.Tensor:
+        """Rows for `flat_step_`: 8 columns, the sign of the gradient, the flag, and the step."""
+        rows = []
+        for number, step in pairs:
+            group = self.param_groups[number]
+            lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+            correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+            rows.append(
+                [
+                    1 - lr * float(group["weight_decay"]),
+                    1 - beta1,
+                    beta2,
+                    1 - beta2,
+                    -lr / correction1,
+                    math.sqrt(correction2),
+                    float(group["eps"]),
+                    1 / math.sqrt(correction2),
+                    -1.0 if group["maximize"] else 1.0,
+                    float(group["amsgrad"]),
+                    float(step),
+                ]
+            )
+        return torch.tensor(rows, dtype=torch.float64)
 
     def _keys(self) -> Sequence[str]:
         """Names of the states that steps use now."""
@@ -238,7 +246,7 @@ class AdamW(torch.optim.AdamW):
         if is_narrowed(self):
             wanted = {each for group in self.param_groups for each in group["params"]}
             flats = [flat for flat in flats if any(each.parameter in wanted for each in flat.held)]
-        rows = self._rows()
+        rows = functools.cache(self._rows_of)
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
             step = flat.begin(rows, factor, scale, self._seed, wanted)
@@ -249,21 +257,6 @@ class AdamW(torch.optim.AdamW):
         take_steps(taken)
         self._show()
         return loss
-
-    def _rows(self) -> Callable[[Pairs], torch.Tensor]:
-        made: dict[Pairs, torch.Tensor] = {}
-
-        def rows_of(pairs: Pairs) -> torch.Tensor:
-            found = made.get(pairs)
-            if found is None:
-                rows = [
-                    [*self._coefficients(self.param_groups[group], step), float(step)]
-                    for group, step in pairs
-                ]
-                found = made[pairs] = torch.tensor(rows, dtype=torch.float64)
-            return found
-
-        return rows_of
 
     def _root(self) -> RootState | None:
         for flat in self._flats or ():
@@ -307,8 +300,9 @@ class AdamW(torch.optim.AdamW):
         is_known = (
             self._flats is not None
             and len(self._made_keys) >= len(self._keys())
-            and _are_same(groups, self._given)
-            and (not self._is_shown or self._shows_what_is())
+            and len(groups) == len(self._given)
+            and all(map(_are_same, groups, self._given))
+            and _are_same(self._present(), self._kept)
             and not (to_step and not all(flat.is_intact() for flat in self._flats))
         )
         if not is_known:
@@ -325,12 +319,13 @@ class AdamW(torch.optim.AdamW):
                 label = f"the state of AdamW for {name_of(parameters[0])} and others"
                 yield from ((tensor, label) for tensor in (flat.steps, *flat.memory))
 
-    def _shows_what_is(self) -> bool:
-        return (
-            len(self._states) == len(self._kept_states)
-            and all(map(is_, self._states.values(), self._kept_states))
-            and all(flat.shows_what_is() for flat in self._flats or ())
-        )
+    def _present(self) -> list[Any]:
+        """What `state` shows: the dict of each parameter, and the tensors of the states in it."""
+        held = self._states.values()
+        try:
+            return [*held, *chain.from_iterable(map(itemgetter(*self._made_keys), held))]
+        except KeyError:
+            return [None]  # Somebody took one away.
 
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
         old = dict(self.state)
@@ -352,12 +347,12 @@ class AdamW(torch.optim.AdamW):
     def _show(self) -> None:
         """Put the states, where they were made again, to where torch's optimizers have them."""
         shown = [flat.shown for flat in self._flats or ()]
-        if len(shown) == len(self._shown) and all(map(is_, shown, self._shown)):
+        if _are_same(shown, self._shown):
             return
         self._states.clear()
         for each in shown:
             self._states.update(each)
-        self._shown, self._kept_states = shown, [*self._states.values()]
+        self._shown, self._kept = shown, self._present()
         # After a step from 8-bit states there is nothing to show before somebody asks.
         self._is_shown = self._state_dtype != "8bit" or any(shown)
 
@@ -487,8 +482,5 @@ def _scale_of_gradients(
     return scaler._scale if stage is OptState.READY else None
 
 
-def _are_same(groups: list[list[nn.Parameter]], known: list[list[nn.Parameter]]) -> bool:
-    """Whether they hold the same tensors."""
-    return [*map(len, groups)] == [*map(len, known)] and all(
-        map(is_, chain.from_iterable(groups), chain.from_iterable(known))
-    )
+def _are_same(objects: Sequence[Any], known: Sequence[Any]) -> bool:
+    return len(objects) == len(known) and all(map(is_, objects, known))

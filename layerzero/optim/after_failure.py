@@ -6,27 +6,28 @@ something of the step (step/placeholders.py), the optimizer sees no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from layerzero.optim import attach
 from layerzero.optim.in_backward import whole_groups
-from layerzero.optim.sharded_params import live_roots, owner_of_each, owners
-from layerzero.step.operations import has_failures
+from layerzero.optim.sharded_params import live_roots, owners
 from layerzero.step.root import RootState
 
 
 def skipping_models(optimizer: torch.optim.Optimizer) -> list[RootState]:
     """Models of its parameters whose step `on_nonfinite="skip"` leaves out."""
-    return [root for root in _kept(optimizer) if root.reducer.kept.is_skipping]
+    return [*models_of(optimizer, lambda root: root.reducer.kept.is_skipping)]
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> Iterator[RootState]:
-    """Models of its parameters that keep something of the step; usually none, at little cost."""
+def models_of(
+    optimizer: torch.optim.Optimizer, are_meant: Callable[[RootState], bool]
+) -> Iterator[RootState]:
+    """Models of its parameters; those that are not meant cost little time."""
     for root in live_roots():
-        if root.reducer.kept.is_any:
+        if are_meant(root):
             own = {id(parameter) for group in whole_groups(optimizer) for parameter in group}
             if any(id(each.sharded_param) in own for each in owners(root)):
                 yield root
@@ -43,17 +44,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     Raises:
         CollectiveError: a collective failed in the model of one of the parameters.
     """
-    if has_failures():
-        owner_of = owner_of_each()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = owner_of.get(id(parameter))
-                if owner is not None and owner.root.operations.failure is not None:
-                    owner.root.operations.refuse()
-    for root in _kept(optimizer):
+    for root in models_of(optimizer, lambda root: root.operations.failure is not None):
+        root.operations.refuse()
+    for root in models_of(optimizer, _keeps_any):
         root.reducer.kept.before_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for root in _kept(optimizer):
+    for root in models_of(optimizer, _keeps_any):
         root.reducer.kept.after_step()
+
+
+def _keeps_any(root: RootState) -> bool:
+    return root.reducer.kept.is_any

@@ -30,8 +30,12 @@ from layerzero.flat.parameter_info import get_info, num_marked, sharded_param_of
 
 _Function = Callable[[torch.optim.Optimizer], None]
 
-_ATTACHED = "_layerzero_attached"
-"""Mark on an optimizer. Copies (`copy`, `pickle`) lose their hooks, and this mark with them."""
+_WRAPPED = "_layerzero_wrapped"
+"""Mark on a method that is wrapped."""
+
+_WAITING = "_layerzero_waiting"
+"""Attribute of an optimizer: functions to call before its first step. Copies (`copy`, `pickle`)
+lose their hooks, and this attribute with them."""
 
 _LOOKED = "_layerzero_looked"
 """Attribute of an optimizer: `num_marked()` when its parameters were last looked at."""
@@ -75,7 +79,7 @@ def watch(before_first: Callable[[], None] | None = None) -> None:
     """
     if before_first is not None and before_first not in _before_first:
         _before_first.append(before_first)
-    if not hasattr(torch.optim.Optimizer.add_param_group, _ATTACHED):
+    if not hasattr(torch.optim.Optimizer.add_param_group, _WRAPPED):
         _look_after("add_param_group")
         _look_after("__setstate__")
         register_optimizer_step_pre_hook(_before_any_step)
@@ -110,9 +114,14 @@ def look_at(optimizer: torch.optim.Optimizer) -> None:
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # A model wrapped, or a `summon_full_params` left, since the last look may have made parameters
     # of this optimizer stale.
-    if optimizer.__dict__.get(_LOOKED) != num_marked():
-        optimizer.__dict__[_LOOKED] = num_marked()
+    own = optimizer.__dict__
+    if own.get(_LOOKED) != num_marked():
+        own[_LOOKED] = num_marked()
         look_at(optimizer)
+    waiting = own.get(_WAITING)
+    while waiting:
+        waiting[0](optimizer)
+        waiting.pop(0)  # After the call: a function that raises does so at each step.
 
 
 def _look_after(method: str) -> None:
@@ -130,7 +139,7 @@ def _look_after(method: str) -> None:
         if any(_has_sharded_param(group) for group in newest):
             _attach(self)
 
-    setattr(wrapped, _ATTACHED, True)
+    setattr(wrapped, _WRAPPED, True)
     setattr(torch.optim.Optimizer, method, wrapped)
 
 
@@ -155,20 +164,11 @@ def _has_sharded_param(group: dict[str, Any]) -> bool:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    if _ATTACHED in optimizer.__dict__:
+    if _WAITING in optimizer.__dict__:
         return
     while _before_first:
         _before_first.pop()()
-    setattr(optimizer, _ATTACHED, True)
+    setattr(optimizer, _WAITING, [*_on_first_step])
     attached.add(optimizer)
     for function in _on_sharded_params:
         function(optimizer)
-    waiting = list(_on_first_step)
-
-    # The hook is never removed, since torch iterates over the hooks while it calls them.
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        while waiting:
-            waiting[0](optimizer)
-            waiting.pop(0)  # After the call: a function that raises does so at each step.
-
-    optimizer.register_step_pre_hook(before_step)

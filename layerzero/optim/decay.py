@@ -62,12 +62,19 @@ def decay_groups(
     """
     rules = [no_decay] if isinstance(no_decay, (str, type)) else no_decay
     _check(model, weight_decay, rules, min_ndim, lr)
-    members = _Members(model)
-    spared: set[int] = set()
-    for rule in rules:
-        spared |= members.matching(rule, "no_decay")
-    rates = members.by_rate(lr or {})
-    wanted = members.chosen(parameters)
+    named = _named(model)
+    spared = {each for rule in rules for each in _matching(model, named, rule, "no_decay")}
+    rates: dict[int, Rule] = {}
+    for rule in lr or {}:
+        for each in _matching(model, named, rule, "lr"):
+            if each in rates:
+                name = next(name for name, parameter in named if id(parameter) == each)
+                raise ValueError(
+                    f"lr: {name!r} matches both {_text(rates[each])} and {_text(rule)}; write "
+                    "rules that share no parameter"
+                )
+            rates[each] = rule
+    wanted = _chosen(model, named, parameters)
     groups: list[dict[str, Any]] = []
     for rate in (None, *(lr or {})):
         options = {} if rate is None else {"lr": (lr or {})[rate]}
@@ -88,68 +95,56 @@ def original_ndim(parameter: torch.Tensor) -> int:
     return parameter.ndim if info is None else info.ndim
 
 
-class _Members:
-    """The parameters of a model, with all their names, and rules that select some of them."""
+_Named = list[tuple[str, nn.Parameter]]
+"""The parameters of a model, under each of their names."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        units = [unit for m in model.modules() if (unit := get_unit(m)) is not None]
-        if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
-            raise RuntimeError(
-                "decay_groups inside summon_full_params: these full parameters are temporary, and "
-                "no optimizer may keep them; call it outside"
-            )
-        self._named = [
-            (clean_name(name), _at_rest(parameter))
-            for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
-        ]
 
-    def matching(self, rule: Rule, option: str) -> set[int]:
-        """Ids of the parameters that a rule selects."""
-        if isinstance(rule, type) and issubclass(rule, nn.Module):
-            modules = (each for each in self._model.modules() if isinstance(each, rule))
-            found = {id(_at_rest(p)) for module in modules for p in module.parameters()}
-        elif isinstance(rule, str):
-            found = {id(parameter) for name, parameter in self._named if _fits(name, rule)}
-        else:
-            raise TypeError(f"{option}: expected names and classes of modules, got {rule!r}")
-        if not found:
+def _named(model: nn.Module) -> _Named:
+    units = [unit for m in model.modules() if (unit := get_unit(m)) is not None]
+    if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
+        raise RuntimeError(
+            "decay_groups inside summon_full_params: these full parameters are temporary, and "
+            "no optimizer may keep them; call it outside"
+        )
+    return [
+        (clean_name(name), _at_rest(parameter))
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
+    ]
+
+
+def _matching(model: nn.Module, named: _Named, rule: Rule, option: str) -> set[int]:
+    """Ids of the parameters that a rule selects."""
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        modules = (each for each in model.modules() if isinstance(each, rule))
+        found = {id(_at_rest(p)) for module in modules for p in module.parameters()}
+    elif isinstance(rule, str):
+        found = {id(parameter) for name, parameter in named if _fits(name, rule)}
+    else:
+        raise TypeError(f"{option}: expected names and classes of modules, got {rule!r}")
+    if not found:
+        raise ValueError(
+            f"{option}: {_text(rule)} matches no parameter of {type(model).__name__}; "
+            "use names of named_parameters()"
+        )
+    return found
+
+
+def _chosen(
+    model: nn.Module, named: _Named, parameters: Iterable[nn.Parameter] | None
+) -> list[nn.Parameter]:
+    """Those of the model's parameters that were given, each once, in the model's order."""
+    own = {id(parameter): parameter for _, parameter in named}
+    wanted = set(own) if parameters is None else set[int]()
+    for number, parameter in enumerate(() if parameters is None else parameters):
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"parameters[{number}]: expected a parameter, got {parameter!r}")
+        if id(_at_rest(parameter)) not in own:
             raise ValueError(
-                f"{option}: {_text(rule)} matches no parameter of {type(self._model).__name__}; "
-                "use names of named_parameters()"
+                f"parameters[{number}], {name_of(parameter)}, is no parameter of "
+                f"{type(model).__name__}; pass some of model.parameters()"
             )
-        return found
-
-    def by_rate(self, rules: Iterable[Rule]) -> dict[int, Rule]:
-        """The rule of `lr` that selects each parameter, by id."""
-        rates: dict[int, Rule] = {}
-        for rule in rules:
-            for each in self.matching(rule, "lr"):
-                if each in rates:
-                    name = next(name for name, parameter in self._named if id(parameter) == each)
-                    raise ValueError(
-                        f"lr: {name!r} matches both {_text(rates[each])} and {_text(rule)}; write "
-                        "rules that share no parameter"
-                    )
-                rates[each] = rule
-        return rates
-
-    def chosen(self, parameters: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
-        """Those of the model's parameters that were given, each once, in the model's order."""
-        own = {id(parameter): parameter for _, parameter in self._named}
-        if parameters is None:
-            return list(own.values())
-        wanted = set()
-        for number, parameter in enumerate(parameters):
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"parameters[{number}]: expected a parameter, got {parameter!r}")
-            if id(_at_rest(parameter)) not in own:
-                raise ValueError(
-                    f"parameters[{number}], {name_of(parameter)}, is no parameter of "
-                    f"{type(self._model).__name__}; pass some of model.parameters()"
-                )
-            wanted.add(id(_at_rest(parameter)))
-        return [parameter for key, parameter in own.items() if key in wanted]
+        wanted.add(id(_at_rest(parameter)))
+    return [parameter for key, parameter in own.items() if key in wanted]
 
 
 def _at_rest(parameter: nn.Parameter) -> nn.Parameter:

@@ -18,15 +18,10 @@ class Gradient(NamedTuple):
 
     numbers: list[int] | None
     """Of the members that have one; None: all have."""
-    parts: list[torch.Tensor]
     flat: torch.Tensor
     offsets: list[int]
-    base: torch.Tensor | None
-    """What they are views of; None: `flat` is a copy."""
-
-    @property
-    def is_copy(self) -> bool:
-        return self.base is None
+    is_copy: bool
+    """Whether they were copied into `flat`; else it is what they are views of."""
 
 
 def find_buffer(
@@ -48,7 +43,7 @@ def find_buffer(
     if min(addresses) < start or max(addresses) > end:
         return None
     offsets = [(address - start) // itemsize for address in addresses]
-    return Gradient(numbers, parts, base.detach().view(-1), offsets, base)
+    return Gradient(numbers, base.detach().view(-1), offsets, False)
 
 
 def copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
@@ -65,4 +60,4 @@ def copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.d
         offsets.append(end)
         end += each.numel()
     copied = torch.cat([each.detach().reshape(-1).to(dtype) for each in parts])
-    return Gradient(numbers, parts, copied, offsets, None)
+    return Gradient(numbers, copied, offsets, True)

@@ -15,7 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,7 @@ class FlatState:
             given = old.get(parameter) or {}
             self.steps[number] = float(given.get("step", 1.0 if given else 0.0))
         self._read_steps()
+        self._blocks = [0] * len(members)  # Where the scales of each begin, if there are any.
         self.tensors = self._zeros(self._dtype)
         self._fill(old)
 
@@ -178,8 +179,6 @@ class FlatState:
                     view.copy_(given[key].detach().reshape(parameter.shape))
             if own:
                 self.shown[parameter] = {"step": self.steps[number], **own}
-        self._dicts = [*self.shown.values()]
-        self._views = [[own[key] for own in self._dicts] for key in self._keys]
 
     def widen(self) -> None:
         """Have `shown` show states that have no views as they are; no value changes."""
@@ -195,16 +194,6 @@ class FlatState:
     def is_intact(self) -> bool:
         """Whether the parameters are where they were."""
         return [*map(_address_of, self._all)] == self._addresses
-
-    def shows_what_is(self) -> bool:
-        """Whether what `shown` holds is still what was made."""
-        try:
-            return all(
-                all(map(is_, map(itemgetter(key), self._dicts), views))
-                for key, views in zip(self._keys, self._views, strict=True)
-            )
-        except KeyError:
-            return False
 
     def take(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Take over the state of its parameters from `old`, wherever it lies."""
@@ -271,9 +260,11 @@ class FlatState:
             factor: a float32 scalar by which gradients are multiplied.
             wanted: the parameters to step; None: all.
         """
-        gradient = self._gradient(wanted)
-        if gradient is None:
+        numbers, parts = self._collect(wanted)
+        if not parts:
             return None
+        dtype = self.main.dtype
+        gradient = find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)
@@ -284,15 +275,6 @@ class FlatState:
             *(self.main.data, gradient.flat, states, scales, table, rows_of(pairs), factors)
         )
         return Step(gradient, tensors, grad_scale, seed)
-
-    def _gradient(self, wanted: Container[nn.Parameter] | None) -> Gradient | None:
-        """The gradients of its parameters, of those only if they are given, in one buffer; None:
-        there is none."""
-        numbers, parts = self._collect(wanted)
-        if not parts:
-            return None
-        dtype = self.main.dtype
-        return find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The states to step, and their scales."""
@@ -333,16 +315,12 @@ class FlatState:
             row = row_of.setdefault((held.group, self._lags[number]), len(row_of))
             if numel := held.parameter.numel():
                 of_state = self._places[number], numel, row, held.start, held.key
-                table.append([held.offset, offset, *of_state, self._block_of(number)])
+                table.append([held.offset, offset, *of_state, self._blocks[number]])
         ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
         made = ranges.to(self.main.device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
         return made
-
-    def _block_of(self, number: int) -> int:
-        """Where the scales of a member begin."""
-        return 0
 
 
 def _key_of(name: str) -> int:

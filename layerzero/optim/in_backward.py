@@ -69,48 +69,37 @@ class StepInBackward:
                     # their unit nor a later one is stepped.
                     while complete:
                         stepped.append(complete[0].label)
-                        self.step(complete.pop(0).sharded_params)
+                        self._step(complete.pop(0).sharded_params)
             if hooked:
                 delivery.run_hooks(hooked)
             for unit in complete:
                 stepped.append(unit.label)
-                self.step(unit.sharded_params)
-            self.step_others(self._sharded_params)
+                self._step(unit.sharded_params)
+            everything = {each for group in self.optimizer.param_groups for each in group["params"]}
+            self._step(everything - self._sharded_params)
         except BaseException as error:
-            if stepped:
-                _note_steps(error, stepped)
+            text = (
+                f"step_in_backward: the parameters of {', '.join(stepped)} had stepped by then, "
+                "which cannot be undone: load a checkpoint, or go on with the next batch, but do "
+                "not run this one again"
+            )
+            if stepped and hasattr(error, "add_note"):  # Python 3.11.
+                error.add_note(text)
+            elif stepped:
+                _logger.error(text)
             raise
 
-    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _step(self, parameters: Iterable[nn.Parameter]) -> None:
         """Run one step on those of `parameters` that the optimizer has."""
-        self._step(set(parameters))
-
-    def step_others(self, done: Iterable[nn.Parameter]) -> None:
-        """Run one step on all of its parameters except `done`."""
-        everything = {each for group in self.optimizer.param_groups for each in group["params"]}
-        self._step(everything - set(done))
-
-    def _step(self, wanted: set[nn.Parameter]) -> None:
+        wanted = set(parameters)
         groups, whole = self.optimizer.param_groups, whole_groups(self.optimizer)
         self.optimizer.__dict__[_WHOLE] = whole
-        for group, parameters in zip(groups, whole, strict=True):
-            group["params"] = [parameter for parameter in parameters if parameter in wanted]
+        for group, members in zip(groups, whole, strict=True):
+            group["params"] = [parameter for parameter in members if parameter in wanted]
         try:
             if any(group["params"] for group in groups):
                 self.optimizer.step()
         finally:
             del self.optimizer.__dict__[_WHOLE]
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
-
-
-def _note_steps(error: BaseException, units: Sequence[str]) -> None:
-    """Add the units that have stepped already to an error of `step_in_backward`."""
-    text = (
-        f"step_in_backward: the parameters of {', '.join(units)} had stepped by then, which cannot "
-        "be undone: load a checkpoint, or go on with the next batch, but do not run this one again"
-    )
-    if hasattr(error, "add_note"):  # Python 3.11.
-        error.add_note(text)
-    else:
-        _logger.error(text)
+            for group, members in zip(groups, whole, strict=True):
+                group["params"] = members

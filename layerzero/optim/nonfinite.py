@@ -9,17 +9,18 @@ then leaves out the parameters, with their state.
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from layerzero.comm.exchanges import gather_texts
+from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.config import OnNonFinite
-from layerzero.optim.norm import Part, all_finite, global_power
+from layerzero.optim.norm import all_finite
 from layerzero.step.extension import Extension
+from layerzero.step.operations import remembers_failure
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 
@@ -41,13 +42,10 @@ class NonFinite(Extension):
         """
         root = self._root_ref()
         assert root is not None, "it delivers gradients"
-        own = self._first_bad(root, reductions)
-        if not _is_any(root, own is not None):
+        name = _first_of_all(root, self._first_bad(root, reductions))
+        if name is None:
             return False
-        text = (
-            f"the gradient of {_name_of_all(root, own)!r} is not finite: it contains infinity or "
-            "NaN on some rank"
-        )
+        text = f"the gradient of {name!r} is not finite: it contains infinity or NaN on some rank"
         if self._action == "raise":
             raise FloatingPointError(
                 f"{text}. This backward changed nothing; run it again with a smaller loss or "
@@ -75,20 +73,17 @@ class NonFinite(Extension):
         return next((fqn for fqn in names if fqn in bad), None)
 
 
-@torch.no_grad()
-def _is_any(root: RootState, own: bool) -> bool:
-    """Whether it is so on any rank. Collective over the model, tensor-parallel ranks too."""
-    parameter = next(each for unit in root.units for each in unit.sharded_params)
-    number = torch.full((1,), float(own), dtype=torch.float64, device=root.device)
-    sharded = [(placement, [Part(parameter, number)]) for placement in root.placements]
-    return bool(global_power(root, sharded, (), math.inf, torch.float64, "finite gradients"))
-
-
-def _name_of_all(root: RootState, own: str | None) -> str | None:
-    """The name that the first rank with one has; ranks with other experts have other names."""
-    placement = root.placements[0]
-    groups = [*placement.norm_groups, *root.tensor_parallel_groups]
-    names = gather_texts(own, placement.rank, groups, root.device, "gradients that are not finite")
+@remembers_failure
+def _first_of_all(root: RootState, own: str | None) -> str | None:
+    """The name that the first rank with one has. Collective over the model, tensor-parallel ranks
+    too; blocks the host."""
+    what, groups, across = "finite gradients", root.groups, root.tensor_parallel_groups
+    flag = torch.tensor([own is not None], dtype=torch.uint8, device=root.device)
+    flags = gather_along(flag, groups, partial(root.operations.next, what, "the model"))
+    name = partial(root.operations.next_tensor_parallel, what, "the model")
+    if not gather_along(flags, across, name).any():
+        return None
+    names = gather_texts(own, root.placements[0].rank, [*groups, *across], root.device, what)
     return next(iter(names.values()), None)
 
 

@@ -21,7 +21,7 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.ops import sum_squares
 from layerzero.optim.checks import name_of
-from layerzero.optim.sharded_params import Owner, owner_of_each
+from layerzero.optim.sharded_params import by_tensor, owner_of_each
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -73,7 +73,7 @@ def global_norm(
     known = owner_of_each()
     sharded: dict[RootState, list[Part]] = {}
     whole: list[Part] = []
-    for parameter, tensor in _entries(tensors_or_model, like, known):
+    for parameter, tensor in _entries(tensors_or_model, like):
         owner = known.get(id(parameter))
         dtype = sum_dtype(dtype, parameter.dtype)
         parts = whole if owner is None else sharded.setdefault(owner.root, [])
@@ -109,7 +109,6 @@ def global_norm(
 def _entries(
     tensors_or_model: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     like: Iterable[nn.Parameter] | None,
-    known: dict[int, Owner],
 ) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
     """Each tensor with the parameter it is sharded like."""
     if isinstance(tensors_or_model, nn.Module):
@@ -132,28 +131,24 @@ def _entries(
                 f"{len(parameters)} for {len(tensors)}"
             )
         return [*zip(parameters, tensors, strict=True)]
-    of_gradient = {
-        id(gradient): owner.sharded_param
-        for owner in known.values()
-        if (gradient := owner.sharded_param.grad) is not None
-    }
-    return [(_parameter_of(tensor, of_gradient), tensor) for tensor in tensors]
+    known = by_tensor()
+    return [(_parameter_of(tensor, known), tensor) for tensor in tensors]
 
 
-def _parameter_of(tensor: torch.Tensor, of_gradient: dict[int, nn.Parameter]) -> nn.Parameter:
+def _parameter_of(tensor: torch.Tensor, known: dict[int, nn.Parameter]) -> nn.Parameter:
     if isinstance(tensor, nn.Parameter):
         return tensor
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"global_norm: expected a module or tensors, got a {type(tensor).__name__}"
         )
-    if id(tensor) not in of_gradient:
+    if id(tensor) not in known:
         raise ValueError(
             f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor the "
             ".grad of a sharded parameter, so it may be sharded or whole; pass "
             "like=[parameter, ...] with the parameter that each tensor belongs to"
         )
-    return of_gradient[id(tensor)]
+    return known[id(tensor)]
 
 
 def checked_norm_type(norm_type: float, where: str) -> float:

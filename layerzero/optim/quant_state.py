@@ -32,11 +32,10 @@ class QuantState(FlatState):
         return [*self.tensors, *self._scales]
 
     def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
-        self._blocks: list[int] = []
         num_blocks = 0
-        for i in self._members:
+        for number, i in enumerate(self._members):
             start, numel = self.held[i].start, self.held[i].parameter.numel()
-            self._blocks.append(num_blocks)
+            self._blocks[number] = num_blocks
             num_blocks += (start + numel - 1) // _BLOCK - start // _BLOCK + 1 if numel else 0
         device = self.main.device
         self._scales = [torch.zeros(num_blocks, device=device) for _ in self._keys]
@@ -97,6 +96,3 @@ class QuantState(FlatState):
             part = slice(place, place + self._params[number].numel())
             for now, before in zip(self._wide, wide, strict=True):
                 now[part] = before[part]
-
-    def _block_of(self, number: int) -> int:
-        return self._blocks[number]

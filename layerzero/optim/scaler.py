@@ -19,8 +19,7 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
-from layerzero.optim.after_failure import skipping_models
-from layerzero.optim.sharded_params import live_roots, owner_of_each
+from layerzero.optim.after_failure import models_of, skipping_models
 
 ScalerCall = Literal["unscale_", "step", "update"]
 InJoin = Callable[..., AbstractContextManager[None]]
@@ -67,25 +66,21 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             CollectiveError: a rank did not take part within the timeout.
         """
-        if self.is_enabled():
-            with self._with_ranks_of_join("unscale_", optimizer):
-                self._unscale(optimizer)
-
-    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        super().unscale_(optimizer)
-        _note_unscaled(optimizer)
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
-        if not found:
-            # No gradient here, but other ranks may have some, and the collective needs all ranks.
-            assert self._scale is not None, "unscale_ has set the scale up"
-            found[self._scale.device] = torch.zeros((), device=self._scale.device)
-        device = next(iter(found))
-        here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
-        anywhere = self._agree(here, optimizer)
-        for found_inf in found.values():
-            found_inf.copy_(anywhere)
+        if not self.is_enabled():
+            return
+        with self._with_ranks_of_join("unscale_", optimizer):
+            super().unscale_(optimizer)
+            found: dict[torch.device, torch.Tensor]
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:
+                # No gradient here, but other ranks may have some, and all take part.
+                assert self._scale is not None, "unscale_ has set the scale up"
+                found[self._scale.device] = torch.zeros((), device=self._scale.device)
+            device = next(iter(found))
+            here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
+            anywhere = self._agree(here, optimizer)
+            for found_inf in found.values():
+                found_inf.copy_(anywhere)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For an optimizer that unscales in the pass of its step: no pass over the gradients."""
@@ -140,10 +135,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self.in_join is not None:
             return self.in_join(self, call, optimizer, new_scale)
-        if optimizer is not None and any(root.join is not None for root in live_roots()):
-            owners = owner_of_each()
-            members = (each for group in optimizer.param_groups for each in group["params"])
-            if any(id(p) in owners and owners[id(p)].root.join is not None for p in members):
+        if optimizer is not None:
+            for _ in models_of(optimizer, lambda root: root.join is not None):
                 refuse_scaler(optimizer)
         return nullcontext()
 
@@ -166,16 +159,6 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
         "without batches would not scale; pass a layerzero.GradScaler to layerzero.join, or train "
         "in bfloat16 (MixedPrecision)"
     )
-
-
-def _note_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Give gradients new versions, by which a norm taken before is known to be stale.
-
-    The op of torch that unscales them does not.
-    """
-    members = [each for group in optimizer.param_groups for each in group["params"]]
-    grads = [each.grad for each in members if each.grad is not None]
-    torch.autograd.graph.increment_version([each for each in grads if not each.is_inference()])
 
 
 def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:

@@ -55,3 +55,13 @@ def owners(root: RootState) -> Iterator[Owner]:
 def owner_of_each() -> dict[int, Owner]:
     """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
     return {id(owner.sharded_param): owner for root in live_roots() for owner in owners(root)}
+
+
+def by_tensor() -> dict[int, nn.Parameter]:
+    """The sharded parameters of all models, keyed by `id` of themselves and of their gradients."""
+    found = {}
+    for key, owner in owner_of_each().items():
+        found[key] = owner.sharded_param
+        if owner.sharded_param.grad is not None:
+            found[id(owner.sharded_param.grad)] = owner.sharded_param
+    return found

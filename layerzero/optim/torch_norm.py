@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from layerzero.optim.sharded_params import owner_of_each
+from layerzero.optim.sharded_params import by_tensor
 
 _MARK = "_layerzero_global"
 
@@ -34,11 +34,12 @@ def install() -> None:
     ) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # A compiled caller traces torch's own code; Dynamo cannot look up who owns a tensor.
-        like = None if torch.compiler.is_compiling() else _parameters_of(tensors)
-        if like is None:
+        known = {} if torch.compiler.is_compiling() else by_tensor()
+        if not any(id(tensor) in known for tensor in tensors):
             return former(tensors, norm_type, error_if_nonfinite, foreach)
         from layerzero.optim.norm import global_norm
 
+        like = [known.get(id(tensor), tensor) for tensor in tensors]
         norm = global_norm(tensors, norm_type, like=like)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -51,16 +52,3 @@ def install() -> None:
     setattr(total_norm, _MARK, True)
     clip_grad._get_total_norm = total_norm
     torch.nn.utils.get_total_norm = total_norm
-
-
-def _parameters_of(tensors: list[Any]) -> list[Any] | None:
-    """The parameter that each tensor is sharded like: itself, or the one whose `.grad` it is. None
-    if none of them belongs to a sharded parameter."""
-    sharded: dict[int, torch.nn.Parameter] = {}
-    for owner in owner_of_each().values():
-        sharded[id(owner.sharded_param)] = owner.sharded_param
-        if owner.sharded_param.grad is not None:
-            sharded[id(owner.sharded_param.grad)] = owner.sharded_param
-    if not any(id(tensor) in sharded for tensor in tensors):
-        return None
-    return [sharded.get(id(tensor), tensor) for tensor in tensors]

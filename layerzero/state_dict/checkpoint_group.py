@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,18 +36,11 @@ _HOST = torch.device("cpu")
 _TOGETHER = "the ranks that save or load together"
 
 
-class SaveUnderWay(Protocol):
-    """A save that runs in the background: a `SaveHandle`."""
-
-    def wait(self) -> object:
-        """Block until it is done, and raise what went wrong."""
-
-
 class CheckpointGroup:
     """The ranks of one save or load, in the order of their global ranks."""
 
-    under_way: SaveUnderWay | None
-    """A background save, which exchanges messages while it runs."""
+    wait_for_save: Callable[[], object] | None
+    """Blocks until a background save is done, which exchanges messages while it runs."""
     timeout: timedelta
     """Timeout of one exchange; set for each save or load."""
 
@@ -55,14 +48,14 @@ class CheckpointGroup:
         """`group`: a group on the CPU; None: this rank alone."""
         self._group = group
         self._num_operations = 0
-        self.under_way = None
+        self.wait_for_save = None
         self.timeout = DEFAULT_TIMEOUT
 
     def finish(self) -> None:
         """Block until the background save, if any, is done, and raise its error."""
-        handle, self.under_way = self.under_way, None
-        if handle is not None:
-            handle.wait()
+        wait, self.wait_for_save = self.wait_for_save, None
+        if wait is not None:
+            wait()
 
     @property
     def rank(self) -> int:
@@ -80,14 +73,6 @@ class CheckpointGroup:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks."""
         return (dist.get_rank(),) if self._group is None else self._group.ranks
-
-    def _gather(self, what: str, own: bytes, nbytes_moved: int) -> list[bytes]:
-        if self._group is None:
-            return [own]
-        group = self._group
-        patience = timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
-        group = dataclasses.replace(group, timeout=self.timeout + patience)
-        return gather_bytes(own, [group], lambda _: self._operation(what), _HOST)
 
     def exchange(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> list[Any]:
         """What `make` returns on every rank, in rank order. Collective; blocks the host.
@@ -107,8 +92,12 @@ class CheckpointGroup:
             own = json.dumps([True, make()], separators=(",", ":"))
         except Exception as caught:
             error = caught
-            own = json.dumps([False, describe(caught)])
-        answers = [json.loads(each) for each in self._gather(what, own.encode(), nbytes_moved)]
+            is_plain = isinstance(caught, (CheckpointError, OSError))
+            own = json.dumps([False, f"{'' if is_plain else type(caught).__name__ + ': '}{caught}"])
+        timeout = self.timeout + timedelta(seconds=nbytes_moved / _SLOWEST_DISK)
+        groups = [dataclasses.replace(each, timeout=timeout) for each in (self._group,) if each]
+        texts = gather_bytes(own.encode(), groups, lambda _: self._operation(what), _HOST)
+        answers = [json.loads(each) for each in texts]
         ranks_of: dict[str, list[int]] = {}
         for rank, (is_good, answer) in zip(self.ranks, answers, strict=True):
             if not is_good:
@@ -146,12 +135,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
             runs.append([rank])
     shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
-
-
-def describe(error: Exception) -> str:
-    if isinstance(error, (CheckpointError, OSError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], CheckpointGroup]]

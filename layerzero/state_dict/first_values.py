@@ -115,7 +115,7 @@ class FirstValues:
     def add(self, unit: Unit, emptied: set[int]) -> None:
         """Show whole parameters for those sharded ones of the unit that have these ids."""
         unit.reshard()
-        unit.await_values(unit.awaited_buffers)
+        unit.awaits_values = True
         for _, module_ref, key in unit.awaited_buffers:
             buffer = None if (module := module_ref()) is None else module._buffers.get(key)
             if buffer is not None:

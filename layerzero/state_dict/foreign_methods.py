@@ -36,20 +36,21 @@ S = TypeVar("S", bound="_StandIn")
 
 
 def install(module: nn.Module) -> None:
-    """Guard `save_pretrained`, and show whole parameters to merging. Not collective."""
-    guard_saving(module)
-    show_whole_to_merging(module)
+    """Put stand-ins on `module` and those inside. Not collective.
 
-
-def guard_saving(module: nn.Module) -> None:
-    """Make `save_pretrained` of `module` and those inside raise while parameters are sharded.
-
-    Inside `summon_full_params` it works as before.
+    `save_pretrained` raises while parameters are sharded, and works inside `summon_full_params`;
+    methods that merge adapters run inside `summon`.
     """
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     for name, part in module.named_modules():
         owners = [cls.__module__ for cls in type(part).__mro__ if _METHOD in vars(cls)]
         if any(owner.partition(".")[0] in _LIBRARIES for owner in owners):
             _Saving.put(part, _METHOD, name)
+        if tuners is not None and isinstance(part, tuners.BaseTunerLayer):
+            _Merging.put(part, "merge", name)
+            _Merging.put(part, "unmerge", name)
+        elif tuners is not None and isinstance(part, tuners.BaseTuner):
+            _Merging.put(part, "merge_and_unload", name)
 
 
 def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -66,17 +67,6 @@ def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
                 "Parameters are this rank's shards: pass state_dict=layerzero.checkpoint."
                 "get_model_state_dict(model, full=True, cpu_offload=True), called on every rank"
             )
-
-
-def show_whole_to_merging(module: nn.Module) -> None:
-    """Run the methods that merge adapters inside `summon`, on this module and those inside."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    for name, part in module.named_modules() if tuners is not None else ():
-        if isinstance(part, tuners.BaseTunerLayer):
-            _Merging.put(part, "merge", name)
-            _Merging.put(part, "unmerge", name)
-        elif isinstance(part, tuners.BaseTuner):
-            _Merging.put(part, "merge_and_unload", name)
 
 
 class _StandIn:

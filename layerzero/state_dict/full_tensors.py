@@ -11,9 +11,9 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,6 @@ class Shard(Protocol):
     local: torch.Tensor
     sharded_param: weakref.ref[nn.Parameter] | None
     """Its sharded parameter; None if the shard was read from a file."""
-
-
-_Shard = TypeVar("_Shard", bound=Shard)
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,13 @@ def _stream_model(
 
     sources = []
     for handle in names.handles:
-        of_all = _source_of_weights(handle, dtype)
-        wanted = [i for i in of_all.present if is_wanted(names.first(handle.sharded_params[i]))]
-        sources.append(replace(of_all, present=wanted))
+        own, params = handle.main_shard.dtype, handle.sharded_params
+        target = dtype if dtype is not None and own.is_floating_point else own
+        root = _root_of(params[0])
+        assert root is not None, "the model of the handle exists"
+        wanted = [i for i, each in enumerate(params) if is_wanted(names.first(each))]
+        read = partial(_main_shard, handle, target)
+        sources.append(FlatSource(root, handle, target, read, wanted))
     yield from (
         (names.first(source.handle.sharded_params[index]), full)
         for source, index, full in _stream(sources, nbytes)
@@ -133,18 +134,9 @@ def _stream_model(
             yield found[0], buffer.detach()
 
 
-def _source_of_weights(handle: FlatParamHandle, dtype: torch.dtype | None) -> FlatSource:
-    """The main shard of a handle; cast to `dtype`, if given and if the shard is floating-point."""
-    own = handle.main_shard.dtype
-    target = dtype if dtype is not None and own.is_floating_point else own
-
-    def shard() -> torch.Tensor:
-        handle.reset_sharded_params(handle.fqns[0])
-        return handle.main_shard.detach().to(target)
-
-    root = _root_of(handle.sharded_params[0])
-    assert root is not None, "the model of the handle exists"
-    return FlatSource(root, handle, target, shard, range(len(handle.fqns)))
+def _main_shard(handle: FlatParamHandle, dtype: torch.dtype) -> torch.Tensor:
+    handle.reset_sharded_params(handle.fqns[0])
+    return handle.main_shard.detach().to(dtype)
 
 
 def _root_of(sharded_param: nn.Parameter) -> RootState | None:
@@ -213,7 +205,7 @@ def root_of(shard: Shard) -> RootState:
     return root
 
 
-def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, torch.Tensor]]:
+def gather(root: RootState, shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
     """Yield every shard with its full tensor. Collective over the ranks that share the model."""
     handles = [handle for unit in root.units for handle in unit.handles]
     places = {
@@ -223,7 +215,7 @@ def gather(root: RootState, shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, 
     }
     # A parameter may have several shards (weights, optimizer state, tied weights). A layer takes
     # one shard for each parameter, by its index, so that it can be gathered like the flat one.
-    layers: list[dict[torch.dtype, list[dict[int, _Shard]]]] = [{} for _ in handles]
+    layers: list[dict[torch.dtype, list[dict[int, Shard]]]] = [{} for _ in handles]
     for shard in shards:
         assert shard.sharded_param is not None
         number, index = places[id(shard.sharded_param())]

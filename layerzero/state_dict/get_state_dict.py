@@ -15,6 +15,7 @@ from torch import nn
 
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
+from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.full_tensors import gather, root_of
@@ -177,24 +178,25 @@ def _state_dict_of(
     names = Names(model)
     members = names_in_groups(names, optimizer)
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": params}
+        {**options_of(group), "params": params}
         for group, params in zip(optimizer.param_groups, members, strict=True)
     ]
+    held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     if keeps_whole_states(optimizer):
         if choice.rank0_only:
             for root in roots:
                 refuse_experts(root, "rank0_only")
+        states: _States = {p: held[p] for p in parameters_with_state(optimizer) if p in held}
         together = checkpoint_group_of(roots[0], None)
         keeps = not choice.rank0_only or together.is_first
-        whole = _whole_states(optimizer, names, together, keeps)
+        found = _of_all_ranks(names, states, members, together, is_whole=True, keeps=keeps)
         if not choice.cpu_offload:
-            whole = on_device(roots[0].device, whole)
-        return {"state": whole, "param_groups": groups} if keeps else {}
-    held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
-    states: _States = dict(held) or state_template(optimizer)
+            found = on_device(roots[0].device, found)
+        return {"state": found, "param_groups": groups} if keeps else {}
+    states = dict(held) or state_template(optimizer)
     if choice.full:
-        found = _of_all_ranks(roots[0], names, states, members)
+        together = checkpoint_group_of(roots[0], None)
+        found = _of_all_ranks(names, states, members, together, is_whole=False)
     else:
         found = {names.first(p): shards_of_state(p, own) for p, own in states.items()}
     return choice.made(roots, {"state": found, "param_groups": groups})
@@ -205,101 +207,72 @@ def _copied(value: Any) -> Any:
 
 
 def _of_all_ranks(
-    root: RootState, names: Names, states: _States, members: list[list[str]]
+    names: Names,
+    states: _States,
+    members: list[list[str]],
+    together: CheckpointGroup,
+    is_whole: bool,
+    keeps: bool = True,
 ) -> dict[str, StateDict]:
-    """The state of this rank's model with the same keys on every rank. Collective.
+    """The state of this rank's model with the same keys on every rank. Collective over `together`.
 
-    A rank with an empty shard of a parameter may have no state for it, and may have left it out of
-    the optimizer. So the rank with the parameter's first element says which keys there are, and
-    sends values that are no shards.
+    One rank says what there is of a parameter, and sends what is no shard: its owner, or the rank
+    with its first element, since one with an empty shard may have no state for it, and may have
+    left it out of the optimizer.
 
     Args:
         members: names in each group; those that other ranks have there are added.
-    """
-
-    def describe() -> StateDict:
-        rows: StateDict = {}
-        for parameter, state in states.items():
-            name = names.first(parameter)
-            for key, value in state.items() if names.announces(parameter) else ():
-                if get_info(parameter) is None:
-                    row = ["own", None]
-                elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    row = ["shard", dtype_name(value.dtype, f"{name}: {key}")]
-                else:
-                    row = ["value", encode(value, f"optimizer state {key!r} of {name}")]
-                rows.setdefault(name, {})[key] = row
-        return {"state": rows, "groups": members}
-
-    together = checkpoint_group_of(root, None)
-    parameters = {found: parameter for parameter, all in names.parameters for found in all}
-    result: dict[str, StateDict] = {}
-    for message in together.exchange("optimizer state", describe):
-        if len(message["groups"]) == len(members):
-            for group, theirs in zip(members, message["groups"], strict=True):
-                group[:] = dict.fromkeys([*group, *(name for name in theirs if name in parameters)])
-        for name, row in message["state"].items():
-            if name not in parameters:
-                continue  # An expert of other ranks.
-            parameter, state = parameters[name], result.setdefault(name, {})
-            held = states.get(parameter, {})
-            for key, (how, value) in row.items():
-                if how == "value":
-                    state[key] = decode(value)
-                elif how == "own":
-                    state[key] = _copied(held.get(key))
-                elif key in held:
-                    state[key] = shard_of(parameter, held[key].detach())
-                else:
-                    none = torch.zeros_like(parameter, dtype=DTYPES[value]).detach()
-                    state[key] = shard_of(parameter, none)
-    return result
-
-
-def _whole_states(
-    optimizer: torch.optim.Optimizer, names: Names, together: CheckpointGroup, keeps: bool
-) -> dict[str, StateDict]:
-    """The state of each parameter of a WholeTensorOptimizer, by name, with tensors on the CPU.
-
-    Owners broadcast one tensor after the other. Collective over `together`; blocks the host.
-
-    Args:
-        keeps: whether this rank wants the result; it gets {} otherwise.
+        is_whole: tensors are not shards, but whole and on the owner alone, which broadcasts one
+            after the other; those returned are on the CPU.
+        keeps: whether this rank wants the result.
 
     Raises:
         CheckpointError: a value cannot be encoded.
     """
-    states: Any = optimizer.state
-    own: list[torch.Tensor] = []
 
-    def describe() -> list[Any]:
+    def split(parameter: nn.Parameter) -> tuple[Any, dict[str, torch.Tensor]]:
+        def takes(tensor: torch.Tensor) -> bool:
+            return is_whole or tensor.shape == parameter.shape
+
+        return take_tensors(dict(states.get(parameter, {})), "", takes)
+
+    def describe() -> StateDict:
         rows = []
-        for parameter in parameters_with_state(optimizer):
-            if parameter in states:
-                name = names.first(parameter)
-                where = f"optimizer state of {name}"
-                rest, tensors = take_tensors(dict(states[parameter]), "")
-                kinds = [[k, dtype_name(t.dtype, where), list(t.shape)] for k, t in tensors.items()]
-                rows.append([name, encode(rest, where), kinds])
-                own.extend(tensors.values())
-        return rows
+        for parameter in states:
+            if get_info(parameter) is None or not (is_whole or names.announces(parameter)):
+                continue
+            name, (rest, tensors) = names.first(parameter), split(parameter)
+            where = f"optimizer state of {name}"
+            kinds = [[k, dtype_name(t.dtype, where), list(t.shape)] for k, t in tensors.items()]
+            rows.append([name, encode(rest, where), kinds])
+        return {"state": rows, "groups": members}
 
-    everyone = together.exchange("whole states", describe)
-    remaining = iter(own)
-    found: dict[str, StateDict] = {}
-    for rank, rows in enumerate(everyone):
-        for name, rest, kinds in rows:
+    parameters = {found: parameter for parameter, all in names.parameters for found in all}
+    result: dict[str, StateDict] = {
+        names.first(parameter): map_values(state, _copied)
+        for parameter, state in states.items()
+        if get_info(parameter) is None
+    }
+    for rank, message in enumerate(together.exchange("optimizer state", describe)):
+        if len(message["groups"]) == len(members):
+            for group, theirs in zip(members, message["groups"], strict=True):
+                group[:] = dict.fromkeys([*group, *(name for name in theirs if name in parameters)])
+        for name, rest, kinds in message["state"]:
+            parameter = parameters.get(name)  # None: an expert of other ranks.
+            held = {} if parameter is None else split(parameter)[1]
             tensors = {}
             for key, dtype, shape in kinds:
-                value = torch.empty(shape, dtype=DTYPES[dtype])
-                if rank == together.rank:
-                    value.copy_(next(remaining).detach())
-                tensors[key] = together.broadcast(f"{key} of {name}", value, rank)
-            if keeps:
-                found[name] = fill_slots(decode(rest), tensors)
-    # Without experts of other ranks.
-    firsts = [all_names[0] for _, all_names in names.parameters]
-    return {name: found[name] for name in firsts if name in found}
+                if is_whole:
+                    value = torch.empty(shape, dtype=DTYPES[dtype])
+                    if rank == together.rank:
+                        value.copy_(held[key].detach())
+                    tensors[key] = together.broadcast(f"{key} of {name}", value, rank)
+                elif parameter is not None:
+                    none = torch.zeros_like(parameter, dtype=DTYPES[dtype])
+                    tensors[key] = shard_of(parameter, held.get(key, none).detach())
+            if parameter is not None and keeps:
+                result[name] = fill_slots(decode(rest), tensors)
+    return {each[0]: result[each[0]] for _, each in names.parameters if each[0] in result}
 
 
 def gather_shards(

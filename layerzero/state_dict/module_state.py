@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.flat.flatten import OriginalParameter
-from layerzero.flat.parameter_info import ParameterInfo, gather_by, get_info
+from layerzero.flat.parameter_info import gather_by, info_of
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import ShardState, TrainingState, Unit
@@ -109,7 +109,7 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
         now = module._parameters.get(name)
         if now is not sharded_param and not any(now is unsharded for unsharded in shown):
             raise RuntimeError(
-                f"state_dict: parameter {_info_of(sharded_param).fqn!r} was replaced or removed "
+                f"state_dict: parameter {info_of(sharded_param).fqn!r} was replaced or removed "
                 "after wrapping, and its replacement is not sharded; copy values into the "
                 "parameter inside summon_full_params(), or call layerzero.rewrap(model) on every "
                 "rank"
@@ -173,14 +173,8 @@ def shard_of(sharded_param: nn.Parameter, local: torch.Tensor) -> ParameterShard
     from layerzero.state_dict.names import extent_of
     from layerzero.state_dict.parameter_shard import ParameterShard
 
-    info = _info_of(sharded_param)
+    info = info_of(sharded_param)
     return ParameterShard(local, extent_of(info), info.range, weakref.ref(sharded_param))
-
-
-def _info_of(sharded_param: nn.Parameter) -> ParameterInfo:
-    info = get_info(sharded_param)
-    assert info is not None, "sharded parameters have ParameterInfo"
-    return info
 
 
 def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor:
@@ -195,7 +189,7 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     """
     from layerzero.state_dict.parameter_shard import ParameterShard
 
-    info, own = _info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
+    info, own = info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:
             raise ValueError(

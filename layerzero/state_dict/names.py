@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
-from layerzero.flat.parameter_info import ParameterInfo, get_info
+from layerzero.flat.parameter_info import ParameterInfo, info_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.ranges import Extent
-from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import root_if_alive
-from layerzero.step.unit import get_unit
+from layerzero.step.unit import Unit, get_unit
 
 
 class Names:
@@ -24,8 +24,11 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
         """Every parameter, sharded or not, with all its names."""
-        self.handles = _handles_of(model)
-        self.tensor_parallel_groups = _tensor_parallel_groups_of(model)
+        units = _units_of(model)
+        self.handles = [handle for unit in units for handle in unit.handles]
+        roots = (root for unit in units if (root := root_if_alive(unit)) is not None)
+        groups = (root.tensor_parallel_groups for root in roots)
+        self.tensor_parallel_groups: Sequence[ShardGroup] = next(filter(None, groups), ())
         self._sharded_params = {
             id(shown): sharded
             for handle in self.handles
@@ -81,26 +84,13 @@ def name_among_all(model: nn.Module, name: str) -> str:
     return clean_name(global_name(model, name))
 
 
-def _handles_of(model: nn.Module) -> list[FlatParamHandle]:
+def _units_of(model: nn.Module) -> list[Unit]:
+    """Its units; parts that were wrapped separately one after the other."""
     units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
-    roots: dict[int, int] = {}  # Numbers parts that were wrapped separately.
+    roots: dict[int, int] = {}  # Numbers the parts.
     for unit in units.values():
         roots.setdefault(id(unit.context), len(roots))
-    ordered = sorted(units.values(), key=lambda unit: (roots[id(unit.context)], unit.index))
-    return [handle for unit in ordered for handle in unit.handles]
-
-
-def _tensor_parallel_groups_of(model: nn.Module) -> tuple[ShardGroup, ...]:
-    units = (get_unit(module) for module in model.modules())
-    roots = (root_if_alive(unit) for unit in units if unit is not None)
-    groups = (root.tensor_parallel_groups for root in roots if root is not None)
-    return next((found for found in groups if found), ())
-
-
-def info_of(sharded_param: nn.Parameter) -> ParameterInfo:
-    info = get_info(sharded_param)
-    assert info is not None, "sharded parameters have ParameterInfo"
-    return info
+    return sorted(units.values(), key=lambda unit: (roots[id(unit.context)], unit.index))
 
 
 def extent_of(info: ParameterInfo) -> Extent:

@@ -8,6 +8,7 @@ sharded shape; it raises before anything changes if an entry does not fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,32 +59,25 @@ def _mark_whole(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Stat
 
 
 def _unmark_whole(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
-    def plain(value: Any) -> Any:
-        return value.plain() if isinstance(value, RankLocal) else value
+    return {**state_dict, "state": map_values(state_dict["state"], _plain)}
 
-    return {**state_dict, "state": map_values(state_dict["state"], plain)}
+
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, RankLocal) else value
 
 
 def shards_of_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> StateDict:
     """State of a parameter, in which tensors of its sharded shape become shards."""
     info = get_info(parameter)
-    name = "an unsharded parameter" if info is None else info.fqn
-    return {
-        key: _shown(value, parameter, f"optimizer state {key!r} of {name}")
-        for key, value in state.items()
-    }
 
-
-def _shown(value: Any, parameter: nn.Parameter, what: str) -> Any:
-    def shown(item: Any) -> Any:
-        is_shaped = isinstance(item, torch.Tensor) and item.ndim
-        if not is_shaped or get_info(parameter) is None:
+    def shown(key: str, item: Any) -> Any:
+        if info is None or not isinstance(item, torch.Tensor) or not item.ndim:
             return item
         if item.shape == parameter.shape:
             return shard_of(parameter, item.detach())
-        return rank_local(item, what)
+        return rank_local(item, f"optimizer state {key!r} of {info.fqn}")
 
-    return map_values(value, shown)
+    return {key: map_values(value, partial(shown, key)) for key, value in state.items()}
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> dict[Any, nn.Parameter]:
@@ -138,9 +132,7 @@ def _taken(value: Any, parameter: nn.Parameter, is_shaped: bool) -> Any:
         return found if found.numel() == item.numel() else found.clone()
 
     def taken(item: Any) -> Any:
-        if isinstance(item, RankLocal):
-            return item.plain()
-        return part(item) if isinstance(item, ParameterShard) else item
+        return part(item) if isinstance(item, ParameterShard) else _plain(item)
 
     # The intended shape of plain tensors inside a container is unknown.
     is_plain = isinstance(value, torch.Tensor) and not isinstance(

@@ -62,21 +62,14 @@ def state_template(
     The optimizer does not change: a copy of it steps on parameters of one element each. So no real
     parameter is written, and only the result needs memory.
     """
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        stand_ins |= {parameter: _stand_in(parameter) for parameter in trained}
-        groups.append({**group, "params": [stand_ins[parameter] for parameter in trained]})
-    made = _state_of_twin(optimizer, groups)
-    template = {}
-    for parameter, stand_in in stand_ins.items():
-        state = made.get(stand_in)
-        if state:
-            template[parameter] = {
-                key: _zeros(value, stand_in, parameter) for key, value in state.items()
-            }
-    return template
+    groups = [
+        {**group, "params": [parameter for parameter in group["params"] if parameter.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    return {
+        parameter: {key: _zeros(value, parameter) for key, value in state.items()}
+        for parameter, state in _first_states(optimizer, groups).items()
+    }
 
 
 def shaped_keys(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -116,15 +109,17 @@ def refuse_other_class(
     ndim_of = original_ndim if keeps_whole_states(optimizer) else torch.Tensor.dim
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         given = {p: set(states[p]) for p in group["params"] if states.get(p)}
-        made_for = {
-            ndim: _keys_of_group(inside, group, options, ndim) for ndim in set(map(ndim_of, given))
-        }
+        with_options = {**group, **options, "params": [*given]}
+        if "capturable" in with_options:
+            with_options["capturable"] = False  # Fails on some devices; the keys are the same.
+        try:
+            first = _first_states(inside, [with_options] if given else [], ndim_of)
+        except Exception:
+            continue  # The step needs a closure, sparse gradients, ...
         has_other_options = _option_names(group) != _option_names(options)
         held: Any = optimizer.state
         for parameter, keys in given.items():
-            made = made_for[ndim_of(parameter)]
-            if made is None:
-                continue
+            made = set(first.get(parameter, ()))
             unknown = sorted(keys - made - set(held.get(parameter, ())))
             missing = sorted(made - keys)
             if (unknown and missing) or (has_other_options and (unknown or missing)):
@@ -141,51 +136,42 @@ def _option_names(group: Mapping[str, Any]) -> set[str]:
     return set(group) - {"params", "param_names", "initial_lr"}
 
 
-def _keys_of_group(
+def _first_states(
     optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    options: Mapping[str, Any],
-    ndim: int,
-) -> set[str] | None:
-    """Keys of the state that a first step with these options creates for a parameter with `ndim`
-    dimensions; None: unknown."""
-    stand_in = _stand_in(group["params"][0], (2,) * ndim if ndim > 1 else (1,))
-    with_options = {**group, **options, "params": [stand_in]}
-    if "capturable" in with_options:
-        with_options["capturable"] = False  # Fails on some devices; the keys are the same.
-    try:
-        return set(_state_of_twin(optimizer, [with_options]).get(stand_in, ()))
-    except Exception:
-        return None  # The step needs a closure, sparse gradients, ...
+    groups: Sequence[Mapping[str, Any]],
+    ndim_of: Callable[[nn.Parameter], int] = lambda parameter: 1,
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """The state that a first step with these groups creates, for small stand-ins of parameters.
 
+    The optimizer does not change: a copy of it steps.
 
-def _stand_in(parameter: nn.Parameter, shape: tuple[int, ...] = (1,)) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.new_zeros(shape))
-    stand_in.grad = torch.zeros_like(stand_in)
-    return stand_in
-
-
-def _state_of_twin(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> dict[Any, dict[str, Any]]:
-    """The state of a copy of the optimizer after a step with these groups."""
+    Args:
+        ndim_of: dimensions of the stand-in; with one it has one element.
+    """
+    stand_ins = {p: _stand_in(p, ndim_of(p)) for group in groups for p in group["params"]}
     twin = copy.copy(optimizer)
     twin.state = collections.defaultdict(dict)
-    twin.param_groups = groups
+    twin.param_groups = [{**g, "params": [stand_ins[p] for p in g["params"]]} for g in groups]
     twin._optimizer_step_pre_hooks = collections.OrderedDict()
     twin._optimizer_step_post_hooks = collections.OrderedDict()
     # `step` of the class: a scheduler may have put a counting one on the instance.
     type(optimizer).step(twin)
     made: Any = twin.state
-    return dict(made)
+    return {p: made[stand_in] for p, stand_in in stand_ins.items() if made.get(stand_in)}
 
 
-def _zeros(value: Any, stand_in: nn.Parameter, parameter: nn.Parameter) -> Any:
+def _stand_in(parameter: nn.Parameter, ndim: int) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.new_zeros((2,) * ndim if ndim > 1 else (1,)))
+    stand_in.grad = torch.zeros_like(stand_in)
+    return stand_in
+
+
+def _zeros(value: Any, parameter: nn.Parameter) -> Any:
+    """`value`, of the state of a stand-in of one element, in the shape of a parameter."""
     if not isinstance(value, torch.Tensor):
         return type(value)() if isinstance(value, (int, float)) else value
-    if value.shape == stand_in.shape:
-        return torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
-    return torch.zeros_like(value)
+    shape = parameter.shape if value.shape == (1,) else value.shape
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
 def options_of_groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -15,6 +16,7 @@ from layerzero.state_dict.names import Names, names_in_groups
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """By name; the name of a single one is ""."""
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _SLOT = "$state"
 """Key of a dict that stands for a tensor inside a container."""
 
@@ -39,16 +41,16 @@ def optimizer_inside(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def take_tensors(
-    value: Any, key: str, leave_numbers: bool = False
+    value: Any, key: str, takes: Callable[[torch.Tensor], bool] = lambda tensor: True
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a container into its tensors, by name, and the rest, with a slot for each tensor.
 
-    With `leave_numbers`, tensors without dimensions stay in the rest.
+    Tensors for which `takes` is False stay in the rest.
     """
     tensors: dict[str, torch.Tensor] = {}
 
     def take(item: Any, name: str) -> Any:
-        if isinstance(item, torch.Tensor) and (item.ndim or not leave_numbers):
+        if isinstance(item, torch.Tensor) and takes(item):
             tensors[name] = item
             return {_SLOT: name}
         return _rebuilt(item, lambda inner, place: take(inner, f"{name}[{place}]"))
@@ -132,17 +134,12 @@ def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimiz
     for name in optimizer:
         if not isinstance(name, str):
             raise TypeError(f"{verb}: optimizer: expected strings as names, got {name!r}")
-        if not _is_name(name):
+        if not _NAME.fullmatch(name):
             raise ValueError(
                 f"{verb}: optimizer: the name {name!r} cannot be saved; use letters, digits, '_', "
                 "'-' and '.', and begin with a letter, a digit or '_'"
             )
     return {n: _checked(each, f"{verb}: optimizer {n!r}") for n, each in optimizer.items()}
-
-
-def _is_name(name: str) -> bool:
-    allowed = all(each.isascii() and (each.isalnum() or each in "_-.") for each in name)
-    return allowed and name[:1] not in ("", "-", ".")
 
 
 def _checked(optimizer: Any, what: str) -> torch.optim.Optimizer:

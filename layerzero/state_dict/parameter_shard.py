@@ -106,16 +106,7 @@ class ParameterShard(torch.Tensor):
         block = whole[tuple(slice(at, at + size) for at, size in ends)]
         return block.reshape(-1)[slice(*self.range)].view(self.local.shape)
 
-    def storage(self) -> NoReturn:  # The last method that safetensors tries.
-        self._refuse_bytes()
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        self._refuse_bytes()
-
-    def tolist(self) -> NoReturn:
-        self._refuse_bytes()
-
-    def _refuse_bytes(self) -> NoReturn:
+    def _refuse_bytes(self, **options: object) -> NoReturn:
         raise RuntimeError(
             f"a sharded tensor of shape {tuple(self.shape)}, of which this rank has elements "
             f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy, "
@@ -124,6 +115,9 @@ class ParameterShard(torch.Tensor):
             "cpu_offload=True, rank0_only=True) on every rank, and write full on the first rank; "
             "layerzero.checkpoint.save writes a folder with the weights as safetensors"
         )
+
+    numpy = tolist = _refuse_bytes
+    storage = _refuse_bytes  # The last method that safetensors tries.
 
     def is_of_same_place(self, other: ParameterShard) -> bool:
         return (self.extent, self.range) == (other.extent, other.range)

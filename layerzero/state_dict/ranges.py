@@ -65,7 +65,7 @@ def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
         return
     split = narrow[-1]
     row = math.prod(local_shape[split:])
-    strides = _strides(shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     for index in range(start // row, -(-stop // row)):
         base, rest = first, index
@@ -106,7 +106,3 @@ def _inside(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
     base = index * math.prod(shape[1:])
     for local, offsets, sizes in _boxes(shape[1:], start - base, stop - base):
         yield Box(base + local, (index, *offsets), (1, *sizes))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -27,7 +27,7 @@ class RankLocal(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> RankLocal:
         return rank_local(copy.deepcopy(self.plain(), memo), self.what)
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, *args: object) -> NoReturn:
         raise NotImplementedError(
             f"{self.what}: this rank alone has this tensor of shape {tuple(self.shape)}, which "
             "cannot be resharded. With a WholeTensorOptimizer use layerzero.checkpoint.save, or "
@@ -35,16 +35,8 @@ class RankLocal(torch.Tensor):
             "each rank's state separately"
         )
 
-    # What torch.distributed.checkpoint calls ------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, object: object) -> NoReturn:
-        self.refuse()
-
-    def __create_chunk_list__(self) -> NoReturn:
-        self.refuse()
-
-    def __get_tensor_shard__(self, index: object) -> NoReturn:
-        self.refuse()
+    # What torch.distributed.checkpoint calls.
+    __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = refuse
 
 
 def rank_local(value: torch.Tensor, what: str) -> RankLocal:

@@ -17,6 +17,7 @@ from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some
+from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
@@ -154,13 +155,7 @@ def set_optimizer_state_dict(
 def _set_one(
     names: Names, optimizer: torch.optim.Optimizer, optim_state_dict: StateDict, strict: bool
 ) -> None:
-    saved = [
-        (
-            {key: v for key, v in group.items() if key not in ("params", "param_names")},
-            group["params"],
-        )
-        for group in optim_state_dict["param_groups"]
-    ]
+    saved = [(options_of(group), group["params"]) for group in optim_state_dict["param_groups"]]
     groups = names_in_groups(names, optimizer)
     options_by_group = options_of_groups(groups, saved, strict, "the state dict")
     if keeps_whole_states(optimizer):
@@ -219,7 +214,7 @@ def _from_first(
 
     def describe() -> list[Any]:
         # Numbers travel as values: optimizers keep them on the CPU.
-        rest, found = take_tensors(state_dict, "", leave_numbers=True)
+        rest, found = take_tensors(state_dict, "", lambda tensor: tensor.ndim > 0)
         given.update(found)
         kinds = [[path, dtype_name(t.dtype, path), list(t.shape)] for path, t in found.items()]
         return [encode(rest, "state dict"), kinds]
@@ -230,7 +225,10 @@ def _from_first(
         full = torch.empty(shape, dtype=DTYPES[dtype], device=root.device)
         if together.is_first:
             full.copy_(given[path])
-        _broadcast(root, full, path)
+        for group in root.tensor_parallel_groups:
+            operation = root.operations.next_tensor_parallel("state dict", path, group)
+            broadcast(full, group, operation).wait()
+        broadcast_from_first(full, root.groups, partial(root.operations.next, "state dict", path))
         sharded_param = sharded_params.get(path, sharded_params.get(path.rpartition("[")[0]))
         if sharded_param is not None and get_info(sharded_param) is not None:
             values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())
@@ -238,11 +236,3 @@ def _from_first(
             values[path] = full
     result: StateDict = fill_slots(decode(rest), values)
     return result
-
-
-def _broadcast(root: RootState, tensor: torch.Tensor, name: str) -> None:
-    """Broadcast from the first of all ranks, tensor-parallel ones included, in place."""
-    for group in root.tensor_parallel_groups:
-        operation = root.operations.next_tensor_parallel("state dict", name, group)
-        broadcast(tensor, group, operation).wait()
-    broadcast_from_first(tensor, root.groups, partial(root.operations.next, "state dict", name))

@@ -79,7 +79,8 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
                 made = [_gather(root, unit, handle, options) for handle in unit.handles]
                 summoned.extend(made)
                 if all(entry.parameters is not None for entry in made):
-                    _show(unit, made)
+                    shown = [each for entry in made for each in entry.parameters or ()]
+                    unit.views.show(dict(zip(unit.sharded_params, shown, strict=True)))
         yield
         finished = True
     finally:
@@ -238,17 +239,6 @@ def gather_flat(
 ) -> torch.Tensor:
     name = partial(root.operations.next, "summon", unit.label)
     return gather_along(shard.to(root.device), handle.placement.owner_groups, name).view(-1)
-
-
-def _show(unit: Unit, made: list[_Summoned]) -> None:
-    by_sharded = {
-        sharded: parameter
-        for entry in made
-        for sharded, parameter in zip(
-            entry.handle.sharded_params, entry.parameters or (), strict=True
-        )
-    }
-    unit.views.show(by_sharded)
 
 
 @remembers_failure

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,14 +31,6 @@ from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _HOST = torch.device("cpu")
-
-_failed: WeakSet[Operations] = WeakSet()
-"""Operations of live models that have a `failure`."""
-
-
-def has_failures() -> bool:
-    """Whether a collective of any live model failed. Costs a test of an empty set."""
-    return bool(_failed)
 
 
 def remembers_failure(method: _Method) -> _Method:
@@ -171,7 +163,6 @@ class Operations:
         """
         if self.failure is None:
             self.failure = error
-        _failed.add(self)
         return self.failure
 
     def wait_until_idle(self) -> None:

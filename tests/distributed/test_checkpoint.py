@@ -592,7 +592,6 @@ def _from_a_device(root: str) -> None:
     with (
         mock.patch.object(transfer, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
-        mock.patch.object(transfer, "wait_for"),
         mock.patch.object(saving, "wait_for"),
         mock.patch.object(transfer, "BATCH_NBYTES", window),
         mock.patch.object(host, "runtime_of", lambda device: runtime),

@@ -46,8 +46,8 @@ _NAMES = {
     "_all_to_all": "received parts",
     "exchange_in_place": "received parts",
     "_gather": "streamed bucket",
-    "Exchange.__init__": "packed pieces",
     "_gather_flags": "gradient presence",
+    "_begin": "packed pieces",
     "flags_tensor": "gradient presence",
 }
 """Function of the engine that allocates -> what it allocates."""

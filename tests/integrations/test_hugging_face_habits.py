@@ -361,7 +361,7 @@ def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     # It was made before the model was sharded, and is known all the same.
     assert isinstance(optimizer.optimizer, torch.optim.AdamW)
     assert attach.holds_sharded_params(optimizer.optimizer)
-    assert "_layerzero_attached" in vars(optimizer.optimizer)
+    assert "_layerzero_waiting" in vars(optimizer.optimizer)
     with pytest.raises(ValueError, match="found none"):
         accelerator.load_state()
     saved = []

@@ -16,9 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_729,
+    "": 47_248,
     "flat": 2_860,
-    "step": 4_634,
+    "step": 4_625,
     "comm": 1_523,
     "watch": 1_092,
     "build": 2_647,

@@ -49,7 +49,9 @@ def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
     starts_here = check_link(patch, mark, anchor)
     if starts_here and patch.before is not None:
         _check_before(targets[0][1], patch)
-    for memory in _distinct([target for _, target in targets]):
+    # One of each that share their memory.
+    distinct = {(each.device, each.data_ptr(), each.stride()): each for _, each in targets}
+    for memory in distinct.values():
         _write(memory, patch)
         mark_of(memory).follow(patch.link.stream)
     anchor.follow(patch.link.stream)
@@ -151,9 +153,3 @@ def _write(target: torch.Tensor, patch: Patch) -> None:
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         flat = target.view(-1) if target.is_contiguous() else target
         flat[_places(flat, patch.indices)] = values
-
-
-def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One of each that share their memory."""
-    found = {(each.device, each.data_ptr(), each.stride()): each for each in tensors}
-    return list(found.values())

@@ -189,12 +189,9 @@ class Chunk:
         if not lost.numel():
             return
         place = int(lost[0])
-        piece = self._piece_at(place)
+        pieces = self.source.pieces
+        piece = next((p for p in pieces if 0 <= place - p.offset < p.numel), pieces[0])
         raise DeltaError(
             f"{piece.names[0]!r}: {self.dtype} cannot hold {main[place].item():.6g} (element "
             f"{int(piece.in_whole(lost[:1]))}); use a DeltaStream of another dtype"
         )
-
-    def _piece_at(self, place: int) -> Piece:
-        pieces = self.source.pieces
-        return next((p for p in pieces if 0 <= place - p.offset < p.numel), pieces[0])

@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.format.inventory import replica_of
-from layerzero.flat.parameter_info import foreign_class
+from layerzero.flat.parameter_info import foreign_class, info_of
 from layerzero.notices import is_first_rank
-from layerzero.state_dict.names import Names, extent_of, info_of, named_buffers
+from layerzero.state_dict.names import Names, extent_of, named_buffers
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
 

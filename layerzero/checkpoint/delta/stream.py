@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,15 +30,6 @@ from layerzero.step.unit import TrainingState
 _INDEX_NBYTES = 8
 _numbers = itertools.count()
 """Numbers the streams of this process."""
-
-
-class _Pending(NamedTuple):
-    """Elements of a round that do not count as sent yet: of the last patch, and those behind."""
-
-    chunk: Chunk
-    places: torch.Tensor
-    """Indices in the chunk; the pending ones start at `begin`."""
-    begin: int
 
 
 class DeltaStream:
@@ -113,7 +103,8 @@ class DeltaStream:
         self._chain = secrets.token_hex(6)
         self._yielded = 0  # number of the last patch
         self._counted = 0  # number of the last one that counts as sent
-        self._pending: _Pending | None = None
+        self._pending: tuple[Chunk, torch.Tensor] | None = None
+        """A chunk and places in it that do not count as sent: of the last patch, and behind it."""
 
     def changes(self) -> Iterator[Patch]:
         """Yield what receivers do not have yet of this rank's elements, as patches.
@@ -164,7 +155,13 @@ class DeltaStream:
     # Rounds -----------------------------------------------------------------------------------
 
     def _changes(self) -> Iterator[Patch]:
-        own = self._begin_round()
+        if self._pending is not None:
+            # What an interrupted round left is sent again.
+            chunk, places = self._pending
+            chunk.forget(places)
+            self._pending = None
+        self.round += 1
+        own = self.round
         scratch = Scratch()
         for chunk in self._chunks:
             start = 0
@@ -174,7 +171,7 @@ class DeltaStream:
                 found = chunk.changed(start, self._room(chunk), scratch, settles=not is_first)
                 for piece, begin, end in chunk.cut(found):
                     places, values = found.places[begin:end], found.values[begin:end]
-                    self._pending = _Pending(chunk, found.places, begin)
+                    self._pending = chunk, found.places[begin:]
                     yield self._patch(chunk, piece, places, values)
                     if self.round != own:
                         raise RuntimeError(
@@ -186,18 +183,6 @@ class DeltaStream:
                         chunk.settle(places, values)
                 self._pending = None
                 start = found.stop
-
-    def _begin_round(self) -> int:
-        self._forget_pending()
-        self.round += 1
-        return self.round
-
-    def _forget_pending(self) -> None:
-        """Have the elements sent again that an interrupted round left."""
-        if self._pending is not None:
-            chunk, places, begin = self._pending
-            chunk.forget(places[begin:])
-            self._pending = None
 
     def _patch(
         self, chunk: Chunk, piece: Piece, places: torch.Tensor, values: torch.Tensor

@@ -9,17 +9,14 @@ that is cached already, and where the file system refuses O_DIRECT.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import mmap
 import os
-import sys
-import threading
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from layerzero.flat.buffer import HUGE_PAGE_NBYTES, prefer_huge_pages
 
 PAGE_NBYTES = 4096
 """Alignment of memory and file offsets: a multiple of the block sizes that disks require."""
@@ -27,10 +24,6 @@ _MIN_NBYTES = 256 << 10
 """Smallest direct transfer; smaller ones are left to the page cache."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors by which a file system refuses O_DIRECT, or memory that is not aligned."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, Linux 5.14."""
-_POPULATE_NBYTES = 4 << 20
-"""Bytes asked for at a time; after each the thread looks whether it should stop."""
 
 
 class _File:
@@ -167,64 +160,13 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
 def pages(nbytes: int) -> torch.Tensor:
     """Page-aligned memory: [nbytes] uint8, on huge pages if the system has them.
 
-    Page faults at first touch cost as much as reading from a disk; huge pages have 512 times fewer.
+    A disk moves more bytes per request to and from huge pages, which are contiguous.
     """
-    if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows
-        memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8)
-        shift = -memory.data_ptr() % PAGE_NBYTES
-        return memory[shift : shift + nbytes]
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
-@contextlib.contextmanager
-def populating(memories: Sequence[torch.Tensor], lead_nbytes: int) -> Iterator[None]:
-    """Have the kernel give new memory its pages ahead of the reads, while the context lasts.
-
-    A read into pages that are not there yet has to wait for them: the kernel finds and zeroes them,
-    and on a virtual machine the host may have to give the memory first. With one thread that asks
-    for them the disk is kept busy meanwhile. Does nothing where the system cannot.
-
-    Args:
-        memories: of `pages`, in the order of the reads.
-        lead_nbytes: number of bytes at the beginning to leave out.
-    """
-    madvise = _madvise()
-    steps = [
-        (memory.data_ptr() + begin, min(_POPULATE_NBYTES, memory.nbytes - begin))
-        for memory in memories
-        for begin in range(0, memory.nbytes, _POPULATE_NBYTES)
-    ]
-    del steps[: lead_nbytes // _POPULATE_NBYTES]
-    stopped = threading.Event()
-
-    def populate() -> None:
-        for address, nbytes in steps:
-            # An old kernel, or no memory: then the reads take it, or fail.
-            if stopped.is_set() or madvise(address, nbytes, _POPULATE_WRITE):
-                return
-
-    thread = threading.Thread(target=populate, name="layerzero-populate")
-    if steps and madvise is not None:
-        thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        if thread.ident is not None:
-            thread.join()
-
-
-def _madvise() -> Any:
-    """madvise(2), which runs without the GIL; None: not Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return madvise
+    memory = torch.empty(nbytes + HUGE_PAGE_NBYTES, dtype=torch.uint8)
+    begin = -memory.data_ptr() % HUGE_PAGE_NBYTES
+    memory = memory[begin : begin + nbytes]
+    prefer_huge_pages(memory, collapse=False)
+    return memory
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -5,8 +5,8 @@
     batches      aaaaaaa|abbbbbb|bbbbbbb     cccccc       one thread moves each with one call
 
 Batches are cut at pages, for direct I/O, and about equally large: with a few small ones at the end
-of each region the disk would wait more often. Values are read into memory laid out like the file,
-so that whole pages go there directly; the parts of a page around a region are read, too. Nothing
+of each region the disk would wait more often. A thread moves each through a block of memory of its
+own, aligned like the file, and computes checksums while it copies between block and shards. Nothing
 here is collective.
 """
 
@@ -16,11 +16,10 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,21 +30,15 @@ from layerzero.checkpoint.file_io.direct_io import (
     FileWriter,
     bytes_of,
     pages,
-    populating,
 )
 from layerzero.checkpoint.format.crc import copy_crc32, crc32, placed
 from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
-from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
 
 BATCH_NBYTES = 8 << 20
 """Largest batch, so that it is still in the CPU cache when it is moved after being checksummed, or
 the other way round."""
-_MIN_PAGES_NBYTES = 256 << 10
-"""Smallest region that is read into pages of its own."""
-_ALIGNMENT = 64
-"""Of smaller regions: that of the memory that torch allocates."""
 _NUM_THREADS = 4
 File = TypeVar("File", FileReader, FileWriter)
 Progress = Callable[[int], None]
@@ -60,9 +53,6 @@ class Transfer(NamedTuple):
     number: int
     """Number of the tensor, the same on all ranks."""
     entry: Entry
-    life: Hashable = None
-    """Lifetime of what is read; shards with different lifetimes share no storage, so that one can
-    be freed before the other."""
 
 
 class Tally(NamedTuple):
@@ -98,13 +88,8 @@ class _Part(NamedTuple):
         return head, _Part(*tail)
 
 
-class _Batch(NamedTuple):
-    parts: list[_Part]
-    """Adjacent in the file."""
-    start: int
-    memory: memoryview | None = None
-    """Where a read puts the file's bytes from `start` on: those of the parts, and what else is in
-    their pages."""
+_Batch = list[_Part]
+"""Adjacent in the file."""
 
 
 def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
@@ -119,35 +104,23 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
     tensors = [each.entry.tensor for each in transfers]
     shards = [bytes_of(each) if is_on_host(each) else each.view(torch.uint8) for each in tensors]
     devices = {each.device for each in shards if isinstance(each, torch.Tensor)}
-    of_thread = threading.local()
 
-    def write(file: FileWriter, batch: _Batch) -> list[int]:
-        if not hasattr(of_thread, "block"):
-            of_thread.block = _block(devices)
-        begin = end = batch.start % PAGE_NBYTES
-        crcs: list[int | memoryview] = []
-        for part in batch.parts:
+    def write(file: FileWriter, block: torch.Tensor, batch: _Batch) -> list[int]:
+        begin = end = batch[0].offset % PAGE_NBYTES
+        crcs = []
+        for part in batch:
             data = shards[part.transfer][part.local : part.local + part.nbytes]
-            copy = of_thread.block[end : end + part.nbytes]
+            copy = block[end : end + part.nbytes]
             end += part.nbytes
             if isinstance(data, memoryview):
                 crcs.append(copy_crc32(bytes_of(copy), data))
             else:
-                copy.copy_(data, non_blocking=True)
-                crcs.append(bytes_of(copy))
-        wait_for(devices)
-        found = [each if isinstance(each, int) else crc32(each) for each in crcs]
-        file.write(bytes_of(of_thread.block[begin:end]), batch.start)
-        return found
+                copy.copy_(data)  # Waits for it.
+                crcs.append(crc32(bytes_of(copy)))
+        file.write(bytes_of(block[begin:end]), batch[0].offset)
+        return crcs
 
-    parts: dict[str, list[_Part]] = {}
-    for index, transfer in enumerate(transfers):
-        parts.setdefault(transfer.file, []).extend(_parts(transfer, index))
-    batches = {
-        name: [_Batch(batch, batch[0].offset) for region in _regions(own) for batch in _cut(region)]
-        for name, own in parts.items()
-    }
-    return _move(folder, transfers, batches, FileWriter, write, progress)
+    return _move(folder, transfers, devices, FileWriter, write, progress)
 
 
 def _block(devices: set[torch.device]) -> torch.Tensor:
@@ -162,84 +135,27 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def wait_for(devices: Iterable[torch.device]) -> None:
-    """Block until the current stream of each is done."""
-    for device in devices:
-        stream_interface(device).current_stream(device).synchronize()
-
-
-def read_ranges(
-    folder: Path, transfers: Sequence[Transfer], progress: Progress
-) -> tuple[list[Transfer], list[Tally]]:
-    """Read shards into new host memory. Blocks.
-
-    Args:
-        transfers: only numel and dtype of their tensors are used, which may be on meta.
-
-    Returns:
-        The same transfers with the values that were read.
+def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+    """Read shards, which are on the host. Blocks.
 
     Raises:
         OSError: a read failed, or a file is too short.
     """
-    placed, batches, memories = _in_memory(transfers)
-    shards = [bytes_of(each.entry.tensor) for each in placed]
+    shards = [bytes_of(each.entry.tensor) for each in transfers]
 
-    def read(file: FileReader, batch: _Batch) -> list[int]:
-        assert batch.memory is not None, "made by _in_memory"
-        file.read(batch.memory, batch.start, batch.parts[-1].end - batch.start)
-        return [crc32(shards[p.transfer][p.local : p.local + p.nbytes]) for p in batch.parts]
+    def read(file: FileReader, block: torch.Tensor, batch: _Batch) -> list[int]:
+        begin, end = _rounded(batch)
+        data = bytes_of(block[: end - begin])
+        file.read(data, begin, batch[-1].end - begin)
+        return [
+            copy_crc32(
+                shards[part.transfer][part.local : part.local + part.nbytes],
+                data[part.offset - begin : part.end - begin],
+            )
+            for part in batch
+        ]
 
-    # The first reads begin at once.
-    with populating(memories, _NUM_THREADS * BATCH_NBYTES):
-        return placed, _move(folder, placed, batches, FileReader, read, progress)
-
-
-def _in_memory(
-    transfers: Sequence[Transfer],
-) -> tuple[list[Transfer], dict[str, list[_Batch]], list[torch.Tensor]]:
-    """Transfers with new memory, their batches by file, and the pages in the order of reading."""
-    placed = list(transfers)
-    batches: dict[str, list[_Batch]] = {}
-    large: list[tuple[str, int, torch.Tensor]] = []
-    together: dict[tuple[str, Hashable], list[_Part]] = {}
-
-    def give(index: int, tensor: torch.Tensor) -> None:
-        placed[index] = placed[index]._replace(entry=replace(placed[index].entry, tensor=tensor))
-
-    for index, transfer in enumerate(transfers):
-        own, parts = batches.setdefault(transfer.file, []), list(_parts(transfer, index))
-        dtype = transfer.entry.tensor.dtype
-        # A file from another source may have tensors at misaligned offsets.
-        if len(parts) == 1 and parts[0].offset % dtype.itemsize == 0:
-            together.setdefault((transfer.file, transfer.life), []).extend(parts)
-            continue
-        give(index, torch.empty(transfer.entry.tensor.shape, dtype=dtype))
-        data = bytes_of(placed[index].entry.tensor)
-        for (each,) in itertools.chain.from_iterable(_cut([part]) for part in parts):
-            own.append(_Batch([each], each.offset, data[each.local : each.local + each.nbytes]))
-    for (file, _), parts in together.items():
-        for region in _regions(parts):
-            is_large = region[-1].end - region[0].offset >= _MIN_PAGES_NBYTES
-            unit = PAGE_NBYTES if is_large else _ALIGNMENT
-            first, stop = _rounded(region, unit)
-            if is_large:
-                memory = pages(stop - first)
-                large.append((file, first, memory))
-            else:
-                memory = torch.empty(stop - first, dtype=torch.uint8)
-            for part in region:
-                whole = memory[part.offset - first : part.end - first]
-                give(part.transfer, whole.view(placed[part.transfer].entry.tensor.dtype))
-            view = bytes_of(memory)
-            for batch in _cut(region):
-                begin, end = _rounded(batch, unit)
-                batches[file].append(_Batch(batch, begin, view[begin - first : end - first]))
-    for of_file in batches.values():
-        of_file.sort(key=lambda batch: batch.start)
-    files = list(batches)
-    large.sort(key=lambda item: (files.index(item[0]), item[1]))
-    return placed, batches, [memory for _, _, memory in large]
+    return _move(folder, transfers, set(), FileReader, read, progress)
 
 
 def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
@@ -263,7 +179,7 @@ def _regions(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 
 def _cut(region: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Cut adjacent parts into batches."""
-    begin, end = _rounded(region, PAGE_NBYTES)
+    begin, end = _rounded(region)
     num_pages = (end - begin) // PAGE_NBYTES
     num_batches = -(-(end - begin) // max(BATCH_NBYTES, PAGE_NBYTES))
     step = -(-num_pages // num_batches) * PAGE_NBYTES
@@ -277,32 +193,34 @@ def _cut(region: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield batch
 
 
-def _rounded(parts: Sequence[_Part], unit: int) -> tuple[int, int]:
-    """Where adjacent parts begin and end in the file, in whole units."""
-    return parts[0].offset // unit * unit, -(-parts[-1].end // unit) * unit
-
-
-class _UnderWay(NamedTuple):
-    """A file whose batches a pool of threads moves."""
-
-    path: Path
-    file: Any
-    batches: list[_Batch]
-    futures: list[Future[list[int]]]
+def _rounded(parts: Sequence[_Part]) -> tuple[int, int]:
+    """Where adjacent parts begin and end in the file, in whole pages."""
+    begin, end = parts[0].offset, parts[-1].end
+    return begin - begin % PAGE_NBYTES, end + -end % PAGE_NBYTES
 
 
 def _move(
     folder: Path,
     transfers: Sequence[Transfer],
-    by_file: dict[str, list[_Batch]],
+    devices: set[torch.device],
     open_file: Callable[[Path], File],
-    move: Callable[[File, _Batch], list[int]],
+    move: Callable[[File, torch.Tensor, _Batch], list[int]],
     progress: Progress,
 ) -> list[Tally]:
     """Move all batches in several threads; `move` returns the CRC of each part."""
+    by_file: dict[str, list[_Part]] = {}
+    for index, transfer in enumerate(transfers):
+        by_file.setdefault(transfer.file, []).extend(_parts(transfer, index))
+    of_thread = threading.local()
+
+    def run(file: File, batch: _Batch) -> list[int]:
+        if not hasattr(of_thread, "block"):
+            of_thread.block = _block(devices)
+        return move(file, of_thread.block, batch)
+
     crcs: list[int] = []
     parts: list[_Part] = []
-    under_way: deque[_UnderWay] = deque()
+    under_way: deque[tuple[Path, File, list[_Batch], list[Future[list[int]]]]] = deque()
     # Threads let the disk work on the next batches while one is copied and checksummed.
     pool = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
 
@@ -311,17 +229,18 @@ def _move(
         with _naming(path):
             for batch, future in zip(batches, futures, strict=True):
                 crcs.extend(future.result())
-                parts.extend(batch.parts)
-                progress(sum(part.nbytes for part in batch.parts))
+                parts.extend(batch)
+                progress(sum(part.nbytes for part in batch))
             file.finish()
         under_way.popleft()
 
     try:
-        for name, batches in by_file.items():
+        for name, own in by_file.items():
             with _naming(folder / name):
                 file = open_file(folder / name)
-            futures = [pool.submit(move, file, batch) for batch in batches]
-            under_way.append(_UnderWay(folder / name, file, batches, futures))
+            batches = [batch for region in _regions(own) for batch in _cut(region)]
+            futures = [pool.submit(run, file, batch) for batch in batches]
+            under_way.append((folder / name, file, batches, futures))
             # The batches of the next file wait in the pool, so that the disk does not fall idle at
             # the end of a file.
             if len(under_way) > 1:
@@ -330,8 +249,8 @@ def _move(
             finish_first()
     finally:
         pool.shutdown(cancel_futures=True)
-        for each in under_way:
-            each.file.close()
+        for _, file, _, _ in under_way:
+            file.close()
     return _tallies(transfers, parts, crcs)
 
 

@@ -125,10 +125,12 @@ def resolve(path: Path) -> Path:
     Raises:
         CheckpointError: there is no checkpoint; lists what was found.
     """
-    if path.is_file() or is_checkpoint(path):
+    if path.is_file():
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
+    if (path / MANIFEST).exists() or any(path.glob("*.safetensors")):
+        return path
     name = _latest_name(path)
     if name is None:
         steps = committed_steps(path)
@@ -151,10 +153,6 @@ def resolve(path: Path) -> Path:
         + (", ".join(step.name for step in steps.values()) or "no checkpoint")
         + ". Pass the folder of the checkpoint to load"
     )
-
-
-def is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob("*.safetensors")))
 
 
 def _latest_name(root: Path) -> str | None:

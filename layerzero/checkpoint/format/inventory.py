@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
-from layerzero.flat.parameter_info import ParameterInfo
+from layerzero.flat.parameter_info import ParameterInfo, info_of
 from layerzero.optim.decay import original_ndim
+from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import (
     Names,
     extent_of,
     group_text,
-    info_of,
     name_among_all,
     named_buffers,
     names_in_groups,
@@ -161,8 +161,7 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
         for number, group in enumerate(optimizer.param_groups):
             options = {
                 key: encode(value, f"option {key!r} of {group_text(name, number)}")
-                for key, value in group.items()
-                if key not in ("params", "param_names")
+                for key, value in options_of(group).items()
             }
             groups.append({"options": options, "params": members[number], **of_whom})
     return groups

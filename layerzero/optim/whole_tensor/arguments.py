@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.build.compare import Exchange
+from layerzero.flat.parameter_info import info_of
 from layerzero.optim.attach import with_sharded
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
-from layerzero.optim.whole_tensor.owners import Cost, info_of
+from layerzero.optim.whole_tensor.owners import Cost
 from layerzero.step.root import RootState
 
 _NAME = "WholeTensorOptimizer"
@@ -131,44 +131,34 @@ def _text_of(value: Any) -> str:
 # On all ranks ---------------------------------------------------------------------------------
 
 
-def raise_together(root: RootState, error: Exception | None) -> None:
-    """Raise on all ranks if any has an error. Collective over the ranks that share the model.
+def raise_together(root: RootState, error: Exception | None, rows: Sequence[str] = ()) -> None:
+    """Raise on all ranks if any has an error, or if their rows differ.
 
-    Raises:
-        Exception: `error` on the ranks that have one; elsewhere ValueError with the first text.
-    """
-    texts = _exchange(root).texts(None if error is None else str(error))
-    if error is not None:
-        raise error
-    for other, each in texts.items():
-        raise ValueError(f"{_NAME}: rank {other} refused its arguments: {each}")
-
-
-def refuse_differences(root: RootState, rows: Sequence[str]) -> None:
-    """Raise on all ranks if their rows differ. Collective as `raise_together`.
+    Collective over the ranks that share the model.
 
     Args:
         rows: description of this rank's arguments, in short lines.
 
     Raises:
+        Exception: `error` on the ranks that have one; elsewhere ValueError with the first text.
         ValueError: for each rank, the first row in which it differs from the first rank.
     """
-    exchange = _exchange(root)
-    low, high = exchange.bounds(zlib.crc32("\n".join(rows).encode()))
-    if low == high:
+    exchange = Exchange([*root.groups, *root.tensor_parallel_groups], root.device, _NAME)
+    texts = exchange.texts(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for other, each in texts.items():
+        raise ValueError(f"{_NAME}: rank {other} refused its arguments: {each}")
+    if not rows:
         return
     rank, first = exchange.first([dist.get_rank(), rows])
     pairs = itertools.zip_longest(rows, first, fillvalue="nothing more")
     text = next(
         (f"{own}, where rank {rank} has {other}" for own, other in pairs if own != other), None
     )
-    listed = "; ".join(f"rank {other} has {each}" for other, each in exchange.texts(text).items())
-    raise ValueError(
-        f"{_NAME}: ranks differ: {listed}; pass the same parameters in the same order, the same "
-        "class and the same options on every rank"
-    )
-
-
-def _exchange(root: RootState) -> Exchange:
-    """Between all ranks that share the model."""
-    return Exchange([*root.groups, *root.tensor_parallel_groups], root.device, _NAME)
+    differing = [f"rank {other} has {each}" for other, each in exchange.texts(text).items()]
+    if differing:
+        raise ValueError(
+            f"{_NAME}: ranks differ: {'; '.join(differing)}; pass the same parameters in the same "
+            "order, the same class and the same options on every rank"
+        )

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from layerzero.flat.parameter_info import info_of
 from layerzero.notices import some
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.checks import name_of
-from layerzero.optim.whole_tensor.owners import info_of
 
 Group = dict[str, Any]
 _NOT_OPTIONS = ("params", "param_names")
@@ -125,67 +125,41 @@ class Factory(NamedTuple):
         return self.make([{**g, "params": [like(p) for p in g["params"]]} for g in groups])
 
 
-class Inner:
-    """The user's optimizer over the whole tensors that this rank owns."""
+def load(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    tensors: Sequence[nn.Parameter | None],
+) -> None:
+    """Load whole states, and options of the groups.
 
-    optimizer: torch.optim.Optimizer
+    Args:
+        state_dict: as of a torch optimizer over `tensors`; None: not on this rank.
+    """
+    numbers = {id(p): number for number, p in enumerate(tensors) if p is not None}
+    states: dict[int, Any] = {}
+    groups: list[Group] = []
+    end = 0
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        start, end = end, end + len(group["params"])
+        for place, parameter in enumerate(group["params"], start):
+            number = numbers.get(id(parameter))
+            if number in state_dict["state"]:
+                states[place] = state_dict["state"][number]
+        groups.append({**options_of(saved), "params": [*range(start, end)]})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def __init__(
-        self, factory: Factory, groups: Sequence[Group], stand_ins: Sequence[nn.Parameter]
-    ) -> None:
-        """
-        Args:
-            groups: with whole tensors in "params"; may be empty lists.
-            stand_ins: one for each group.
-        """
-        self.optimizer = factory.make(
-            [
-                {**group, "params": group["params"] or [stand_in]}
-                for group, stand_in in zip(groups, stand_ins, strict=True)
-            ]
-        )
 
-    def add_group(self, group: Group, stand_in: nn.Parameter) -> None:
-        self.optimizer.add_param_group(
-            {**options_of(group), "params": group["params"] or [stand_in]}
-        )
-
-    def keep_groups(self, number: int) -> None:
-        """Drop groups after the first `number`, which another rank could not add."""
-        del self.optimizer.param_groups[number:]
-
-    def load(self, state_dict: Mapping[str, Any], tensors: Sequence[nn.Parameter | None]) -> None:
-        """Load whole states, and options of the groups.
-
-        Args:
-            state_dict: as of a torch optimizer over `tensors`; None: not on this rank.
-        """
-        numbers = {id(p): number for number, p in enumerate(tensors) if p is not None}
-        states: dict[int, Any] = {}
-        groups: list[Group] = []
-        end = 0
-        for group, saved in zip(
-            self.optimizer.param_groups, state_dict["param_groups"], strict=True
-        ):
-            start, end = end, end + len(group["params"])
-            for place, parameter in enumerate(group["params"], start):
-                number = numbers.get(id(parameter))
-                if number in state_dict["state"]:
-                    states[place] = state_dict["state"][number]
-            groups.append({**options_of(saved), "params": [*range(start, end)]})
-        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-    def step(self, groups: Sequence[Group]) -> Exception | None:
-        """Step with the options of `groups`, and drop the gradients. Returns the error of the step:
-        the values of the other ranks have to travel first."""
-        for own, given in zip(self.optimizer.param_groups, groups, strict=True):
-            own.update(options_of(given))
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            return error
-        finally:
-            for group in self.optimizer.param_groups:
-                for tensor in group["params"]:
-                    tensor.grad = None
-        return None
+def step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> Exception | None:
+    """Step with the options of `groups`, and drop the gradients. Returns the error of the step: the
+    values of the other ranks have to travel first."""
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own.update(options_of(given))
+    try:
+        optimizer.step()
+    except Exception as error:
+        return error
+    finally:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.grad = None
+    return None

@@ -23,8 +23,8 @@ from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
-from layerzero.optim.whole_tensor import arguments, stepping
-from layerzero.optim.whole_tensor.inner import Factory, Group, Inner, options_of, stand_in_for
+from layerzero.optim.whole_tensor import arguments, inner, stepping
+from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
 from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
@@ -96,7 +96,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._groups: dict[Placement, OwnerGroup] = {}
         self._contents: dict[FlatParamHandle, tuple[list[int], int]] = {}
         self._buckets: dict[tuple[int, ...], stepping.Buckets] = {}
-        self._inner: Inner | None = None
+        self._inner: torch.optim.Optimizer | None = None
         self.inner = None
         self.owned = {}
         prototype, self._limit = self._agree_on(given, bucket_bytes)
@@ -139,7 +139,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         factory = self._factory._replace(is_flat=given.is_flat)
         error: Exception | None = None
         prototype: torch.optim.Optimizer | None = None
-        limit, rows = 0, [""]
+        limit, rows = 0, list[str]()
         try:
             factory.check((torch.optim.LBFGS, WholeTensorOptimizer))
             limit = parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
@@ -152,9 +152,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if given.root is None:
             assert error is not None, "parameters of no model are refused"
             raise error
-        arguments.raise_together(given.root, error)
+        arguments.raise_together(given.root, error, rows)
         assert prototype is not None, "else there is an error"
-        arguments.refuse_differences(given.root, rows)
         return prototype, limit
 
     def _extend(
@@ -191,17 +190,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _extend_inner(self, groups: Sequence[Group]) -> None:
         whole: list[Group] = []
+        some = next(iter(self._members))
         for group in groups:
             tensors = (self._members[parameter].tensor for parameter in group["params"])
-            whole.append({**group, "params": [each for each in tensors if each is not None]})
-        some = next(iter(self._members))
-        stand_ins = [stand_in_for(next(iter(group["params"]), some)) for group in groups]
+            owned = [each for each in tensors if each is not None]
+            stand_in = stand_in_for(next(iter(group["params"]), some))
+            whole.append({**options_of(group), "params": owned or [stand_in]})
         if self._inner is None:
-            self._inner = Inner(self._factory, whole, stand_ins)
+            self._inner = self._factory.make(whole)
         else:
-            for group, stand_in in zip(whole, stand_ins, strict=True):
-                self._inner.add_group(group, stand_in)
-        self.inner = self._inner.optimizer if self.owned else None
+            for group in whole:
+                self._inner.add_param_group(group)
+        self.inner = self._inner if self.owned else None
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._members, self.owned = before
             assert self._inner is not None, "it is made"
-            self._inner.keep_groups(len(self.param_groups))
+            del self._inner.param_groups[len(self.param_groups) :]
             raise
 
     # Stepping ---------------------------------------------------------------------------------
@@ -288,10 +288,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         assert self._inner is not None
         buckets = self._buckets[agreed.present]
         stepping.exchange_all(root, members, buckets, "gradients to owners")
-        error = self._inner.step(self.param_groups)
+        error = inner.step(self._inner, self.param_groups)
         stepping.exchange_all(root, members, buckets, "values from owners")
         self._contents = self._contents_now(root)
-        for own, group in zip(self.param_groups, self._inner.optimizer.param_groups, strict=True):
+        for own, group in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(options_of(group))
         self._show_state()
         if error is not None:
@@ -342,7 +342,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _show_state(self) -> None:
         """Show the states of the inner optimizer as those of the sharded parameters."""
         assert self._inner is not None
-        states: Any = self._inner.optimizer.state
+        states: Any = self._inner.state
         for parameter, member in self._members.items():
             if member.tensor is not None and member.tensor in states:
                 self.state[parameter] = states[member.tensor]
@@ -369,12 +369,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             given = hook(self, given) or given
         self._refuse_other_layout(given.get(_LAYOUT))
         assert self._inner is not None
-        tensors = [
-            None if (member := self._members[parameter]).tensor is None else member.tensor
-            for group in self.param_groups
-            for parameter in group["params"]
-        ]
-        self._inner.load(given, tensors)
+        held = (parameter for group in self.param_groups for parameter in group["params"])
+        inner.load(self._inner, given, [self._members[parameter].tensor for parameter in held])
         for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
             group.update(copy.deepcopy(options_of(saved)))
         self.state.clear()

@@ -23,7 +23,7 @@ from torch import nn
 from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import describe_group, make_shard_group, mesh_groups
-from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, get_info
+from layerzero.flat.parameter_info import ParameterInfo, copy_attributes, info_of
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.optim.whole_tensor.plan import Move, Piece, WholeTensor, assign_owners
 from layerzero.step.handle import FlatParamHandle
@@ -66,7 +66,12 @@ class OwnerGroup:
         name = partial(root.operations.next_tensor_parallel, "exchange", "whole tensors")
         members = gather_along(members, self.axes, name)
         self.group = _group_of(root, placement, sorted(members.view(-1).tolist()), self.axes)
-        self.host_group = _host_group_of(root, self.group)
+        self.host_group = self.group
+        if root.streams.are_apart and self.group.size > 1:
+            made = self.group.process_group
+            if "cpu:" not in dist.get_backend_config(made):
+                made = _make_group(root, self.group.ranks, "gloo", [self.group])
+            self.host_group = describe_group(made, torch.device("cpu"), self.group.timeout)
         for group in (*self.axes, self.host_group):
             root.operations.phases.cover(group)
         self.loads = [0.0] * self.group.size
@@ -104,16 +109,6 @@ def _group_of(
     backend = dist.get_backend_config(like)
     made = _make_group(root, ranks, backend, [*placement.groups, *axes], like)
     return make_shard_group(made, root.device, placement.shard_group.timeout)
-
-
-def _host_group_of(root: RootState, group: ShardGroup) -> ShardGroup:
-    """The same ranks, to exchange what is on the host. Collective if it has to be made."""
-    if not root.streams.are_apart or group.size == 1:
-        return group
-    made = group.process_group
-    if "cpu:" not in dist.get_backend_config(made):
-        made = _make_group(root, group.ranks, "gloo", [group])
-    return describe_group(made, torch.device("cpu"), group.timeout)
 
 
 def _make_group(
@@ -213,13 +208,6 @@ class Staged:
         """Copy blocks into the whole tensor, where they are no views."""
         for view, staged in self._copied:
             view.copy_(staged)
-
-
-def info_of(parameter: nn.Parameter) -> ParameterInfo:
-    """The mark of a sharded parameter."""
-    info = get_info(parameter)
-    assert info is not None, "it is sharded"
-    return info
 
 
 def choose_owners(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 _SLACK = 0.01
@@ -57,17 +58,12 @@ class WholeTensor:
         pieces = self.replicas[self.source]
         return len(pieces) == 1 and pieces[0].holder == self.owner
 
-    def to_owner(self, number: int) -> Iterator[Move]:
-        """The moves of all elements to the owner."""
-        for start, stop, holder, block in self.replicas[self.source]:
-            nbytes = (stop - start) * self.itemsize
-            yield Move(number, block, start, stop, nbytes, holder, self.owner)
-
-    def from_owner(self, number: int) -> Iterator[Move]:
-        """The moves back, to every copy."""
-        for start, stop, holder, block in (p for replica in self.replicas for p in replica):
-            nbytes = (stop - start) * self.itemsize
-            yield Move(number, block, start, stop, nbytes, self.owner, holder)
+    def moves(self, number: int, to_owner: bool) -> Iterator[Move]:
+        """The moves of all elements to the owner, or back to every copy."""
+        replicas = (self.replicas[self.source],) if to_owner else self.replicas
+        for start, stop, holder, block in chain.from_iterable(replicas):
+            ends = (holder, self.owner) if to_owner else (self.owner, holder)
+            yield Move(number, block, start, stop, (stop - start) * self.itemsize, *ends)
 
 
 def assign_owners(
@@ -147,13 +143,13 @@ def make_buckets(
         limit: bytes that a rank may send or receive in one bucket, unless one tensor has more.
     """
     cuts: list[list[tuple[int, WholeTensor]]] = []
-    loads: Counter[tuple[str, int]] = Counter()
+    loads: Counter[tuple[str, bool, int]] = Counter()
     for number, whole in tensors:
-        added: Counter[tuple[str, int]] = Counter()
-        for way in (whole.to_owner, whole.from_owner):
-            for move in way(number):
-                added[f"out of {way.__name__}", move.source] += move.nbytes
-                added[f"into {way.__name__}", move.target] += move.nbytes
+        added: Counter[tuple[str, bool, int]] = Counter()
+        for to_owner in (True, False):
+            for move in whole.moves(number, to_owner):
+                added["out of", to_owner, move.source] += move.nbytes
+                added["into", to_owner, move.target] += move.nbytes
         loads = loads + added
         if not cuts or max(loads.values(), default=0) > limit:
             cuts.append([])
@@ -162,8 +158,10 @@ def make_buckets(
     return [
         Bucket(
             [number for number, _ in cut],
-            _transfer_of([m for n, whole in cut for m in whole.to_owner(n)], rank, num_ranks),
-            _transfer_of([m for n, whole in cut for m in whole.from_owner(n)], rank, num_ranks),
+            *(
+                _transfer_of([m for n, whole in cut for m in whole.moves(n, way)], rank, num_ranks)
+                for way in (True, False)
+            ),
         )
         for cut in cuts
     ]

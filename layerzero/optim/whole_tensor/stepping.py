@@ -11,7 +11,7 @@ stream: all buffers belong to compute, which has waited for the all-to-all befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,85 +119,79 @@ def exchange_all(root: RootState, members: Sequence[Member], buckets: Buckets, v
     Raises:
         CollectiveError: a rank did not take part.
     """
-    under_way: Exchange | None = None
+    finish: Callable[[], None] | None = None
     for owners, bucket in buckets:
-        begun = Exchange(root, members, owners, bucket, verb)
-        if under_way is not None:
-            under_way.finish()
-        under_way = begun
-    if under_way is not None:
-        under_way.finish()
+        begun = _begin(root, members, owners, bucket, verb)
+        if finish is not None:
+            finish()
+        finish = begun
+    if finish is not None:
+        finish()
 
 
-class Exchange:
-    """The exchange of one bucket, in flight."""
+def _begin(
+    root: RootState, members: Sequence[Member], owners: OwnerGroup, bucket: Bucket, verb: Verb
+) -> Callable[[], None]:
+    """Pack and send a bucket, and copy what stays on this rank. Collective over `owners`.
 
-    def __init__(
-        self,
-        root: RootState,
-        members: Sequence[Member],
-        owners: OwnerGroup,
-        bucket: Bucket,
-        verb: Verb,
-    ) -> None:
-        """Pack and send a bucket, and copy what stays on this rank. Collective over `owners`.
+    Does not block the host, unless shards are offloaded.
 
-        Does not block the host, unless shards are offloaded.
-        """
-        of_gradients, to_owners = verb == "gradients to owners", verb != "values from owners"
-        self._staged = {
-            number: member.staged(of_gradients)
-            for number in bucket.tensors
-            if (member := members[number]).tensor is not None
-        }
+    Returns:
+        Writes what has arrived.
+    """
+    of_gradients, to_owners = verb == "gradients to owners", verb != "values from owners"
+    staged = {
+        number: member.staged(of_gradients)
+        for number in bucket.tensors
+        if (member := members[number]).tensor is not None
+    }
 
-        def in_shard(move: Move) -> torch.Tensor:
-            return members[move.tensor].piece(of_gradients)
+    def in_shard(move: Move) -> torch.Tensor:
+        return members[move.tensor].piece(of_gradients)
 
-        def in_whole(move: Move) -> torch.Tensor:
-            return self._staged[move.tensor].elements(move)
+    def in_whole(move: Move) -> torch.Tensor:
+        return staged[move.tensor].elements(move)
 
-        transfer, read, write = bucket.to_owners, in_shard, in_whole
-        if not to_owners:
-            transfer, read, write = bucket.from_owners, in_whole, in_shard
-            for each in self._staged.values():
-                each.load()
-        for move in transfer.own:
-            source, target = read(move), write(move)
-            if source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-        self._moves, self._write, self._to_owners = transfer.incoming, write, to_owners
-        self._work: Waitable | None = None
-        if not transfer.nbytes:
-            return
-        device = root.device
-        self._received = torch.empty(sum(transfer.received), dtype=torch.uint8, device=device)
-        sent = torch.empty(sum(transfer.sent), dtype=torch.uint8, device=device)
+    transfer, read, write = bucket.to_owners, in_shard, in_whole
+    if not to_owners:
+        transfer, read, write = bucket.from_owners, in_whole, in_shard
+        for each in staged.values():
+            each.load()
+    for move in transfer.own:
+        source, target = read(move), write(move)
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+    device = root.device
+    work: Waitable | None = None
+    received = torch.empty(sum(transfer.received), dtype=torch.uint8, device=device)
+    sent_keepalive = torch.empty(sum(transfer.sent), dtype=torch.uint8, device=device)
+    if transfer.nbytes:
         sources = [_bytes_of(read(move)) for move in transfer.outgoing]
         if sources and sources[0].device == device:
-            torch.cat(sources, out=sent)
+            torch.cat(sources, out=sent_keepalive)
         elif sources:
-            sent.copy_(torch.cat(sources))
+            sent_keepalive.copy_(torch.cat(sources))
         operation = root.operations.next(verb, "the optimizer", owners.group)
         packed = root.streams.record_compute_event()
         with root.streams.unshard as stream:
             stream.wait(packed)
-            sizes = transfer.received, sent, transfer.sent
-            pending = all_to_all(self._received, *sizes, owners.group, operation, transfer.nbytes)
-            self._work = stream.enqueue_wait(pending)
-        self._sent_keepalive: torch.Tensor | None = sent
+            sizes = transfer.received, sent_keepalive, transfer.sent
+            pending = all_to_all(received, *sizes, owners.group, operation, transfer.nbytes)
+            work = stream.enqueue_wait(pending)
 
-    def finish(self) -> None:
-        """Write what has arrived."""
-        if self._work is not None:
-            self._work.wait()
-            self._sent_keepalive = None
-            parts = self._received.split_with_sizes([move.nbytes for move in self._moves])
-            for move, part in zip(self._moves, parts, strict=True):
-                _bytes_of(self._write(move)).copy_(part)
-        if self._to_owners:
-            for each in self._staged.values():
+    def finish() -> None:
+        nonlocal sent_keepalive
+        if work is not None:
+            work.wait()
+            del sent_keepalive
+            parts = received.split_with_sizes([move.nbytes for move in transfer.incoming])
+            for move, part in zip(transfer.incoming, parts, strict=True):
+                _bytes_of(write(move)).copy_(part)
+        if to_owners:
+            for each in staged.values():
                 each.store()
+
+    return finish
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
