@@ -25,7 +25,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.slow_waits import is_half_time, warn_half_time
+from layerzero.watch.slow_waits import Collective, is_half_time, warn_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096
@@ -41,23 +40,6 @@ _HISTORY = 4096
 _LONGEST_PAUSE_S = 1.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Watched(Protocol):
-    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
-
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """Name of the collective; the same on every rank."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether this rank's stream has reached the collective, and waits only for peers."""
-
-    @property
-    def is_done(self) -> bool: ...
 
 
 class Watchdog:
@@ -88,8 +70,8 @@ class Watchdog:
         self._group = group
         self._device = device
         self._on_failure = on_failure
-        self._issued: deque[Watched] = deque()
-        self._in_flight: deque[Watched] = deque()
+        self._issued: deque[Collective] = deque()
+        self._in_flight: deque[Collective] = deque()
         self._standing_since: float | None = None
         self._was_warned_of = False
         self._history: dict[int, tuple[int, str]] = {}
@@ -99,15 +81,15 @@ class Watchdog:
         self._pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         self._thread: threading.Thread | None = None
 
-    def watch(self, collective: Watched) -> None:
+    def watch(self, collective: Collective) -> None:
         """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
             name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, self._device)
-            self._thread = run_periodically(self, _check, self._pause_s, name, prepare)
+            self._thread = run_periodically(self, Watchdog.check, self._pause_s, name, prepare)
 
-    def check(self) -> None:
-        """Check the collectives in flight once; called by the thread after each pause."""
+    def check(self) -> bool:
+        """Check the collectives in flight once; called by the thread until it returns False."""
         has_news = bool(self._issued)
         self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
@@ -121,6 +103,7 @@ class Watchdog:
             self.has_failed = True
             _logger.error("%s", error)
             _abort(self._group, self._device)
+        return not self.has_failed
 
     def _take_issued(self) -> None:
         """Add collectives issued since the last check to the history."""
@@ -192,12 +175,6 @@ class Watchdog:
                 )
                 break
         return CollectiveError(text)
-
-
-def _check(watchdog: Watchdog) -> bool:
-    if not watchdog.has_failed:
-        watchdog.check()
-    return not watchdog.has_failed
 
 
 def _abort(group: ShardGroup, device: torch.device) -> None:
