@@ -35,7 +35,7 @@ from layerzero.config import (
     Verify,
     is_of_fsdp,
 )
-from layerzero.flat.groups import is_timeout
+from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
@@ -675,12 +675,7 @@ def _duration(keywords: Mapping[str, float]) -> timedelta:
         raise kind(
             f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
         ) from None
-    if not is_timeout(limit):
-        given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
-        raise ValueError(
-            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
-            f"got ({given})"
-        )
+    require_timeout(limit)
     return limit
 
 
@@ -699,21 +694,16 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
     for inner in units:
         if not isinstance(inner, ZeRO3):
             continue
-        if inner.__dict__.get("_learner") is not None:
-            raise ValueError(
-                "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
-                "give it to the outermost one alone"
-            )
-        if inner.__dict__["_arguments"].arena:
-            raise ValueError(
-                "arena: was given to a ZeRO3 module inside, but it is the whole model's; give it "
-                "to the outermost one alone"
-            )
         root = root_if_alive(inner._unit)
-        if root is not None and root.extensions.reduce:
+        has = {
+            "memory_budget": inner.__dict__.get("_learner") is not None,
+            "arena": inner.__dict__["_arguments"].arena,
+            "register_comm_hook": root is not None and bool(root.extensions.reduce),
+        }
+        for name in (name for name, is_there in has.items() if is_there):
             raise ValueError(
-                "register_comm_hook: was called on a ZeRO3 module inside, but the hook is the "
-                "whole model's; wrap first, and call it on the outermost one alone"
+                f"{name}: was given to a ZeRO3 module inside, but it is the whole model's; wrap "
+                "without it, and give it to the outermost one alone"
             )
 
 
