@@ -57,17 +57,14 @@ def missing_kernels(device: torch.device) -> str | None:
     """
     if device.type == "cpu" or has_kernel(device.type):
         return None
+    remedy = "none exist; nothing needs to be done"
     if device.type == "cuda":
-        remedy = (
-            _status.reason
-            if not _status.native
-            else (
-                f"{_status.reason}; install nvcc or set CUDA_HOME, and build again with "
-                "`pip install -v --no-build-isolation`"
+        remedy = _status.reason
+        if _status.native:
+            remedy += (
+                "; install nvcc or set CUDA_HOME, and build again with `pip install -v "
+                "--no-build-isolation`"
             )
-        )
-    else:
-        remedy = "none exist; nothing needs to be done"
     return (
         f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
         "are packed in plain torch, with the same results and more kernel launches for each unit"
