@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_464,
+    "": 47_413,
     "flat": 2_911,
     "step": 4_753,
     "comm": 1_522,
     "watch": 1_036,
-    "build": 2_647,
-    "guards": 606,
+    "build": 2_514,
+    "guards": 695,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89
