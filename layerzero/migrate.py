@@ -150,9 +150,6 @@ def to_backward_prefetch(value: Any) -> Any:
     return BackwardPrefetch[value.name] if _is_torchs(value, "BackwardPrefetch") else value
 
 
-# Policies ---------------------------------------------------------------------------------------
-
-
 def to_policy(policy: Any) -> Any:
     """A policy in our terms, which gives units arguments in our terms; None if it is None."""
     if isinstance(policy, (type, nn.Module)) or not (

@@ -24,12 +24,13 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
+from layerzero.notices import some_ranks
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
 from layerzero.watch.slow_waits import Collective, is_half_time, warn_half_time
@@ -139,19 +140,14 @@ class Watchdog:
         except (RuntimeError, ValueError) as error:
             _logger.debug("cannot find the rank that is awaited: %s", error)
             ranks = []
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}" if ranks else "the group"
+        return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
         board = self._board
         if board is None or not self._count:
             return None
         try:
-            board.publish(self._count, self._digest)
-            count, digest = board.published(board.next_rank)
-            if self._history.get(count, (digest, ""))[0] != digest:
-                board.publish_divergence()
-            pair = board.diverged_pair()
+            pair = board.compare(self._count, self._digest, self._history)
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
@@ -191,7 +187,7 @@ class _Board:
     def __init__(self, store: dist.Store, group: ShardGroup) -> None:
         self._store = store
         self._group = group
-        self.next_rank = group.ranks[(group.rank + 1) % group.size]
+        self._next_rank = group.ranks[(group.rank + 1) % group.size]
         self._rank = group.ranks[group.rank]
 
     @classmethod
@@ -203,8 +199,20 @@ class _Board:
             _logger.debug("cannot compare collectives between ranks: %s", error)
             return None
 
-    def publish(self, count: int, digest: int) -> None:
+    def compare(
+        self, count: int, digest: int, history: Mapping[int, tuple[int, str]]
+    ) -> tuple[int, int] | None:
+        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
+        that some rank found to differ; None if there is none."""
         self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
+        at, theirs = self.published(self._next_rank)
+        if history.get(at, (theirs, ""))[0] != theirs:
+            # Only the first pair is stored, so that every rank reports the same one.
+            self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
+        if not self._store.check(["diverged"]):
+            return None
+        first, second = json.loads(self._store.get("diverged"))
+        return first, second
 
     def ranks_behind(self, number: int) -> list[int]:
         """Ranks that have not published that they issued collective `number`, counted from 1."""
@@ -217,16 +225,6 @@ class _Board:
             return 0, 0
         count, digest = json.loads(self._store.get(key))
         return count, digest
-
-    def publish_divergence(self) -> None:
-        # Only the first pair is stored, so that every rank reports the same one.
-        self._store.compare_set("diverged", "", json.dumps([self._rank, self.next_rank]))
-
-    def diverged_pair(self) -> tuple[int, int] | None:
-        if not self._store.check(["diverged"]):
-            return None
-        first, second = json.loads(self._store.get("diverged"))
-        return first, second
 
     def exchange_histories(
         self, pair: tuple[int, int], own: dict[int, str]

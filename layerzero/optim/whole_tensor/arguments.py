@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from layerzero.build.compare import Exchange
+from layerzero.build.compare import Exchange, hash_of
 from layerzero.optim.checks import check_parameters, name_of
 from layerzero.optim.sharded_params import Owner, owner_of_each
 from layerzero.optim.whole_tensor.inner import Group, options_of
@@ -20,6 +17,10 @@ from layerzero.optim.whole_tensor.owners import Cost, info_of
 from layerzero.step.root import RootState
 
 _NAME = "WholeTensorOptimizer"
+_DIFFER = (
+    f"{_NAME}: ranks differ: {{}}; pass the same parameters in the same order, the same class and "
+    "the same options on every rank"
+)
 
 
 class Given(NamedTuple):
@@ -153,19 +154,9 @@ def refuse_differences(root: RootState, rows: Sequence[str]) -> None:
         ValueError: for each rank, the first row in which it differs from the first rank.
     """
     exchange = _exchange(root)
-    low, high = exchange.bounds(zlib.crc32("\n".join(rows).encode()))
-    if low == high:
-        return
-    rank, first = exchange.first([dist.get_rank(), rows])
-    pairs = itertools.zip_longest(rows, first, fillvalue="nothing more")
-    text = next(
-        (f"{own}, where rank {rank} has {other}" for own, other in pairs if own != other), None
-    )
-    listed = "; ".join(f"rank {other} has {each}" for other, each in exchange.texts(text).items())
-    raise ValueError(
-        f"{_NAME}: ranks differ: {listed}; pass the same parameters in the same order, the same "
-        "class and the same options on every rank"
-    )
+    low, high = exchange.bounds(hash_of(rows))
+    if low != high:
+        exchange.refuse_difference({"arguments": rows}, {"arguments": _DIFFER})
 
 
 def _exchange(root: RootState) -> Exchange:
