@@ -227,8 +227,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 by_device.setdefault(gradient.device, []).append(gradient)
         return list(by_device.values())
 
-    # The step -------------------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters of all chunks."""
         for chunk in self.chunks:
@@ -361,8 +359,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
             # Not the module's own method: Float16Module's takes names without its prefix.
             named_globally = under_global_names(chunk.module, own)
             nn.Module.load_state_dict(chunk.module, named_globally, strict=False)
-
-    # State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards. Not collective; loads only with the same ranks and units."""
