@@ -52,6 +52,13 @@ class Case:
     target: Target = Target()
 
 
+def concatenate(numels: Sequence[int], alignment: int, multiple: int) -> Segments:
+    """Whole sources one after another, at multiples of `alignment`, padded to `multiple`."""
+    starts = [0, *itertools.accumulate(-(-numel // alignment) * alignment for numel in numels)]
+    rows = [(i, 0, starts[i], numel) for i, numel in enumerate(numels)]
+    return Segments.build(rows, -(-starts[-1] // multiple) * multiple)
+
+
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = options(__doc__, rounds=100 if on_gpu else 21)
@@ -194,7 +201,7 @@ def _pack_case(
     gap_nbytes: int | None = None,
 ) -> Case:
     """Each source tensor is a separate allocation, like parameters, unless a gap is given."""
-    segs = Segments.concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)
+    segs = concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)
     out = torch.zeros(segs.numel, dtype=dtype, device=device)
     if gap_nbytes is None:
         srcs = [torch.randn(numel, device=device).to(src_dtype) for numel in numels]
@@ -236,7 +243,7 @@ def _spaced(
 def _shard_case(device: torch.device) -> Case:
     numel = sum(LAYER) // RANKS
     shard = torch.randn(numel, device=device)
-    segs = Segments.concatenate([numel], ALIGNMENT, ALIGNMENT)
+    segs = concatenate([numel], ALIGNMENT, ALIGNMENT)
     out = torch.zeros(segs.numel, dtype=BFLOAT16, device=device)
     view = out[:numel]
     return Case(

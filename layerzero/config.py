@@ -253,7 +253,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def prefetch_depth(value: bool | int, name: str) -> int:
+def prefetch_depth(name: str, value: bool | int) -> int:
     """Parse a prefetch depth: False is 0, True is 1, an int is itself. Raises ValueError."""
     if isinstance(value, bool):
         return int(value)

@@ -1,7 +1,8 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
 Imported once an argument may be one of FSDP's (`in_our_terms` in zero3.py): construction takes ours
-alone. Does not import `torch.distributed.fsdp`: a caller who passes one of its objects has.
+alone. Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes
+one of its objects has.
 """
 
 from __future__ import annotations
@@ -149,9 +150,6 @@ def to_backward_prefetch(value: Any) -> Any:
     return BackwardPrefetch[value.name] if _is_torchs(value, "BackwardPrefetch") else value
 
 
-# Policies ---------------------------------------------------------------------------------------
-
-
 def to_policy(policy: Any) -> Any:
     """A policy in our terms, which gives units arguments in our terms; None if it is None."""
     if isinstance(policy, (type, nn.Module)) or not (
@@ -250,33 +248,19 @@ def _run_function(
     ignored_modules: set[nn.Module],
     ignored_parameters: set[nn.Parameter],
 ) -> set[int]:
-    """Call the policy on children before their parents.
+    """The ids of the modules that FSDP1 would wrap: its own walk, which wraps nothing here."""
+    from torch.distributed.fsdp.wrap import _recursive_wrap
 
-    `nonwrapped_numel` is the number of elements that no unit inside has taken.
-    """
     chosen: set[int] = set()
 
-    def num_taken(module: nn.Module) -> int:
-        numel = sum(
-            parameter.numel()
-            for parameter in module.parameters()
-            if parameter not in ignored_parameters and get_info(parameter) is None
-        )
-        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-            return 0
-        taken = sum(
-            num_taken(child)
-            for child in module.children()
-            if child not in ignored_modules and get_unit(child) is None
-        )
-        if module is root:
-            return taken
-        if policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-            chosen.add(id(module))
-            return numel
-        return taken
+    def note(module: nn.Module, **_: Any) -> nn.Module:
+        chosen.add(id(module))
+        return module
 
-    num_taken(root)
+    units = {part for part in root.modules() if part is not root and get_unit(part) is not None}
+    shards = {parameter for parameter in root.parameters() if get_info(parameter) is not None}
+    ignored = ignored_modules | units, ignored_parameters | shards
+    _recursive_wrap(root, policy, note, *ignored, only_wrap_children=True)
     return chosen
 
 

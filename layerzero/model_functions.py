@@ -142,9 +142,6 @@ class UnitView:
 def units(model: nn.Module) -> list[UnitView]:
     """Return the units of a wrapped model, in execution order once a forward was recorded.
 
-    Each has `.fqn`, `.module`, `.num_parameters`, `.nbytes` (unsharded), `.state`, `.holds` (why it
-    stays unsharded), `unshard` and `reshard`, and the `set_modules_to_*_prefetch` methods.
-
     Raises:
         ValueError: `model` is not wrapped.
     """

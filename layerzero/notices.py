@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -23,6 +23,10 @@ def some(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return (", ".join(listed[:8]) or "nothing") + more
+
+
+def some_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {some(map(str, ranks))}"
 
 
 def is_first_rank() -> bool:

@@ -103,9 +103,6 @@ class ModuleWrapper(nn.Module):
             self._share_dicts()  # Containers replace their dict when an item is deleted.
         return module(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
     def apply(self: W, fn: Callable[[nn.Module], None]) -> W:
         """Call `fn` on the wrapped module and on every module inside it, not on the wrapper."""
         self.module.apply(fn)
@@ -113,8 +110,6 @@ class ModuleWrapper(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.module._load_from_state_dict(*args, **kwargs)
-
-    # Attributes -----------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         wrapped = self.__dict__.get("_wrapped")
@@ -155,8 +150,6 @@ class ModuleWrapper(nn.Module):
                 return True
         return False
 
-    # Forward ----------------------------------------------------------------------------------
-
     def _patch_forward(self, function: Callable[..., Any]) -> None:
         """See Note [A patched forward]."""
         own, module = self.__dict__, self.module
@@ -196,8 +189,6 @@ class ModuleWrapper(nn.Module):
     def forward_patches(self) -> list[Callable[..., Any]]:
         """Functions that `model.forward` was set to, in order; each wraps the one before."""
         return list(self.__dict__.get("_forward_patches", ()))
-
-    # Copies -----------------------------------------------------------------------------------
 
     def __copy__(self) -> Any:
         refuse_copies(type(self).__name__)

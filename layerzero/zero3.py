@@ -35,10 +35,11 @@ from layerzero.config import (
     Verify,
     is_of_fsdp,
 )
-from layerzero.flat.groups import is_timeout
+from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
+from layerzero.notices import warn_once
 from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
 from layerzero.state_dict import module_state
@@ -220,8 +221,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         set_unit(self, root.units[0])
         self._become_wrapper_of(module)
 
-    # The wrapped module ---------------------------------------------------------------------
-
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each unit separately by `torch.compile`, with these arguments.
 
@@ -247,8 +246,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         unit, number = self._unit, len(self._subtree())
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
         return f"{number} unit{'s' * (number > 1)} of {type(self.module).__name__}, {where}"
-
-    # State ----------------------------------------------------------------------------------
 
     @property
     def _unit(self) -> Unit:
@@ -284,8 +281,6 @@ class ZeRO3(Joinable, ModuleWrapper):
 
         found = self._root_state.extensions.of(Arena)
         return next(each for each in found if isinstance(each, Arena))
-
-    # Around the step ------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -362,8 +357,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         """
         return _phase(self._root_state, _duration(keywords))
 
-    # Joins ----------------------------------------------------------------------------------
-
     def join_hook(self, **options: Any) -> JoinHook:
         """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
 
@@ -392,8 +385,6 @@ class ZeRO3(Joinable, ModuleWrapper):
         from layerzero.uneven.joinable import group_of
 
         return group_of(self._root_state)
-
-    # Weights, gradients and optimizers ------------------------------------------------------
 
     def step_signature(
         self,
@@ -597,9 +588,11 @@ def shard_in_place(
 
         foreign_methods.install(module)
     if topology.placement.is_first:
-        from layerzero.build import argument_warnings
+        from layerzero.guards import argument_warnings
 
-        argument_warnings.warn(module, arguments, plan, topology.placement)
+        is_shared = topology.placement.num_ranks > 1
+        for text in argument_warnings.texts(module, arguments, plan, is_shared):
+            warn_once(text, is_first=True)
         if _logger.isEnabledFor(logging.INFO):
             from layerzero.log import log_units
 
@@ -675,12 +668,7 @@ def _duration(keywords: Mapping[str, float]) -> timedelta:
         raise kind(
             f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
         ) from None
-    if not is_timeout(limit):
-        given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
-        raise ValueError(
-            "timeout: expected a positive duration, such as minutes=30, of at most 100 years, "
-            f"got ({given})"
-        )
+    require_timeout(limit)
     return limit
 
 
@@ -699,21 +687,16 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
     for inner in units:
         if not isinstance(inner, ZeRO3):
             continue
-        if inner.__dict__.get("_learner") is not None:
-            raise ValueError(
-                "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
-                "give it to the outermost one alone"
-            )
-        if inner.__dict__["_arguments"].arena:
-            raise ValueError(
-                "arena: was given to a ZeRO3 module inside, but it is the whole model's; give it "
-                "to the outermost one alone"
-            )
         root = root_if_alive(inner._unit)
-        if root is not None and root.extensions.reduce:
+        has = {
+            "memory_budget": inner.__dict__.get("_learner") is not None,
+            "arena": inner.__dict__["_arguments"].arena,
+            "register_comm_hook": root is not None and bool(root.extensions.reduce),
+        }
+        for name in (name for name, is_there in has.items() if is_there):
             raise ValueError(
-                "register_comm_hook: was called on a ZeRO3 module inside, but the hook is the "
-                "whole model's; wrap first, and call it on the outermost one alone"
+                f"{name}: was given to a ZeRO3 module inside, but it is the whole model's; wrap "
+                "without it, and give it to the outermost one alone"
             )
 
 

@@ -42,8 +42,6 @@ from layerzero.notices import warn_once
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
-# Single arguments ---------------------------------------------------------------------------------
-
 
 def _timeout(name: str, value: Any) -> timedelta | None:
     if value is None:
@@ -85,42 +83,36 @@ def named_device(device: object) -> torch.device:
 
 def _several(kind: type[Any], what: str) -> Check:
     """A check that the value lists modules or parameters; it becomes a tuple."""
-    return lambda name, value: _listed(value, kind, name, what)
 
+    def listed(name: str, values: Any) -> tuple[Any, ...]:
+        is_one = isinstance(values, (str, torch.Tensor))
+        if is_one or not isinstance(values, Iterable):
+            got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
+            raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
+        found = tuple(values)
+        for value in found:
+            if isinstance(value, kind):
+                continue
+            advice, got = "", repr(value)
+            if isinstance(value, str):
+                advice = f"; names are not looked up, pass the {what} themselves"
+            elif isinstance(value, (nn.Module, torch.Tensor)):
+                got = type(value).__name__
+                place = "modules" if isinstance(value, nn.Module) else "parameters"
+                if place != what and name.startswith("ignored_"):
+                    advice = f"; {place} belong in ignored_{place}"
+            raise TypeError(f"{name}: expected {what}, got {got}{advice}")
+        return found
 
-def _listed(values: object, kind: type[Any], name: str, what: str) -> tuple[Any, ...]:
-    is_one = isinstance(values, (str, torch.Tensor))
-    if is_one or not isinstance(values, Iterable):
-        got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
-        raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
-    listed = tuple(values)
-    for value in listed:
-        if isinstance(value, kind):
-            continue
-        if isinstance(value, str):
-            advice = f"; names are not looked up, pass the {what} themselves"
-        elif isinstance(value, nn.Module):
-            advice = "; modules belong in ignored_modules"
-        elif isinstance(value, nn.Parameter) and name == "ignored_modules":
-            advice = "; parameters belong in ignored_parameters"
-        else:
-            advice = ""
-        got = type(value).__name__ if isinstance(value, (nn.Module, torch.Tensor)) else repr(value)
-        raise TypeError(f"{name}: expected {what}, got {got}{advice}")
     return listed
 
 
-def _layout(name: str, value: Any) -> Any:
-    row_multiple(value)
-    return value
-
-
-def row_multiple(layout: object) -> int | None:
+def _row_multiple(name: str, layout: Any) -> int | None:
     """The number of rows of which borders between shards lie at multiples; None: at any element."""
     found = re.fullmatch(r"rows(?:\(([1-9]\d*)\))?", layout) if isinstance(layout, str) else None
     if found is None and layout != "elements":
         raise ValueError(
-            "layout: expected 'elements', 'rows', or 'rows(32)' for borders at multiples of 32 "
+            f"{name}: expected 'elements', 'rows', or 'rows(32)' for borders at multiples of 32 "
             f"rows, got {layout!r}"
         )
     return None if found is None else int(found[1] or 1)
@@ -154,11 +146,6 @@ def _gather_limit(name: str, value: Any) -> Any:
     return value
 
 
-def _depth(name: str, value: Any) -> Any:
-    prefetch_depth(value, name)
-    return value
-
-
 def _arena(name: str, value: Any) -> bool:
     if FLAG(name, value) and not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         raise NotImplementedError(
@@ -174,12 +161,12 @@ _CHECKS: Mapping[str, Check] = {
     "backward_prefetch": one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
     "deterministic": FLAG,
     "device": _device,
-    "forward_prefetch": _depth,
+    "forward_prefetch": prefetch_depth,
     "gradient_reduction": one_of("'mean' or 'sum'", *get_args(GradientReduction)),
     "hook_module": one_of("an nn.Module or None", nn.Module, None),
     "ignored_modules": _several(nn.Module, "modules"),
     "ignored_parameters": _several(nn.Parameter, "parameters"),
-    "layout": _layout,
+    "layout": _row_multiple,
     "limit_all_gathers": _gather_limit,
     "memory_budget": _memory_budget,
     "mixed_precision": one_of("a MixedPrecision(param_dtype=...) or None", MixedPrecision, None),
@@ -230,8 +217,6 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-# All arguments ------------------------------------------------------------------------------------
-
 _CHOSEN_FOR_A_BUDGET = {
     "arena": False,  # It keeps the memory of orders that a budget has changed.
     "reshard_after_forward": True,
@@ -256,7 +241,7 @@ class Arguments:
     root_precision: MixedPrecision | None
     """Differs from `mixed_precision` in `cast_forward_inputs` only: FSDP1 has a separate
     `cast_root_forward_inputs`."""
-    forward_prefetch: bool | int
+    forward_prefetch: int
     backward_prefetch: BackwardPrefetch | None
     limit_all_gathers: bool | int | str
     gradient_reduction: GradientReduction
@@ -383,7 +368,7 @@ def check_arguments(
         _check_ignored(module, ours["ignored_modules"])
     ours["group"] = find_group(given["process_group"])
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
-    ours["row_multiple"] = row_multiple(given["layout"])
+    ours["row_multiple"] = ours["layout"]
     chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
     if ours["memory_budget"] is not None and chosen:
         raise ValueError(

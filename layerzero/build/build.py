@@ -74,7 +74,7 @@ class Builder:
 
     def join(self, units: list[Unit]) -> RootState:
         """Join the units under one root."""
-        forward_depth, limit = int(self.given.forward_prefetch), self.given.limit_all_gathers
+        forward_depth, limit = self.given.forward_prefetch, self.given.limit_all_gathers
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
         default_units = self.plan.nesting + 1 + max(forward_depth, 1)
         return self.parts.make_root(

@@ -18,8 +18,8 @@ import enum
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -35,11 +35,14 @@ from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of
+from layerzero.notices import some_ranks
 from layerzero.version import __version__
 
 REFUSED = -1
 """Sent in place of a hash by a rank that refuses the module or an argument."""
-_ERRORS = {
+Rows = Mapping[str, Sequence[str]]
+"""Lines of text that must be the same on all ranks, by section."""
+ERRORS = {
     "versions": "ZeRO3: versions differ between ranks: {}; install the same on every rank",
     "experts": "experts: the sizes of units, or which units are experts (have their own "
     "process_group), differ between ranks: {}; every rank needs equally many experts of equal size",
@@ -91,74 +94,72 @@ class Exchange:
         broadcast_from_first(received, self._axes, lambda _: self._operation)
         return json.loads(bytes(received.tolist()))
 
+    def refuse_difference(self, rows: Rows, errors: Mapping[str, str]) -> NoReturn:
+        """Raise on every rank, if `hash_of(rows)` differs: how they differ from the first rank's.
+
+        Args:
+            errors: for each section, in the order in which they are compared, the message.
+
+        Raises:
+            ValueError: always.
+        """
+        rank, first = self.first([own_rank(), rows])
+        ranks_of_text: dict[str, list[int]] = {}
+        for number, each in self.texts(_difference(rows, first, rank, errors)).items():
+            ranks_of_text.setdefault(each, []).append(number)
+        listed = []
+        for text, ranks in ranks_of_text.items():
+            row = text.partition("\0")[2]
+            listed.append(f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
+        section = next(iter(ranks_of_text)).partition("\0")[0]
+        more = f" (and {len(listed) - 4} more differences)" if len(listed) > 4 else ""
+        raise ValueError(errors[section].format("; ".join(listed[:4]) + more))
+
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by global rank."""
         return gather_texts(text, own_rank(), self._axes, self._device, self._operation.unit)
 
 
-def _hash(value: object) -> int:
+def hash_of(value: object) -> int:
     """A number from 0 to 2**62 that is equal in all processes for equal JSON."""
     digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown}" if len(ranks) > 1 else f"rank {shown}"
+def _difference(rows: Rows, first: Rows, first_rank: int, sections: Iterable[str]) -> str | None:
+    for section in sections:
+        own, theirs = rows.get(section, ()), first.get(section, ())
+        nothing = f"no other {section.removesuffix('s')}"
+        for one, other in itertools.zip_longest(own, theirs, fillvalue=nothing):
+            if one != other:
+                counts = f" ({len(own)} {section} here, {len(theirs)} there)"
+                counts = counts if section == "parameters" else ""
+                return f"{section}\0{one}, where rank {first_rank} has {other}{counts}"
+    return None
 
 
-# Models and arguments -----------------------------------------------------------------------------
+def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
+    """The model and arguments of one rank; see Note [Outline].
 
-
-class Outline:
-    """The model and arguments of one rank; see Note [Outline]."""
-
-    def __init__(self, plan: WrapPlan, given: Arguments, num_inner: int) -> None:
-        """`num_inner`: size of the first axis of `process_group`, the default of `zero3_size`."""
-        dense = [unit for unit in plan.units if id(unit) not in plan.groups]
-        names = {id(visit.module): visit.fqn for visit in plan.visits}
-        mesh = plan.mesh
-        self._rows: dict[str, Sequence[str]] = {
-            "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"],
-            "experts": list(_experts(plan)),
-            "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
-            "arguments": list(_arguments(plan, given, num_inner)),
-            "parameters": [row for unit in dense for row in _parameters(unit, plan, names)],
-            "units": list(_units(dense, plan)),
-            "modules": list(_modules(plan)),
-            "buffers": list(_buffers(plan)),
-        }
-        for feature in plan.features:
-            self._rows.update(feature.compared())
-
-    @property
-    def number(self) -> int:
-        return _hash(self._rows)
-
-    def explain(self, exchange: Exchange) -> str:
-        """Error message: how ranks differ from the first. Collective."""
-        rank, first = exchange.first([own_rank(), self._rows])
-        ranks_of_text: dict[str, list[int]] = {}
-        for number, each in exchange.texts(self._difference(first, rank)).items():
-            ranks_of_text.setdefault(each, []).append(number)
-        listed = []
-        for text, ranks in ranks_of_text.items():
-            row = text.partition("\0")[2]
-            listed.append(f"{_listed(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
-        section = next(iter(ranks_of_text)).partition("\0")[0]
-        more = f" (and {len(listed) - 4} more differences)" if len(listed) > 4 else ""
-        return _ERRORS[section].format("; ".join(listed[:4]) + more)
-
-    def _difference(self, first: Mapping[str, Sequence[str]], first_rank: int) -> str | None:
-        for section in _ERRORS:
-            own, theirs = self._rows.get(section, ()), first.get(section, ())
-            nothing = f"no other {section.removesuffix('s')}"
-            for one, other in itertools.zip_longest(own, theirs, fillvalue=nothing):
-                if one != other:
-                    counts = f" ({len(own)} {section} here, {len(theirs)} there)"
-                    counts = counts if section == "parameters" else ""
-                    return f"{section}\0{one}, where rank {first_rank} has {other}{counts}"
-        return None
+    Args:
+        num_inner: size of the first axis of `process_group`, the default of `zero3_size`.
+    """
+    dense = [unit for unit in plan.units if id(unit) not in plan.groups]
+    names = {id(visit.module): visit.fqn for visit in plan.visits}
+    mesh = plan.mesh
+    rows: dict[str, Sequence[str]] = {
+        "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"],
+        "experts": list(_experts(plan)),
+        "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
+        "arguments": list(_arguments(plan, given, num_inner)),
+        "parameters": [row for unit in dense for row in _parameters(unit, plan, names)],
+        "units": list(_units(dense, plan)),
+        "modules": list(_modules(plan)),
+        "buffers": list(_buffers(plan)),
+    }
+    for feature in plan.features:
+        rows.update(feature.compared())
+    return rows
 
 
 def _experts(plan: WrapPlan) -> Iterator[str]:
@@ -175,8 +176,8 @@ def _experts(plan: WrapPlan) -> Iterator[str]:
 
 
 _ALIKE = (
-    *("outer", "backward_prefetch", "limit_all_gathers", "sync_module_states", "timeout"),
-    *("verify", "on_nonfinite", "memory_budget", "arena"),
+    *("outer", "forward_prefetch", "backward_prefetch", "limit_all_gathers", "sync_module_states"),
+    *("timeout", "verify", "on_nonfinite", "memory_budget", "arena"),
     *("gradient_reduction", "accumulation", "deterministic"),
 )
 _OF_UNITS = (
@@ -193,7 +194,6 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "mixed_precision": given.mixed_precision or MixedPrecision(),
         "cast_forward_inputs of the root": given.root_precision,
-        "forward_prefetch": int(given.forward_prefetch),
         "offload": given.offload or OffloadPolicy(),
         **vars(given.reduction),
         **{name: getattr(given, name) for name in _ALIKE},
@@ -272,21 +272,13 @@ def plain(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(plain, value))})"
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        kind: Any = type(value)
-        default = kind()
-        given = (
-            f"{name}={plain(each)}"
-            for name, each in fields.items()
-            if each != getattr(default, name)
-        )
+        values = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+        given = (f"{k.name}={plain(each)}" for k, each in values.items() if each != k.default)
         return f"{type(value).__name__}({', '.join(given)})"
     if isinstance(value, nn.Module):
         return type(value).__name__
     return "a function" if callable(value) else repr(value)
 
-
-# Values -------------------------------------------------------------------------------------------
 
 _VALUES = "initial values"
 
@@ -318,7 +310,7 @@ class Digests:
             own = torch.stack(
                 [torch.as_tensor(each, dtype=torch.int64, device=self._device) for each in digests]
             ).tolist()
-            low, high = exchange.bounds(_hash(own))
+            low, high = exchange.bounds(hash_of(own))
             pairs = zip(own, exchange.first(own) if low != high else own, strict=True)
             # The CPU and a device compute different digests of one value, with different signs.
             differs = [one != other and (one < 0) == (other < 0) for one, other in pairs]
@@ -357,10 +349,10 @@ def settle(
     order, label, count = min(each.split("\0") for each in texts.values())
     ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
     return (
-        f"{label} differs between ranks: on {_listed(ranks)} its values are not those of the first "
-        f"rank of the group ({count} parameters and buffers differ there). The shards of different "
-        "models would be mixed; use one seed on all ranks before building the model, or pass "
-        "sync_module_states=True"
+        f"{label} differs between ranks: on {some_ranks(ranks)} its values are not those of the "
+        f"first rank of the group ({count} parameters and buffers differ there). The shards of "
+        "different models would be mixed; use one seed on all ranks before building the model, or "
+        "pass sync_module_states=True"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,29 +106,26 @@ def _resolve_device(
 ) -> torch.device:
     rank = own_rank()
     found: dict[torch.device, tuple[str, str]] = {}
+    """The unit and name of the first parameter on each device."""
     for plan in plans:
-        if plan.existing is not None:
-            for handle in plan.existing.handles:
-                found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
-            continue
-        places: dict[torch.device, str] = {}
+        for handle in () if plan.existing is None else plan.existing.handles:
+            found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
         for original in plan.originals:
-            _check_parameter(plan, original, rank)
+            problem = _problem_of(original.parameter, original)
+            if problem is not None:
+                raise ValueError(
+                    f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}"
+                )
             if not original.parameter.is_meta:
-                places.setdefault(original.parameter.device, original.fqn)
-        if device is None and len(places) > 1:
-            raise ValueError(
-                f"{plan.label} (rank {rank}): parameters of one unit need one device, got "
-                + " and ".join(f"{place} ({fqn!r})" for place, fqn in places.items())
-                + "; move the module first, or pass device="
-            )
-        for place, fqn in places.items():
-            found.setdefault(place, (plan.label, fqn))
+                found.setdefault(original.parameter.device, (plan.label, original.fqn))
     if device is not None:
         return _with_index(torch.device(device))
     if len(found) > 1:
+        labels = {label for label, _ in found.values()}
+        of_one = f"{labels.pop()} (rank {rank}): parameters of one unit"
         raise ValueError(
-            f"rank {rank}: units of one model need one device, got "
+            (f"rank {rank}: units of one model" if labels else of_one)
+            + " need one device, got "
             + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
             + "; move the module first, or pass device="
         )
@@ -159,12 +155,6 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type != "cpu" and device.index is None:
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
-
-
-def _check_parameter(plan: UnitPlan, original: OriginalParameter, rank: int) -> None:
-    problem = _problem_of(original.parameter, original)
-    if problem is not None:
-        raise ValueError(f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}")
 
 
 def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | None:
@@ -213,9 +203,6 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
     return None
 
 
-# Tensor parallelism -----------------------------------------------------------------------------
-
-
 def tensor_parallel_mesh(
     plans: list[UnitPlan], everyone: Callable[[], tuple[int, ...]] | None
 ) -> DeviceMesh | None:
@@ -228,19 +215,17 @@ def tensor_parallel_mesh(
         ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
             several meshes, or the mesh and the process group share ranks besides this one.
     """
-    mesh: DeviceMesh | None = None
-    first = ""
-    for fqn, parameter_mesh in _meshes(plans):
-        if mesh is not None and parameter_mesh != mesh:
+    named = [*_meshes(plans)]
+    if not named:
+        return None
+    first, mesh = named[0]
+    for fqn, other in named:
+        if other != mesh:
             raise ValueError(
                 f"rank {dist.get_rank()}: DTensor parameters of one model need one mesh, got "
-                f"{mesh} ({first!r}) and {parameter_mesh} ({fqn!r}); parallelize all modules on "
-                "one mesh"
+                f"{mesh} ({first!r}) and {other} ({fqn!r}); parallelize all modules on one mesh"
             )
-        if mesh is None:
-            mesh, first = parameter_mesh, fqn
-    if mesh is not None:
-        _check_crossing(mesh, first, everyone)
+    _check_crossing(mesh, first, everyone)
     return mesh
 
 
@@ -283,9 +268,6 @@ def _check_crossing(
         )
 
 
-# Two parameters over one memory ------------------------------------------------------------------
-
-
 class _Held(NamedTuple):
     """The memory of one parameter, in bytes: [start, stop) on a device, perhaps with gaps."""
 
@@ -304,7 +286,7 @@ def refuse_shared_memory(
 
     Each would become shards of its own. Takes n log n steps for n parameters, and reads no values.
     """
-    memory = (held for named in (sharded, ignored) for held in _memory_of(named, named is ignored))
+    memory = [*_memory_of(sharded, False), *_memory_of(ignored, True)]
     around: list[_Held] = []
     """Parameters whose ranges overlap, directly or by others of these."""
     end = ("", 0)
@@ -337,10 +319,6 @@ def _check(around: list[_Held]) -> None:
     """Check parameters with overlapping ranges. Those of one matrix's columns share no element."""
     if len(around) < 2:
         return
-    dense = [held for held in around if held.local.is_contiguous()]
-    for one, other in pairwise(dense):
-        if other.start < one.stop and not (one.is_ignored and other.is_ignored):
-            _refuse(one, other)
     start = around[0].start
     is_taken = np.zeros(max(held.stop for held in around) - start, bool)
     around.sort(key=lambda held: held.is_ignored)
@@ -349,7 +327,13 @@ def _check(around: list[_Held]) -> None:
         if own.any():
             is_taken[:] = False
             own[...] = True
-            _refuse(next(e for e in around[:index] if _bytes_of(e, is_taken, start).any()), held)
+            one = next(e for e in around[:index] if _bytes_of(e, is_taken, start).any())
+            raise ValueError(
+                f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
+                "memory: each would get shards of its own, and a write to one would no longer "
+                "change the other; make them one Parameter, which stays tied (b.weight = a.weight, "
+                "without nn.Parameter or .data), or give one of them memory of its own (clone)"
+            )
         own[...] = not held.is_ignored
 
 
@@ -359,12 +343,3 @@ def _bytes_of(held: _Held, memory: Any, start: int) -> Any:
     steps = (*(step * itemsize for step in held.local.stride()), 1)
     shape = (*held.local.shape, itemsize)
     return np.lib.stride_tricks.as_strided(memory[held.start - start :], shape, steps)
-
-
-def _refuse(one: _Held, other: _Held) -> None:
-    raise ValueError(
-        f"parameters {one.name!r} and {other.name!r} are two Parameters over the same memory: each "
-        "would get shards of its own, and a write to one would no longer change the other; make "
-        "them one Parameter, which stays tied (b.weight = a.weight, without nn.Parameter or "
-        ".data), or give one of them memory of its own (clone)"
-    )

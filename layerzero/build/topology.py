@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, check_arguments
-from layerzero.build.compare import REFUSED, Exchange, Outline
+from layerzero.build.compare import ERRORS, REFUSED, Exchange, hash_of, outline
 from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
@@ -122,21 +123,18 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     """
     axes, exchange_device = _axes_of(given.process_group, given.timeout, plan.device)
     exchange = Exchange(axes, exchange_device, _WHAT)
-    outline = Outline(plan, given, axes[0].size)
-    low, high = exchange.bounds(outline.number)
+    rows = outline(plan, given, axes[0].size)
+    low, high = exchange.bounds(hash_of(rows))
     if low == REFUSED:
         rank, text = next(iter(exchange.texts(None).items()))
         raise ValueError(f"rank {rank} refused the module or an argument of ZeRO3: {text}")
     if low != high:
-        raise ValueError(outline.explain(exchange))
+        exchange.refuse_difference(rows, ERRORS)
     coordinate = [axis.rank for axis in axes]
     coordinate += [] if plan.mesh is None else plan.mesh.get_coordinate() or []
     check_sizes(axes, given, is_first=not any(coordinate))
     agree_on_group_names(axes, exchange_device)
-
-    def make(group: Group | None, zero3_size: int | None = None) -> Placement:
-        return _make_placement(group, zero3_size, plan.device, given)
-
+    make = functools.partial(_make_placement, plan.device, given)
     placement = make(given.process_group, given.zero3_size)
     groups = mesh_groups(plan.mesh, plan.device, given.timeout)
     placements = {id(unit): placement for unit in plan.units}
@@ -168,11 +166,8 @@ def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) ->
         )
 
 
-# Placements ---------------------------------------------------------------------------------------
-
-
 def _make_placement(
-    group: Group | None, zero3_size: int | None, device: torch.device, given: Arguments
+    device: torch.device, given: Arguments, group: Group | None, zero3_size: int | None = None
 ) -> Placement:
     """Place shards for tensors on `device`. Collective where groups have to be made.
 
@@ -215,17 +210,17 @@ def place(
     Args:
         table: global ranks, one row for each shard group.
     """
-    members = tuple(sorted(_flat(table)))
+    members = tuple(sorted(rank for row in table for rank in row))
     if len(table) == 1:
         return Placement(group_of(members), None, 1, members)
     row = next(row for row in table if rank in row)
     if outer == "shard":
-        everyone = group_of(_flat(table))
-        inner = group_of(row)
-        return Placement(everyone, None, 1, members, post_forward_group=inner)
+        everyone = group_of(members)
+        return Placement(everyone, None, 1, members, post_forward_group=group_of(row))
     column = [row_of_peer[row.index(rank)] for row_of_peer in table]
-    world = group_of(_flat(table)) if deterministic else None
-    slices = _slices(table)
+    world = group_of(members) if deterministic else None
+    # See Note [Ownership is strided].
+    slices = {r: j * len(table) + k for k, row in enumerate(table) for j, r in enumerate(row)}
     return Placement(
         shard_group=group_of(row),
         outer_group=group_of(column),
@@ -235,15 +230,6 @@ def place(
         world=world,
         world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
     )
-
-
-def _flat(table: list[list[int]]) -> list[int]:
-    return [rank for row in table for rank in row]
-
-
-def _slices(table: list[list[int]]) -> dict[int, int]:
-    """See Note [Ownership is strided]."""
-    return {rank: j * len(table) + k for k, row in enumerate(table) for j, rank in enumerate(row)}
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]]

@@ -13,7 +13,7 @@ from layerzero.comm.streams import Event
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
-from layerzero.watch.slow_waits import WatchesWaits, other_waits
+from layerzero.watch.slow_waits import Waits, other_waits
 from layerzero.watch.watchdog import Watchdog
 
 
@@ -63,8 +63,6 @@ class Pending:
 
     peer = -1
     """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
-    num_checks = 0
-    """Number of checks that found it waiting."""
     works: Sequence[tuple[dist.Work, int]] | None = None
     """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
     to wait for: a collective on the current stream is in order there by itself."""
@@ -154,7 +152,7 @@ class Pending:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
-        watcher: WatchesWaits | None = self.operation.detector
+        watcher: Waits | None = self.operation.detector
         if watcher is None and timed:
             watcher = other_waits
         if watcher is not None and self.works:

@@ -23,7 +23,6 @@ from typing import Any
 from finetuning_scheduler.strategy_adapters import StrategyAdapter
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from layerzero import ShardingPlan
 from layerzero.integrations.engine import MODULE_OPTIONS, clean_name, near_matches, some
@@ -90,10 +89,9 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             return
         modules = {name for name, _ in self.pl_module.named_modules()}
         apply_modules = {
-            _pattern(key, modules): _translated(f"zero3_plan: {key!r}", own or {})
-            for key, own in (self._plan or {}).items()
+            _pattern(key, modules): own or {} for key, own in (self._plan or {}).items()
         }
-        defaults = _translated("zero3_defaults", self._defaults)
+        defaults = dict(self._defaults)
         plan_fields = {name: defaults.pop(name) for name in _OTHER_FIELDS & defaults.keys()}
         plan = ShardingPlan(apply_modules=apply_modules, defaults=defaults, **plan_fields)
         strategy.use_plan(plan, "strategy_adapter_cfg")
@@ -159,19 +157,3 @@ def _pattern(key: str, modules: set[str]) -> str:
     if key in modules or key.startswith("re:") or _WILDCARD.search(key):
         return key
     return f"re:{key}"
-
-
-def _translated(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `cpu_offload_policy` to an option of a plan."""
-    if not isinstance(options, Mapping):
-        raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
-    own = dict(options)
-    if "cpu_offload_policy" not in own:
-        return own
-    policy = own.pop("cpu_offload_policy")
-    if "cpu_offload" in own:
-        raise ValueError(f"{where}: cpu_offload_policy and cpu_offload are both given")
-    if isinstance(policy, CPUOffloadPolicy):
-        policy = {"pin_memory": policy.pin_memory}
-    own["cpu_offload"] = policy
-    return own

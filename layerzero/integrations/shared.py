@@ -1,11 +1,16 @@
-"""What several adapters do: an action of one rank, and one or several objects for a checkpoint."""
+"""What several adapters do: an action of one rank, one or several objects for a checkpoint, and
+counts of parameters in full, where frameworks would count this rank's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+
+from layerzero.integrations.engine import get_info
 
 
 def on_first_rank(action: Callable[[], Any], what: str) -> Any:
@@ -37,3 +42,33 @@ def by_number(objects: Sequence[Any]) -> Any:
     if len(objects) < 2:
         return next(iter(objects), None)
     return {str(number): each for number, each in enumerate(objects)}
+
+
+def numel_of(parameter: nn.Parameter) -> int:
+    """Number of elements of a parameter; of a sharded one, those of the original parameter."""
+    info = get_info(parameter)
+    return parameter.numel() if info is None else math.prod(info.shape)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return any(get_info(parameter) is not None for parameter in module.parameters())
+
+
+def count(parameters: Iterable[nn.Parameter], only_trainable: bool = False) -> int:
+    return sum(numel_of(each) for each in parameters if each.requires_grad or not only_trainable)
+
+
+def num_parameters(
+    module: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Like transformers' method of this name."""
+    left_out: set[str] = set()
+    if exclude_embeddings:
+        left_out = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    counted = (each for name, each in module.named_parameters() if name not in left_out)
+    return count(counted, only_trainable)
+
+
+def trainable_and_all(module: nn.Module) -> tuple[int, int]:
+    """Like peft's `get_nb_trainable_parameters`."""
+    return count(module.parameters(), only_trainable=True), count(module.parameters())

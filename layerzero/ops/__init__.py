@@ -6,7 +6,7 @@ it is in the package's folder, makes them fast. `native_status()` returns which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from layerzero.ops import reference, schema, step_reference
 from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.segments import ZEROS, Segments
-from layerzero.ops.word_sums import word_sums
 
 __all__ = [
     "ZEROS",
@@ -39,6 +38,9 @@ STREAMING_NBYTES = 32 << 20
 cache, and an ordinary store reads each cache line first. Smaller outputs stay in the cache, where
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
+_SUMMED = {*reference.DTYPES, torch.uint8}
+"""Dtypes that `word_sums_` has a kernel for."""
+
 assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
 _status = load(Path(__file__).parents[1])
 
@@ -55,17 +57,14 @@ def missing_kernels(device: torch.device) -> str | None:
     """
     if device.type == "cpu" or has_kernel(device.type):
         return None
+    remedy = "none exist; nothing needs to be done"
     if device.type == "cuda":
-        remedy = (
-            _status.reason
-            if not _status.native
-            else (
-                f"{_status.reason}; install nvcc or set CUDA_HOME, and build again with "
-                "`pip install -v --no-build-isolation`"
+        remedy = _status.reason
+        if _status.native:
+            remedy += (
+                "; install nvcc or set CUDA_HOME, and build again with `pip install -v "
+                "--no-build-isolation`"
             )
-        )
-    else:
-        remedy = "none exist; nothing needs to be done"
     return (
         f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
         "are packed in plain torch, with the same results and more kernel launches for each unit"
@@ -191,6 +190,24 @@ def flat_step_(
     torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed, phase)
     for tensors in steps:
         _note_written(tensors.main)
+
+
+def word_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The checksum of each tensor, int64 on their device: the sum of its bytes as 64-bit words,
+    modulo 2**64. Does not block the host.
+
+    One flipped bit changes a word by a power of two below 2**64, so it always changes the sum.
+    Flips in several places cancel out only if the changes of the words add up to zero.
+
+    Args:
+        tensors: at least one; of any dtypes and shapes, all on one device. The end of one that is
+            no multiple of 8 bytes counts as a word that zeros complete.
+    """
+    whole = [each.detach().contiguous() for each in tensors]
+    whole = [x if x.dtype in _SUMMED else x.view(-1).view(torch.uint8) for x in whole]
+    out = torch.empty(len(whole), dtype=torch.int64, device=whole[0].device)
+    torch.ops.layerzero.word_sums_.default(out, whole)
+    return out
 
 
 def sum_squares(x: torch.Tensor) -> torch.Tensor:

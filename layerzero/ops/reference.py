@@ -2,6 +2,8 @@
 
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
+    word_sums_      the sum of a tensor's bytes as 64-bit words, modulo 2**64, of each
+    checked_sum_    ordered_sum_, and word_sums_ of the parts
     crc32           zlib's; copy_crc32_ copies the bytes in the same pass
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_WORD = 8
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -276,6 +279,41 @@ def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
         and source.is_contiguous()
         and out.numel() == source.numel()
     )
+
+
+def checked_sum_(
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    scale: float,
+    skip: int = -1,
+) -> None:
+    """See `layerzero.ops.checked_sum_`."""
+    contiguous = [each.detach().contiguous() for each in parts]
+    if 0 <= skip < len(contiguous):
+        contiguous[skip] = contiguous[skip].new_empty(0)
+    # Before the sum, which may overwrite a part.
+    word_sums_(sums, contiguous)
+    # A device may have a kernel of this one alone.
+    torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
+
+
+def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:
+    """See `layerzero.ops.word_sums`; `xs` are contiguous."""
+    if len(xs) != out.numel():
+        raise ValueError(f"word_sums_: {len(xs)} tensors, but room for {out.numel()} checksums")
+    if xs:
+        torch.stack([word_sum(each) for each in xs], out=out)
+
+
+def word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.view(-1)
+    nbytes = flat.nbytes
+    if nbytes % _WORD == 0 and flat.storage_offset() * flat.element_size() % _WORD == 0:
+        return flat.view(torch.int64).sum()
+    whole = flat.new_zeros(-(-nbytes // _WORD) * _WORD, dtype=torch.uint8)
+    whole[:nbytes] = flat.view(torch.uint8)
+    return whole.view(torch.int64).sum()
 
 
 def crc32(data: torch.Tensor, value: int = 0) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from layerzero.ops import checked, reference, step_reference
-from layerzero.ops.word_sums import word_sums_
+from layerzero.ops import reference, step_reference
 
 LIBRARY = torch.library.Library("layerzero", "DEF")
 """Registrations live as long as this object."""
@@ -44,8 +43,8 @@ _OPS: dict[str, tuple[Callable[..., Any], Callable[..., None] | None]] = {
     "Tensor(c!)[] scales, Tensor[] table, Tensor[] rows, Tensor factor, float grad_scale, "
     "int seed, int phase) -> ()": (step_reference.flat_step_, _fake_flat_step),
     "checked_sum_(Tensor(a!) out, Tensor(b!) sums, Tensor[] parts, float scale, int skip=-1)"
-    " -> ()": (checked.checked_sum_, _checks(reference.check_ordered_sum, 0, 2)),
-    "word_sums_(Tensor(a!) out, Tensor[] xs) -> ()": (word_sums_, _checks(lambda: None)),
+    " -> ()": (reference.checked_sum_, _checks(reference.check_ordered_sum, 0, 2)),
+    "word_sums_(Tensor(a!) out, Tensor[] xs) -> ()": (reference.word_sums_, _checks(lambda: None)),
     "sum_squares_(Tensor(a!) out, Tensor x) -> ()": (
         step_reference.sum_squares_,
         _checks(lambda: None),

@@ -88,21 +88,6 @@ class Segments:
         table.append((ZEROS, 0, numel))
         return cls(torch.tensor(table, dtype=torch.int64), numel, tuple(ends))
 
-    @classmethod
-    def concatenate(cls, numels: Sequence[int], alignment: int = 1, multiple: int = 1) -> Segments:
-        """Place whole sources of `numels` elements one after another.
-
-        Args:
-            alignment: each start is a multiple of it.
-            multiple: the buffer's size is padded to a multiple of it.
-        """
-        rows, end = [], 0
-        for source, count in enumerate(numels):
-            start = -(-end // alignment) * alignment
-            rows.append((source, 0, start, count))
-            end = start + count
-        return cls.build(rows, -(-end // multiple) * multiple)
-
     def on(self, device: torch.device) -> torch.Tensor:
         """The table on `device`. The first call for a device copies it, and blocks the host."""
         if device.type == "cpu":

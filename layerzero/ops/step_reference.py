@@ -14,6 +14,7 @@ place in its whole parameter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from layerzero.ops.reference import DTYPES, compute_dtype
 
@@ -32,7 +34,7 @@ SIGN, FLAG, STEP = 8, 9, 10
 QUANT_NUMEL = 256
 """Elements of a whole parameter that share a scale, if states have 8 bits."""
 _LANES, _CHUNK = 16, 4096
-_MASK64 = (1 << 64) - 1
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _Tensors = list[torch.Tensor]
 
 
@@ -160,18 +162,11 @@ def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
     if out.dtype != torch.float64 or out.numel() != 1:
         raise ValueError(f"sum_squares_: out must be one float64, got {list(out.shape)}")
     square = x.detach().reshape(-1).to(torch.float64).square()
-    padded = torch.zeros(-(-square.numel() // _CHUNK) * _CHUNK, dtype=torch.float64)
-    padded[: square.numel()] = square
-    lanes = torch.zeros(padded.numel() // _CHUNK, _LANES, dtype=torch.float64)
-    for row in padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1):
-        lanes += row
-    chunks = torch.zeros(lanes.shape[0], dtype=torch.float64)
-    for lane in lanes.unbind(1):
-        chunks += lane
-    total = torch.zeros((), dtype=torch.float64)
-    for chunk in chunks:
-        total += chunk
-    out.fill_(total)
+    padded = nn.functional.pad(square, (0, -square.numel() % _CHUNK))
+    # Each sum in order: of a chunk's rows, of its lanes, of the chunks.
+    lanes = functools.reduce(torch.add, padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1))
+    chunks = functools.reduce(torch.add, lanes.unbind(1))
+    out.fill_(functools.reduce(torch.add, chunks.unbind(), out.new_zeros(())))
 
 
 def check_flat_step(tensors: StepTensors) -> None:
@@ -236,9 +231,6 @@ class _Blocks:
         return zeros.scatter_reduce(0, self.index, bits, "amax").view(torch.float32)
 
 
-# -- arithmetic -----------------------------------------------------------------------------------
-
-
 def fused(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Tensor:
     """a * b + c, rounded once to float32; float64 rounds twice."""
     if c.dtype == torch.float64:
@@ -293,20 +285,11 @@ def _root(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
-# -- random bits ----------------------------------------------------------------------------------
-
-
 def _mix64(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
     return x ^ (x >> 31)
-
-
-def _times32(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """x * factor modulo 2**32, of int64 in [0, 2**32): the full product may not fit."""
-    upper = ((x >> 16) * factor & 0xFFFF) << 16
-    return (upper + (x & 0xFFFF) * factor) & 0xFFFFFFFF
 
 
 def _random(seed: int, row: list[int], step: int, state: int, device: torch.device) -> torch.Tensor:
@@ -317,17 +300,15 @@ def _random(seed: int, row: list[int], step: int, state: int, device: torch.devi
         x = _mix64(seed & _MASK64)
         for value in (row[KEY], step, upper):
             x = _mix64(x ^ (value & _MASK64))
-        mixed = _times32((places & 0xFFFFFFFF) ^ (x & 0xFFFFFFFF), 0x9E3779B1)
-        mixed = _times32((mixed ^ (mixed >> 15)) + (x >> 32) & 0xFFFFFFFF, 0x85EBCA6B)
+        # Products wrap around, which leaves their lower 32 bits right.
+        mixed = ((places & _MASK32) ^ (x & _MASK32)) * 0x9E3779B1 & _MASK32
+        mixed = ((mixed ^ (mixed >> 15)) + (x >> 32) & _MASK32) * 0x85EBCA6B & _MASK32
         result = torch.where(places >> 32 == upper, mixed ^ (mixed >> 16), result)
-    return result if state == 0 else (result >> 16) | (result << 16 & 0xFFFFFFFF)
-
-
-# -- states in fewer bits -------------------------------------------------------------------------
+    return result if state == 0 else (result >> 16) | (result << 16 & _MASK32)
 
 
 def _bfloat_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    bits = values.view(torch.int32).long() & _MASK32
     chosen = (bits + torch.where(values.isfinite(), random & 0xFFFF, 0)) >> 16
     return chosen.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
@@ -363,7 +344,7 @@ def quantize(
     largest = 127 if signed else 255
     # Below the normal numbers a scale may have no inverse; such values become 0.
     inverse = torch.where(scale < 2.0**-126, 0.0, 1.0 / scale)
-    unit = (values.abs() * inverse).view(torch.int32).long() & 0xFFFFFFFF
+    unit = (values.abs() * inverse).view(torch.int32).long() & _MASK32
     between = 0x80000 if random is None else random & 0xFFFFF
     code = (((unit + between) >> 20) - (0x3F8 - largest)).clamp(0, largest)
     if signed:

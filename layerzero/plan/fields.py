@@ -135,7 +135,7 @@ class PlanFields:
         """Number of units prefetched in forward."""
         if self.num_to_forward_prefetch is not None:
             return self.num_to_forward_prefetch
-        return prefetch_depth(self.defaults.get("forward_prefetch", True), "forward_prefetch")
+        return prefetch_depth("forward_prefetch", self.defaults.get("forward_prefetch", True))
 
     @property
     def num_backward(self) -> int:

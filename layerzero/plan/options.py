@@ -42,8 +42,13 @@ MODULE_OPTIONS = (
     "act_ckpt",
 )
 """Options that may differ between the modules of one model."""
-_TORCHS = {"mp_policy": "mixed_precision", "offload_policy": "offload"}
-"""Options of `fully_shard` that have another name here; torch's policies are accepted as values."""
+_TORCHS = {
+    "mp_policy": "mixed_precision",
+    "offload_policy": "offload",
+    "cpu_offload_policy": "cpu_offload",
+}
+"""Options of `fully_shard`, and of finetuning-scheduler's plans, that have another name here;
+torch's policies are accepted as values."""
 _SET_ELSEWHERE = {
     "process_group": "pass the mesh to shard_with_plan",
     "mesh": "pass the mesh to shard_with_plan",

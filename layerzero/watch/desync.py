@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.watch.diagnosis import own_connection
-from layerzero.watch.slow_waits import SlowWaits, Waiting, pause_for
+from layerzero.watch.slow_waits import Collective, Waits, pause_for
 from layerzero.watch.thread import run_periodically
 
 PAUSE_S = 0.5
@@ -42,14 +42,12 @@ _TAG = 0x3FFFFFFF
 _logger = logging.getLogger(__name__)
 
 
-class DesyncDetector:
+class DesyncDetector(Waits):
     """Watches the waits of one model on gloo."""
 
     issued: deque[tuple[int, str, str]]
     """(number, verb, unit) of the latest collectives of the model, on all its groups, in order."""
-    waiting: set[Waiting]
-    """Collectives that threads of this rank wait for now."""
-    in_flight: set[Waiting]
+    in_flight: set[Collective]
     """Messages posted and not yet waited for. A pass that fails waits for all of them, also for one
     that nothing referred to yet when it failed: gloo writes into their memory."""
     verdict: str | None
@@ -57,68 +55,53 @@ class DesyncDetector:
 
     def __init__(self, places: Mapping[dist.ProcessGroup, str]) -> None:
         """`places`: prefix of this model's notes in the store, for each group (`ModelNumber`)."""
+        super().__init__()
         self.in_flight = set()
         self.issued = deque(maxlen=_HISTORY)
-        self.waiting = set()
         self.verdict = None
         self._places = dict(places)
         self._store: dist.Store | None = None
         self._published: tuple[Any, ...] = ()
         self._thread: threading.Thread | None = None
-        self._slow = SlowWaits()
 
-    def begin_wait(self, collective: Waiting) -> None:
-        """Register a wait that is about to begin. Cheap: the detector's thread does the rest."""
+    def begin_wait(self, collective: Collective) -> None:
         self.waiting.add(collective)
         if self._thread is None:
-            pause_s = min(PAUSE_S, pause_for(collective.group.limit))
-            self._thread = run_periodically(self, _check, pause_s, "layerzero-desync")
+            pause_s, check = min(PAUSE_S, pause_for(collective.group.limit)), DesyncDetector.check
+            self._thread = run_periodically(self, check, pause_s, "layerzero-desync")
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Check the current waits once; called by the thread after each pause."""
         if self.verdict is None:
-            long = []
-            waiting = self.waiting.copy()
-            self._slow.check(waiting)
-            for collective in waiting:
-                collective.num_checks += 1
-                if collective.num_checks > 1:
-                    long.append(collective)
-            if not long:
-                return
-            self._find_out(long)
+            _, long = self._check_slow()
+            if long:
+                self._find_out(long)
         if self.verdict is not None:
             for collective in self.waiting.copy():
                 _break(collective)
+        return True
 
     def latest_verdict(self) -> str | None:
         """Return the verdict, read from the store if need be; called after a wait failed."""
         if self.verdict is None:
-            try:
-                store = self._open()
-                self._read_verdict(store)
-            except (RuntimeError, ValueError) as error:
-                _logger.debug("cannot read the verdict from the store: %s", error)
+            self._find_out([])
         return self.verdict
 
-    def _open(self) -> dist.Store:
-        if self._store is None:
-            self._store = dist.PrefixStore("layerzero/desync", own_connection())
-        return self._store
-
-    def _find_out(self, long: list[Waiting]) -> None:
+    def _find_out(self, long: list[Collective]) -> None:
+        """Read the verdict from the store; if there is none, look for one about these waits."""
         try:
-            store = self._open()
-            self._read_verdict(store)
-            if self.verdict is None:
-                self._publish(store, long)
+            if self._store is None:
+                self._store = dist.PrefixStore("layerzero/desync", own_connection())
+            self._read_verdict(self._store)
+            if self.verdict is None and long:
+                self._publish(self._store, long)
                 for collective in long:
-                    self._compare(store, collective)
+                    self._compare(self._store, collective)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it.
             _logger.debug("cannot compare waits between ranks: %s", error)
 
-    def _publish(self, store: dist.Store, long: list[Waiting]) -> None:
+    def _publish(self, store: dist.Store, long: list[Collective]) -> None:
         issued = tuple(self.issued)
         waits = {str(collective.number): _sized(collective) for collective in long}
         news = issued[-1:], tuple(waits)
@@ -132,7 +115,7 @@ class DesyncDetector:
             store.set(f"{place}/{rank}", note)
         self._published = news
 
-    def _compare(self, store: dist.Store, collective: Waiting) -> None:
+    def _compare(self, store: dist.Store, collective: Collective) -> None:
         group = collective.group
         place = self._places.get(group.process_group)
         if place is None:
@@ -150,7 +133,7 @@ class DesyncDetector:
                 self._read_verdict(store)
                 return
 
-    def _difference(self, collective: Waiting, rank: int, note: dict[str, Any]) -> str | None:
+    def _difference(self, collective: Collective, rank: int, note: dict[str, Any]) -> str | None:
         """Why `rank` will never send the message of `collective`; None if it still may."""
         number = str(collective.number)
         own = {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
@@ -184,16 +167,11 @@ class DesyncDetector:
                 return
 
 
-def _check(detector: DesyncDetector) -> bool:
-    detector.check()
-    return True
-
-
-def _sized(collective: Waiting) -> str:
+def _sized(collective: Collective) -> str:
     return f"{collective.name} with {collective.nbytes} bytes per rank"
 
 
-def _break(collective: Waiting) -> None:
+def _break(collective: Collective) -> None:
     """See Note [Waits are broken by breaking the connection]."""
     group = collective.group
     peer = collective.peer if collective.peer >= 0 else (group.rank + 1) % group.size

@@ -84,11 +84,10 @@ def _find_closed(group: ShardGroup, error: BaseException) -> int:
     """Group rank of the only peer whose connection is closed; -1: none, several, or unknown."""
     if group.backend != "gloo":
         return -1
+    others = [peer for peer in range(group.size) if peer != group.rank]
     # A process that has just died may still be about to close its connections.
     for _ in range(1 if _is_timeout(error) else 10):
-        closed = [
-            peer for peer in range(group.size) if peer != group.rank and _is_closed(group, peer)
-        ]
+        closed = [peer for peer in others if _is_closed(group, peer)]
         if closed:
             return closed[0] if len(closed) == 1 else -1
         time.sleep(0.05)
@@ -96,11 +95,10 @@ def _find_closed(group: ShardGroup, error: BaseException) -> int:
 
 
 def _is_closed(group: ShardGroup, peer: int) -> bool:
-    process_group = group.process_group
+    number = dist.get_group_rank(group.process_group, group.ranks[peer])
     try:
         # Never waited for: on a closed connection the call itself fails.
-        number = dist.get_group_rank(process_group, group.ranks[peer])
-        process_group.recv([torch.empty(1)], number, _TAG)
+        group.process_group.recv([torch.empty(1)], number, _TAG)
     except RuntimeError:
         return True
     return False

@@ -7,11 +7,11 @@ operation and the rank waited for, while there is still time to raise the limit 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from layerzero.flat.placement import ShardGroup
@@ -29,34 +29,29 @@ def pause_for(limit: timedelta) -> float:
     return min(_LONGEST_PAUSE_S, limit.total_seconds() / 8)
 
 
-class Waiting(Protocol):
-    """A collective that a thread waits for."""
+class Collective(Protocol):
+    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
 
     group: ShardGroup
     nbytes: int
-    """Size of each message."""
+    """Size of the whole tensor; of each message, where messages carry names."""
     peer: int
     """Group rank of the peer whose message is awaited now; -1: all."""
-    num_checks: int
-    """Number of checks that found it waiting; starts at 0."""
-
-    @property
-    def number(self) -> int:
-        """Number of the operation within the model."""
+    number: int
+    """Number of the operation within the model."""
 
     @property
     def name(self) -> str:
         """Name of the operation; the same on every rank."""
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
+
+    @property
+    def is_done(self) -> bool: ...
+
     def wait(self) -> object: ...
-
-
-class WatchesWaits(Protocol):
-    """Object at which threads register their waits: a `DesyncDetector`, or `other_waits`."""
-
-    waiting: set[Waiting]
-
-    def begin_wait(self, collective: Waiting) -> None: ...
 
 
 def warn_half_time(name: str, group: ShardGroup, waits_for: str, seconds: float) -> None:
@@ -75,73 +70,69 @@ def is_half_time(seconds: float, limit: timedelta) -> bool:
     return seconds >= limit.total_seconds() / 2
 
 
-class _Seen(NamedTuple):
-    peer: int
-    since: float
-    """Time of the first check that found it waiting for this peer."""
-    was_warned_of: bool
+class Waits:
+    """Waits of this process's threads. Warns once of each, for one peer, past half of its limit."""
 
-
-class SlowWaits:
-    """Warns once of each wait, for one peer, that is past half of its limit."""
+    waiting: set[Collective]
+    """Collectives that threads of this rank wait for now; the end of a wait discards its own."""
 
     def __init__(self) -> None:
+        self.waiting = set()
         # Weak: a collective holds its buffers.
-        self._seen: WeakKeyDictionary[Waiting, _Seen] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Collective, tuple[int, float]] = WeakKeyDictionary()
+        """The peer that a collective waits for, and the time of the first check that found it so;
+        infinity once it was warned of."""
 
-    def check(self, waiting: Iterable[Waiting]) -> None:
-        """Check the waits under way; called periodically on one thread."""
-        now = time.monotonic()
+    def begin_wait(self, collective: Collective) -> None:
+        """Register a wait that is about to begin. Cheap: a thread does the rest."""
+        raise NotImplementedError
+
+    def _check_slow(self) -> tuple[set[Collective], list[Collective]]:
+        """Warn of slow waits; return those under way, and those that the last check found too."""
+        waiting, now = self.waiting.copy(), time.monotonic()
+        again = [collective for collective in waiting if collective in self._seen]
         for collective in waiting:
             peer, group = collective.peer, collective.group
-            seen = self._seen.get(collective)
-            if seen is None or seen.peer != peer:
-                seen = _Seen(peer, now, False)
-            elif not seen.was_warned_of and is_half_time(now - seen.since, group.limit):
-                seen = seen._replace(was_warned_of=True)
+            before, since = self._seen.get(collective, (peer, now))
+            if before != peer:
+                since = now
+            elif is_half_time(now - since, group.limit):
                 waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
-                warn_half_time(collective.name, group, waits_for, now - seen.since)
-            self._seen[collective] = seen
+                warn_half_time(collective.name, group, waits_for, now - since)
+                since = math.inf
+            self._seen[collective] = peer, since
+        return waiting, again
 
 
-class OtherWaits:
+class OtherWaits(Waits):
     """Waits of this process outside any model's detector: construction, checkpoints, meshes.
 
     Its thread starts with a wait, and ends when there was none for a while.
     """
 
-    waiting: set[Waiting]
-
     def __init__(self) -> None:
-        self.waiting = set()
-        self._slow = SlowWaits()
+        super().__init__()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._num_idle = 0
 
-    def begin_wait(self, collective: Waiting) -> None:
-        """Register a wait that is about to begin; its end discards it from `waiting`."""
+    def begin_wait(self, collective: Collective) -> None:
         self.waiting.add(collective)
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # Dead in a forked process.
                 self._num_idle = 0
-                pause_s = pause_for(collective.group.limit)
-                self._thread = run_periodically(self, _check, pause_s, "layerzero-waits")
+                pause_s, check = pause_for(collective.group.limit), OtherWaits.check
+                self._thread = run_periodically(self, check, pause_s, "layerzero-waits")
 
     def check(self) -> bool:
         """Check the waits once; False if the thread is to end."""
-        waiting = self.waiting.copy()
-        self._slow.check(waiting)
+        waiting, _ = self._check_slow()
         self._num_idle = 0 if waiting else self._num_idle + 1
         with self._lock:
             if self._num_idle < _IDLE_CHECKS or self.waiting:
                 return True
             self._thread = None
             return False
-
-
-def _check(waits: OtherWaits) -> bool:
-    return waits.check()
 
 
 other_waits = OtherWaits()

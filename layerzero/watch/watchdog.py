@@ -24,16 +24,16 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
+from layerzero.notices import some_ranks
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.slow_waits import is_half_time, warn_half_time
+from layerzero.watch.slow_waits import Collective, is_half_time, warn_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096
@@ -41,23 +41,6 @@ _HISTORY = 4096
 _LONGEST_PAUSE_S = 1.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Watched(Protocol):
-    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
-
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """Name of the collective; the same on every rank."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether this rank's stream has reached the collective, and waits only for peers."""
-
-    @property
-    def is_done(self) -> bool: ...
 
 
 class Watchdog:
@@ -88,8 +71,8 @@ class Watchdog:
         self._group = group
         self._device = device
         self._on_failure = on_failure
-        self._issued: deque[Watched] = deque()
-        self._in_flight: deque[Watched] = deque()
+        self._issued: deque[Collective] = deque()
+        self._in_flight: deque[Collective] = deque()
         self._standing_since: float | None = None
         self._was_warned_of = False
         self._history: dict[int, tuple[int, str]] = {}
@@ -99,15 +82,15 @@ class Watchdog:
         self._pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         self._thread: threading.Thread | None = None
 
-    def watch(self, collective: Watched) -> None:
+    def watch(self, collective: Collective) -> None:
         """Register a collective that is about to be issued. Cheap: the thread does the rest."""
         self._issued.append(collective)
         if self._thread is None:
             name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, self._device)
-            self._thread = run_periodically(self, _check, self._pause_s, name, prepare)
+            self._thread = run_periodically(self, Watchdog.check, self._pause_s, name, prepare)
 
-    def check(self) -> None:
-        """Check the collectives in flight once; called by the thread after each pause."""
+    def check(self) -> bool:
+        """Check the collectives in flight once; called by the thread until it returns False."""
         has_news = bool(self._issued)
         self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
@@ -121,6 +104,7 @@ class Watchdog:
             self.has_failed = True
             _logger.error("%s", error)
             _abort(self._group, self._device)
+        return not self.has_failed
 
     def _take_issued(self) -> None:
         """Add collectives issued since the last check to the history."""
@@ -156,19 +140,14 @@ class Watchdog:
         except (RuntimeError, ValueError) as error:
             _logger.debug("cannot find the rank that is awaited: %s", error)
             ranks = []
-        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"{'ranks' if len(ranks) > 1 else 'rank'} {shown}" if ranks else "the group"
+        return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
         board = self._board
         if board is None or not self._count:
             return None
         try:
-            board.publish(self._count, self._digest)
-            count, digest = board.published(board.next_rank)
-            if self._history.get(count, (digest, ""))[0] != digest:
-                board.publish_divergence()
-            pair = board.diverged_pair()
+            pair = board.compare(self._count, self._digest, self._history)
             return None if pair is None else self._divergence(board, pair)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
@@ -194,12 +173,6 @@ class Watchdog:
         return CollectiveError(text)
 
 
-def _check(watchdog: Watchdog) -> bool:
-    if not watchdog.has_failed:
-        watchdog.check()
-    return not watchdog.has_failed
-
-
 def _abort(group: ShardGroup, device: torch.device) -> None:
     """Unblock threads that wait in a collective, if the backend can; else they time out."""
     try:
@@ -214,7 +187,7 @@ class _Board:
     def __init__(self, store: dist.Store, group: ShardGroup) -> None:
         self._store = store
         self._group = group
-        self.next_rank = group.ranks[(group.rank + 1) % group.size]
+        self._next_rank = group.ranks[(group.rank + 1) % group.size]
         self._rank = group.ranks[group.rank]
 
     @classmethod
@@ -226,8 +199,20 @@ class _Board:
             _logger.debug("cannot compare collectives between ranks: %s", error)
             return None
 
-    def publish(self, count: int, digest: int) -> None:
+    def compare(
+        self, count: int, digest: int, history: Mapping[int, tuple[int, str]]
+    ) -> tuple[int, int] | None:
+        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
+        that some rank found to differ; None if there is none."""
         self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
+        at, theirs = self.published(self._next_rank)
+        if history.get(at, (theirs, ""))[0] != theirs:
+            # Only the first pair is stored, so that every rank reports the same one.
+            self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
+        if not self._store.check(["diverged"]):
+            return None
+        first, second = json.loads(self._store.get("diverged"))
+        return first, second
 
     def ranks_behind(self, number: int) -> list[int]:
         """Ranks that have not published that they issued collective `number`, counted from 1."""
@@ -240,16 +225,6 @@ class _Board:
             return 0, 0
         count, digest = json.loads(self._store.get(key))
         return count, digest
-
-    def publish_divergence(self) -> None:
-        # Only the first pair is stored, so that every rank reports the same one.
-        self._store.compare_set("diverged", "", json.dumps([self._rank, self.next_rank]))
-
-    def diverged_pair(self) -> tuple[int, int] | None:
-        if not self._store.check(["diverged"]):
-            return None
-        first, second = json.loads(self._store.get("diverged"))
-        return first, second
 
     def exchange_histories(
         self, pair: tuple[int, int], own: dict[int, str]

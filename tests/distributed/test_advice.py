@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import (
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.build import argument_warnings
+from layerzero.guards import argument_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks

@@ -186,7 +186,8 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
     parameters = list(model.parameters())
     yield (
         lambda: whole(parameters[: 3 + rank]),
-        r"ranks differ: rank 1 has 'blocks.0.up.bias' of shape \(7,\) .*, where rank 0 has nothing",
+        r"ranks differ: rank 1 has 'blocks.0.up.bias' of shape \(7,\) .*, where rank 0 has "
+        "no other argument",
     )
     yield (
         lambda: whole(parameters, lr=0.1 * (1 + rank)),

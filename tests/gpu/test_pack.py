@@ -14,7 +14,7 @@ import torch
 
 from layerzero.ops import Segments, flat_step_, ordered_sum_, pack_, reference, step_reference
 from layerzero.ops.step_reference import StepTensors
-from tests.ops.truth import DTYPES, assert_same_bits
+from tests.ops.truth import DTYPES, assert_same_bits, concatenate
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def test_every_dtype_pair_has_the_bits_of_the_reference(
 ) -> None:
     numels = [0, 1, 2, 3, 7, 8, 9, 31, 33, 127, 255, 257, 511, 513, 1025, 4097, 20_001]
     for alignment in (1, 16):
-        segs = Segments.concatenate(numels, alignment=alignment, multiple=64)
+        segs = concatenate(numels, alignment=alignment, multiple=64)
         for scale in SCALES:
             srcs = [random_values(numel, src_dtype) for numel in numels]
             check_pack(cuda, srcs, segs, dtype, scale)
@@ -88,15 +88,15 @@ def test_sources_and_outputs_may_start_anywhere(
     numels = [3, 5000, 17, 2600]
     srcs = [random_values(numel, src_dtype) for numel in numels]
     for shift in range(1, 8):
-        check_pack(cuda, srcs, Segments.concatenate(numels, 16), dtype, src_shift=shift)
-        check_pack(cuda, srcs, Segments.concatenate(numels), dtype, out_offset=shift)
+        check_pack(cuda, srcs, concatenate(numels, 16), dtype, src_shift=shift)
+        check_pack(cuda, srcs, concatenate(numels), dtype, out_offset=shift)
 
 
 @pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_widens_exactly(cuda: torch.device, src_dtype: torch.dtype) -> None:
     src = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(src_dtype)
     for dtype in DTYPES:
-        check_pack(cuda, [src], Segments.concatenate([src.numel()]), dtype)
+        check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -110,13 +110,13 @@ def test_values_between_two_16_bit_values_round_to_even(
     largest = torch.tensor([65519.0, 65520.0, 3.38953138925e38, 3.4e38])
     src = torch.cat([middle, middle.nextafter(infinity), middle.nextafter(-infinity), largest])
     src = torch.cat([src, -src])
-    check_pack(cuda, [src], Segments.concatenate([src.numel()]), dtype)
+    check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 449, 2000, 4001, 10_000])
 def test_any_number_of_sources_packs(cuda: torch.device, count: int) -> None:
     numels = [random.randrange(40) for _ in range(count)]
-    segs = Segments.concatenate(numels, alignment=8, multiple=24)
+    segs = concatenate(numels, alignment=8, multiple=24)
     for src_dtype, dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         srcs = [torch.randn(numel).to(src_dtype) for numel in numels]
         check_pack(cuda, srcs, segs, dtype, 0.5)
@@ -158,7 +158,7 @@ def test_more_than_2_to_the_31_elements_pack(cuda: torch.device) -> None:
     # Positive finite bit patterns, so that comparing bits compares values.
     bits = torch.randint(0, 0x7F80, (numel,), dtype=torch.int16, device=cuda)
     small = torch.ones(3, dtype=torch.bfloat16, device=cuda)
-    segs = Segments.concatenate([3, numel, 3], multiple=64)
+    segs = concatenate([3, numel, 3], multiple=64)
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
     pack_(out, [small, bits.view(torch.bfloat16), small], segs)
     for begin in range(0, numel, 1 << 28):
@@ -199,7 +199,7 @@ def test_the_sum_may_replace_one_of_its_parts(cuda: torch.device, dtype: torch.d
 
 def test_kernels_run_on_the_current_stream(cuda: torch.device) -> None:
     """The values arrive late on that stream: a kernel on another one would not wait for them."""
-    segs = Segments.concatenate([10_000, 7], multiple=64)
+    segs = concatenate([10_000, 7], multiple=64)
     srcs = [torch.zeros(10_000, device=cuda), torch.zeros(7, device=cuda)]
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
     total = torch.empty(10_000, device=cuda)
@@ -221,7 +221,7 @@ def test_kernels_run_on_the_current_stream(cuda: torch.device) -> None:
 @pytest.mark.parametrize("count", [9, 2000, 4001])
 def test_kernels_are_captured_and_replayed(cuda: torch.device, count: int) -> None:
     srcs = small_tensors(count, torch.float32, cuda)
-    segs = Segments.concatenate([src.numel() for src in srcs], alignment=16, multiple=64)
+    segs = concatenate([src.numel() for src in srcs], alignment=16, multiple=64)
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
     parts = [torch.empty(1000, device=cuda) for _ in range(5)]
     total = torch.empty(1000, device=cuda)
@@ -250,7 +250,7 @@ def test_kernels_are_captured_and_replayed(cuda: torch.device, count: int) -> No
 @pytest.mark.parametrize(("count", "launches"), [(9, 1), (2000, 1), (4001, 2)])
 def test_2000_tensors_are_one_launch(cuda: torch.device, count: int, launches: int) -> None:
     srcs = small_tensors(count, torch.float32, cuda)
-    segs = Segments.concatenate([src.numel() for src in srcs], alignment=16)
+    segs = concatenate([src.numel() for src in srcs], alignment=16)
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
     table = segs.on(cuda)
     raw_pack(out, srcs, table)
@@ -271,7 +271,7 @@ def test_2000_tensors_are_one_launch(cuda: torch.device, count: int, launches: i
 def test_kernels_neither_allocate_nor_wait(cuda: torch.device) -> None:
     srcs = small_tensors(300, torch.float32, cuda)
     srcs[7] = torch.empty(0, device=cuda)
-    segs = Segments.concatenate([src.numel() for src in srcs], alignment=16, multiple=64)
+    segs = concatenate([src.numel() for src in srcs], alignment=16, multiple=64)
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
     table = segs.on(cuda)
     parts = [torch.randn(1000, device=cuda) for _ in range(5)]
@@ -332,7 +332,7 @@ def test_a_large_layer_packs_at_the_bandwidth_of_a_copy(
     width, hidden, narrow = 2048, 8192, 512
     numels = [width * width] * 2 + [width * narrow] * 2 + [width * hidden] * 3 + [width] * 2
     srcs = [torch.randn(numel, device=cuda).to(src_dtype) for numel in numels]
-    segs = Segments.concatenate(numels, alignment=16, multiple=1024)
+    segs = concatenate(numels, alignment=16, multiple=1024)
     out = torch.empty(segs.numel, dtype=dtype, device=cuda)
     table = segs.on(cuda)
     moved = sum(src.nbytes for src in srcs) + out.nbytes

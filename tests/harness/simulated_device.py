@@ -733,7 +733,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Watchdog, "watch", "the watchdog watches a collective"),
-        refused(_Board, "publish", "a rank writes to the store"),
+        refused(_Board, "compare", "a rank writes to the store"),
         refused(_Board, "published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerzero.ops import checked, checked_sum_, ordered_sum_, word_sums
+from layerzero.ops import checked_sum_, ordered_sum_, reference, word_sums
 from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, baseline
 
 IDS = {"ids": str}
@@ -13,7 +13,7 @@ IDS = {"ids": str}
 
 def _call(implementation: str, op: str, *args: object) -> None:
     if implementation == "reference":
-        getattr(checked, op)(*args)
+        getattr(reference, op)(*args)
         return
     with baseline(implementation == "baseline"):
         getattr(torch.ops.layerzero, op).default(*args)

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from layerzero.ops import Segments, pack_, reference
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, narrowed, scaled
+from tests.ops.truth import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    assert_same_bits,
+    call,
+    concatenate,
+    narrowed,
+    scaled,
+)
 
 CANARY = 7.0
 SCALES = [1.0, 0.3, -1.5]
@@ -68,7 +76,7 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
     implementation: str, src_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     numels = [0, 1, 7, 8, 9, 63, 64, 65, 1000, 4097]
-    segs = Segments.concatenate(numels, alignment=16, multiple=64).table
+    segs = concatenate(numels, alignment=16, multiple=64).table
     for scale in SCALES:
         srcs = [random_values(numel, src_dtype) for numel in numels]
         check(implementation, srcs, segs, dtype, scale)
@@ -79,7 +87,7 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
 @pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch.dtype) -> None:
     src = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(src_dtype)
-    segs = Segments.concatenate([src.numel()]).table
+    segs = concatenate([src.numel()]).table
     for dtype in DTYPES:
         check(implementation, [src], segs, dtype, 1.0)
 
@@ -97,7 +105,7 @@ def test_values_between_two_16_bit_values_round_to_even(
     infinity = torch.full_like(exact, torch.inf)
     src = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity)])
     src = torch.cat([src, -src])
-    check(implementation, [src], Segments.concatenate([src.numel()]).table, dtype, 1.0)
+    check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -115,7 +123,7 @@ def test_rows_of_any_kind_follow_each_other(
         turned = numels.index(6144)
         srcs[turned] = srcs[turned].view(64, 96).t()
         for alignment in (1, 32):
-            segs = Segments.concatenate(numels, alignment, 64).table
+            segs = concatenate(numels, alignment, 64).table
             scale, nt = generator.choice(SCALES), generator.random() < 0.5
             shift = generator.randrange(3)
             check(implementation, srcs, segs, dtype, scale, out_offset=shift, nt=nt)
@@ -139,7 +147,7 @@ def test_nothing_is_read_past_the_end_of_a_source(implementation: str) -> None:
         src = torch.frombuffer(memory, dtype=torch.float32, count=numel, offset=page - 4 * numel)
         srcs.append(src.fill_(number + 0.5))
     for order in itertools.permutations(srcs):
-        segs = Segments.concatenate([src.numel() for src in order], alignment=8).table
+        segs = concatenate([src.numel() for src in order], alignment=8).table
         for dtype in (torch.float32, torch.bfloat16):
             for nt in (False, True):
                 check(implementation, order, segs, dtype, 1.0, nt=nt)
@@ -149,7 +157,7 @@ def test_nothing_is_read_past_the_end_of_a_source(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_a_source_that_shares_its_memory_lazily_goes_on_sharing(implementation: str) -> None:
     """A source is only read: asking for its memory to write would copy it."""
-    segs = Segments.concatenate([100]).table
+    segs = concatenate([100]).table
     src = torch._lazy_clone(torch.ones(100))
     out = torch.zeros(100)
     call(implementation, "pack_", out, [src], segs, 2.0, False)
@@ -160,7 +168,7 @@ def test_a_source_that_shares_its_memory_lazily_goes_on_sharing(implementation: 
 @pytest.mark.parametrize("count", [0, 1, 33, 449, 2000, 4001])
 def test_any_number_of_sources_packs(implementation: str, count: int) -> None:
     numels = [random.randrange(0, 40) for _ in range(count)]
-    segs = Segments.concatenate(numels, alignment=8, multiple=24).table
+    segs = concatenate(numels, alignment=8, multiple=24).table
     flat = torch.randn(sum(numels) + 1, dtype=torch.float32)[1:].to(torch.bfloat16)
     check(implementation, list(flat.split(numels)), segs, torch.float32, 0.5)
 
@@ -191,7 +199,7 @@ def test_odd_layouts_pack(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_threads_meet_without_a_seam(implementation: str) -> None:
     numels = [100_003, 1, 40_000, 17, 77_777]
-    segs = Segments.concatenate(numels, alignment=32, multiple=64).table
+    segs = concatenate(numels, alignment=32, multiple=64).table
     srcs = [torch.randn(numel).to(torch.bfloat16) for numel in numels]
     srcs[2] = torch.empty(0, dtype=torch.float64)
     threads = torch.get_num_threads()
@@ -215,7 +223,7 @@ def test_transposed_sources_are_read_in_the_order_of_their_shape(
     src = torch.randn(cols, rows).t()
     numel = rows * cols
     for dtype in (torch.float32, torch.bfloat16):
-        check(implementation, [src], Segments.concatenate([numel]).table, dtype, 0.3)
+        check(implementation, [src], concatenate([numel]).table, dtype, 0.3)
         middle = Segments.build([(0, numel // 3, 2, numel // 2)], numel).table
         check(implementation, [src], middle, dtype, 1.0)
 
@@ -224,7 +232,7 @@ def test_transposed_sources_are_read_in_the_order_of_their_shape(
 def test_sources_of_any_strides_are_read_in_the_order_of_their_shape(implementation: str) -> None:
     base = torch.randn(6, 10, 8)
     srcs = [base.permute(2, 0, 1), base[:, ::2, 1:], base[0, 0].expand(5, 8), base[1, 2, 3]]
-    segs = Segments.concatenate([src.numel() for src in srcs], alignment=4).table
+    segs = concatenate([src.numel() for src in srcs], alignment=4).table
     check(implementation, srcs, segs, torch.bfloat16, 0.3)
 
 
@@ -334,7 +342,7 @@ def test_bad_input_is_refused_with_its_values_and_nothing_is_written(
     arguments = {
         "out": torch.zeros(16),
         "srcs": [torch.ones(8), torch.ones(8)],
-        "segs": Segments.concatenate([8, 8]).table,
+        "segs": concatenate([8, 8]).table,
         **change,
     }
     out = arguments["out"]
@@ -344,14 +352,14 @@ def test_bad_input_is_refused_with_its_values_and_nothing_is_written(
 
 
 def test_the_wrapper_returns_out() -> None:
-    segs = Segments.concatenate([2, 3, 1], alignment=4)
+    segs = concatenate([2, 3, 1], alignment=4)
     out = torch.full((segs.numel,), CANARY)
     assert pack_(out, [torch.ones(2), torch.empty(0), torch.ones(1)], segs, 0.5) is out
     assert out.tolist() == [0.5, 0.5, 0, 0, 0, 0, 0, 0, 0.5]
 
 
 def test_the_wrapper_moves_the_version_that_autograd_watches() -> None:
-    segs = Segments.concatenate([3])
+    segs = concatenate([3])
     weight = torch.ones(3)
     loss = (torch.ones(3, requires_grad=True) * weight).sum()
     pack_(weight, [torch.zeros(3)], segs)
@@ -364,18 +372,18 @@ def test_the_wrapper_moves_the_version_that_autograd_watches() -> None:
 def test_parameters_that_require_grad_pack_without_autograd() -> None:
     out = torch.empty(4)
     parameter = torch.nn.Parameter(torch.ones(2, 2))
-    pack_(out, [parameter], Segments.concatenate([4]), 2.0)
+    pack_(out, [parameter], concatenate([4]), 2.0)
     assert out.tolist() == [2, 2, 2, 2] and not out.requires_grad
 
 
 def test_the_wrapper_refuses_a_buffer_of_another_size() -> None:
     with pytest.raises(ValueError, match="cover 4 elements, out has 5"):
-        pack_(torch.empty(5), [torch.ones(4)], Segments.concatenate([4]))
+        pack_(torch.empty(5), [torch.ones(4)], concatenate([4]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_opcheck_passes(scale: float) -> None:
-    segs = Segments.concatenate([5, 0, 12], alignment=8, multiple=32)
+    segs = concatenate([5, 0, 12], alignment=8, multiple=32)
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.zeros(segs.numel, dtype=dtype)
         srcs = [torch.randn(numel) for numel in (5, 0, 12)]
@@ -383,7 +391,7 @@ def test_opcheck_passes(scale: float) -> None:
 
 
 def test_a_compiled_graph_holds_the_op_whole() -> None:
-    segs = Segments.concatenate([5, 7], alignment=8)
+    segs = concatenate([5, 7], alignment=8)
 
     def step(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         torch.ops.layerzero.pack_(out, [a * 2, b], segs.table, 0.5)
@@ -460,7 +468,7 @@ def test_dtypes_without_arithmetic_are_moved_as_they_are() -> None:
 
 
 def test_what_is_only_moved_is_neither_cast_nor_scaled() -> None:
-    segs = Segments.concatenate([3])
+    segs = concatenate([3])
     out = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"source 0 must be int64, got torch\.float32"):
         pack_(out, [torch.ones(3)], segs)

@@ -12,6 +12,7 @@ import torch
 
 from layerzero import ops
 from layerzero.ops import Segments, missing_kernels, ordered_sum_, pack_, reference
+from tests.ops.truth import concatenate
 
 _READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero")
 
@@ -66,7 +67,7 @@ def test_the_table_goes_where_it_is_read(kernel: bool, monkeypatch: pytest.Monke
         given.append(segs)
 
     packet = type(torch.ops.layerzero.pack_.default)
-    segs = Segments.concatenate([4], 8, 8)
+    segs = concatenate([4], 8, 8)
     meta = torch.empty(4, device="meta")
     with mock.patch.object(packet, "__call__", watched):
         pack_(torch.empty(8, device="meta"), [meta], segs)
@@ -77,7 +78,7 @@ def test_the_table_goes_where_it_is_read(kernel: bool, monkeypatch: pytest.Monke
 
 
 def test_a_table_on_the_device_is_refused_rather_than_waited_for() -> None:
-    segs = Segments.concatenate([4]).table.to("meta")
+    segs = concatenate([4]).table.to("meta")
     out, srcs = torch.empty(4, device="meta"), [torch.empty(4, device="meta")]
     with (
         mock.patch.object(reference, "_check_memory"),

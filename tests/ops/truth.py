@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,21 @@ import numpy as np
 import torch
 
 import layerzero
-from layerzero.ops import native_status, reference, step_reference
+from layerzero.ops import Segments, native_status, reference, step_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 IMPLEMENTATIONS = ["reference", *(["kernel", "baseline"] if native_status().native else [])]
 """baseline: the kernel as it runs on a processor without AVX2."""
+
+
+def concatenate(numels: Sequence[int], alignment: int = 1, multiple: int = 1) -> Segments:
+    """Whole sources one after another, at multiples of `alignment`, padded to `multiple`."""
+    rows, end = [], 0
+    for source, count in enumerate(numels):
+        start = -(-end // alignment) * alignment
+        rows.append((source, 0, start, count))
+        end = start + count
+    return Segments.build(rows, -(-end // multiple) * multiple)
 
 
 def library() -> ctypes.CDLL:

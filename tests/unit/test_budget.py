@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_248,
+    "": 46_827,
     "flat": 2_860,
     "step": 4_625,
-    "comm": 1_523,
-    "watch": 1_092,
-    "build": 2_647,
-    "guards": 606,
+    "comm": 1_521,
+    "watch": 1_034,
+    "build": 2_452,
+    "guards": 695,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89

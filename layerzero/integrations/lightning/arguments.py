@@ -62,14 +62,10 @@ def check_arguments(
     for name in options:
         if name == "device":
             raise ValueError(DEVICE_IS_THE_TRAINERS)
-        if name in _OF_OTHER_STRATEGIES:
-            advice = _OF_OTHER_STRATEGIES[name]
-            raise TypeError(f"ZeRO3Strategy: unknown argument {name!r}: {advice}")
         if name not in _OPTIONS:
-            raise TypeError(
-                f"ZeRO3Strategy: unknown argument {name!r}{near_matches(name, _OPTIONS)}; expected "
-                f"one of {sorted(_OPTIONS)}"
-            )
+            near = f"expected one of {sorted(_OPTIONS)}{near_matches(name, _OPTIONS)}"
+            advice = _OF_OTHER_STRATEGIES.get(name, near)
+            raise TypeError(f"ZeRO3Strategy: unknown argument {name!r}: {advice}")
 
 
 def check_devices(devices: list[torch.device]) -> None:

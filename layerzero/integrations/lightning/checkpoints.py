@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,6 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
             "begun"
         )
     return state
-
-
-def is_mappable(path: Path) -> bool:
-    """Whether it is a local file in torch's zip format, which can be mmapped."""
-    return path.is_file() and zipfile.is_zipfile(path)
 
 
 def map_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -101,15 +95,6 @@ def _own_if_small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.nbytes <= _COPIED_NBYTES else tensor
 
 
-def local_path(path: str | Path) -> Path:
-    if "://" in str(path):
-        raise ValueError(
-            f"{path}: sharded checkpoints are folders on a file system that all ranks share; use "
-            "state_dict_type='full'"
-        )
-    return Path(path)
-
-
 def make_way_for_file(path: Path) -> None:
     """Remove a folder with an earlier, sharded checkpoint of the same name.
 
@@ -123,12 +108,6 @@ def make_way_for_file(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def make_way_for_folder(path: Path) -> None:
-    """Remove a file with an earlier, full checkpoint of the same name."""
-    if path.is_file():
-        path.unlink()
-
-
 def open_folder(path: Path) -> dict[str, Any]:
     """Open a sharded checkpoint without its tensors, which are read after sharding.
 
@@ -136,18 +115,13 @@ def open_folder(path: Path) -> dict[str, Any]:
         CheckpointError: the Trainer did not write it.
     """
     manifest = open_source(path, with_optimizer=False).manifest
-    if manifest is None or not manifest.extras:
+    extras = () if manifest is None else manifest.extras
+    own = dist.get_rank() if len(extras) == dist.get_world_size() else 0
+    checkpoint: Any = decode(extras[own]) if extras else None
+    if not isinstance(checkpoint, dict) or "loops" not in checkpoint:
         raise CheckpointError(
             f"{path}: expected a sharded checkpoint that the Trainer wrote; to load other weights, "
             "call layerzero.checkpoint.load(path, trainer.model) in on_fit_start"
-        )
-    extras = manifest.extras
-    own = dist.get_rank() if len(extras) == dist.get_world_size() else 0
-    checkpoint: dict[str, Any] = decode(extras[own])
-    if not isinstance(checkpoint, dict) or "loops" not in checkpoint:
-        raise CheckpointError(
-            f"{path}: was written by layerzero.checkpoint.save, not by the Trainer; load it with "
-            "layerzero.checkpoint.load(path, trainer.model) in on_fit_start"
         )
     if checkpoint.pop("has_optimizer"):
         checkpoint["optimizer_states"] = []

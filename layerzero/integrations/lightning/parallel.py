@@ -145,8 +145,6 @@ class MeshStrategy(DDPStrategy):
         groups = [everyone, alone]
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
 
-    # Data -------------------------------------------------------------------------------------
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments for the sampler; tensor-parallel ranks get the same samples."""
@@ -172,8 +170,6 @@ class MeshStrategy(DDPStrategy):
         votes = torch.tensor(int(decision), device=self.root_device)
         votes = super().reduce(votes, dist.group.WORLD, "sum")
         return bool(votes == self.world_size) if all else bool(votes)
-
-    # The model --------------------------------------------------------------------------------
 
     def prepare_mesh(self, model: nn.Module, sync_copies: bool) -> None:
         """Prepare a model for sharding. Collective over the tensor-parallel ranks.

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from layerzero.integrations.engine import get_info
-from layerzero.integrations.parameter_counts import count, is_sharded
+from layerzero.integrations.shared import count, is_sharded
 
 _PATCHED = "_layerzero_patched"
 

@@ -13,6 +13,7 @@ Note [One wrapper for the life of a model]
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -61,10 +62,7 @@ from layerzero.integrations.lightning.arguments import (
 )
 from layerzero.integrations.lightning.checkpoints import (
     FOLDER,
-    is_mappable,
-    local_path,
     make_way_for_file,
-    make_way_for_folder,
     map_file,
     named,
     numbered,
@@ -178,8 +176,6 @@ class ZeRO3Strategy(MeshStrategy):
             )
         self.plan = plan
 
-    # Environment ----------------------------------------------------------------------------
-
     @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapted(plugin)
@@ -205,8 +201,6 @@ class ZeRO3Strategy(MeshStrategy):
                 f"existing process group has rank {got[0]} of {got[1]}; set devices and num_nodes "
                 "of the Trainer to those of the launcher"
             )
-
-    # The model ------------------------------------------------------------------------------
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -301,8 +295,6 @@ class ZeRO3Strategy(MeshStrategy):
             each.teardown()
         self.checkpoint_io.teardown()
 
-    # Checkpoints out ------------------------------------------------------------------------
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Full tensors on rank 0 ({} on others), or this rank's shards. Collective.
 
@@ -353,7 +345,7 @@ class ZeRO3Strategy(MeshStrategy):
         if self._state_dict_type == "sharded" and isinstance(self._wrapper_or_module, ZeRO3):
             if storage_options is not None:
                 raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
-            self._save_folder(checkpoint, local_path(filepath))
+            self._save_folder(checkpoint, filepath)
             return
 
         def write() -> None:
@@ -362,8 +354,13 @@ class ZeRO3Strategy(MeshStrategy):
 
         on_first_rank(write, f"{filepath}: rank 0 could not write it")
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
-        model = self._wrapper_or_module
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        if "://" in str(filepath):
+            raise ValueError(
+                f"{filepath}: sharded checkpoints are folders on a file system that all ranks "
+                "share; use state_dict_type='full'"
+            )
+        path, model = Path(filepath), self._wrapper_or_module
         own_names = get_model_state_dict(model).keys()
         if checkpoint["state_dict"].keys() != own_names:
             raise CheckpointError(
@@ -371,13 +368,16 @@ class ZeRO3Strategy(MeshStrategy):
                 "checkpoints take from the model itself; use state_dict_type='full'"
             )
         optimizer = by_number(self.optimizers) if "optimizer_states" in checkpoint else None
-        on_first_rank(lambda: make_way_for_folder(path), f"{path}: rank 0 could not write it")
+
+        def make_way() -> None:
+            if path.is_file():  # An earlier, full checkpoint of the same name.
+                path.unlink()
+
+        on_first_rank(make_way, f"{path}: rank 0 could not write it")
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
         save(path, model, optimizer, step=step, extra=rest, keep=1)
-
-    # Checkpoints in -------------------------------------------------------------------------
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -390,7 +390,8 @@ class ZeRO3Strategy(MeshStrategy):
         path = self.broadcast(checkpoint_path)
         if Path(path).is_dir():
             return open_folder(Path(path))
-        if type(self.checkpoint_io) is TorchCheckpointIO and is_mappable(Path(path)):
+        is_zip = Path(path).is_file() and zipfile.is_zipfile(path)  # Only these can be mmapped.
+        if is_zip and type(self.checkpoint_io) is TorchCheckpointIO:
             return map_file(Path(path), weights_only)
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 

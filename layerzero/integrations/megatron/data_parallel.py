@@ -86,7 +86,8 @@ class ZeRO3DataParallel(_BaseDataParallel):
     ) -> None:
         super().__init__(config=config, module=module)
         check_model_config(config, ddp_config)
-        _check_options(zero3_options)
+        for name in _OURS.keys() & zero3_options.keys():
+            raise TypeError(f"ZeRO3DataParallel: {name} is not an option here: {_OURS[name]}")
         for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
             zero3_options[name] = tuple(zero3_options[name])  # May be an iterator; read twice.
         ignored = _ignored(zero3_options)
@@ -134,8 +135,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
         unit = get_unit(self.engine)
         assert unit is not None, "it is wrapped"
         return root_of(unit)
-
-    # Around the step ------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -206,8 +205,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
                 "data-parallel ranks"
             )
 
-    # Parameters -----------------------------------------------------------------------------
-
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Broadcast the buffers of the first rank. Collective.
@@ -250,12 +247,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
         """State dict for Megatron's distributed checkpoints, by module names. Not collective."""
         own = {**(metadata or {}), "dp_cp_group": self.dp_cp_group}
         return sharded_state_dict(self.engine, prefix, sharded_offsets, own, self.tp_group)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, reason in _OURS.items():
-        if name in options:
-            raise TypeError(f"ZeRO3DataParallel: {name} is not an option here: {reason}")
 
 
 def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:

@@ -6,7 +6,8 @@ See docs/reference/megatron.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.adapters import under_global_names
-from layerzero.integrations.engine import Totals, copy_attributes, get_info, some
+from layerzero.integrations.engine import Totals, some
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer_checkpoint import (
@@ -36,6 +37,7 @@ from layerzero.integrations.megatron.several import (
     one_or_several,
     optimizers_in,
 )
+from layerzero.integrations.megatron.shards import Shards, sharded_of, stand_ins
 from layerzero.integrations.megatron.whole_states import refuse_split_parameters
 
 _SHARDS = "pieces"  # As in files that exist.
@@ -124,37 +126,14 @@ def parameter_groups(
     """
     if config_overrides is None:  # Only some versions of `_get_param_groups` fill in the default.
         config_overrides = get_standard_config_overrides(config)
-    originals = [_Originals(chunk) for chunk in chunks]
-    groups: list[dict[str, Any]] = _get_param_groups(originals, config, config_overrides)
-    sharded_params = {
-        key: sharded_param
-        for each in originals
-        for key, sharded_param in each.sharded_params.items()
-    }
+    shards: Shards = {}
+    with ExitStack() as shown:
+        for chunk in chunks:
+            shards |= shown.enter_context(stand_ins(chunk.engine))
+        groups: list[dict[str, Any]] = _get_param_groups(list(chunks), config, config_overrides)
     for group in groups:
-        group["params"] = [sharded_params[id(stand_in)] for stand_in in group["params"]]
+        group["params"] = [sharded_of(each, shards) for each in group["params"]]
     return groups
-
-
-class _Originals:
-    """Names, shapes and attributes of a chunk's original parameters, on meta."""
-
-    def __init__(self, chunk: ZeRO3DataParallel) -> None:
-        self._named: list[tuple[str, nn.Parameter]] = []
-        self.sharded_params: dict[int, nn.Parameter] = {}
-        for name, sharded_param in chunk.named_parameters():
-            info = get_info(sharded_param)
-            shape = sharded_param.shape if info is None else info.shape
-            stand_in = nn.Parameter(
-                torch.empty(shape, dtype=sharded_param.dtype, device="meta"),
-                sharded_param.requires_grad,
-            )
-            copy_attributes(sharded_param, stand_in)
-            self._named.append((name, stand_in))
-            self.sharded_params[id(stand_in)] = sharded_param
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._named)
 
 
 def _maker(config: Any) -> MakeOptimizer:
@@ -247,8 +226,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
             if gradient is not None and gradient.numel() and is_counted:
                 by_device.setdefault(gradient.device, []).append(gradient)
         return list(by_device.values())
-
-    # The step -------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters of all chunks."""
@@ -382,8 +359,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
             # Not the module's own method: Float16Module's takes names without its prefix.
             named_globally = under_global_names(chunk.module, own)
             nn.Module.load_state_dict(chunk.module, named_globally, strict=False)
-
-    # State ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards. Not collective; loads only with the same ranks and units."""

@@ -7,7 +7,7 @@ optimizers as well, which keep the step and the options of groups in other place
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,11 @@ from layerzero.checkpoint.adapters import (
     state_template,
 )
 from layerzero.integrations.engine import some
-from layerzero.integrations.megatron.several import AnyOptimizer, SeveralOptimizers
+from layerzero.integrations.megatron.several import (
+    AnyOptimizer,
+    SeveralOptimizers,
+    parameters_in,
+)
 from layerzero.integrations.megatron.shards import EmptyShard
 from layerzero.integrations.megatron.whole_states import (
     WHOLE_STATES,
@@ -89,7 +93,7 @@ def optimizer_sharded_state_dict(
         for group in optimizer.param_groups
     ]
     if keeps_whole_states(optimizer):
-        for number, parameter in enumerate(_parameters(optimizer)):
+        for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
             _name_of(names, parameter, number)  # Raises for strangers.
         whole = whole_state_entries(optimizer, names)
         return {"state": {}, "param_groups": options, WHOLE_STATES: whole}
@@ -100,7 +104,7 @@ def optimizer_sharded_state_dict(
     }
     made, lacking = _states(optimizer, is_loading)
     entries: dict[Any, Any] = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
         name = _name_of(names, parameter, number)
         state = made.get(parameter, lacking.get(parameter, {}))
         own = {
@@ -156,7 +160,7 @@ def load_optimizer_state_dict(
         return
     made, lacking = _states(optimizer, False)
     states: dict[nn.Parameter, StateDict] = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
         expected = made.get(parameter, lacking.get(parameter, {}))
         if not expected:
             continue
@@ -192,12 +196,6 @@ def _names(engines: Sequence[ZeRO3]) -> dict[int, str]:
     }
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """Parameters in the order of their numbers in a state dict."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _name_of(names: Mapping[int, str], parameter: nn.Parameter, number: int) -> str:
     name = names.get(id(parameter))
     if name is None:
@@ -213,8 +211,9 @@ _States = dict[nn.Parameter, dict[str, Any]]
 
 def _states(optimizer: torch.optim.Optimizer, is_loading: bool) -> tuple[_States, _States]:
     """State that the optimizer has, and zeros for state that its first step will create."""
-    made = {p: dict(optimizer.state[p]) for p in _parameters(optimizer) if optimizer.state.get(p)}
-    if all(p in made for p in _parameters(optimizer) if p.requires_grad):
+    parameters = parameters_in(optimizer.param_groups)
+    made = {p: dict(optimizer.state[p]) for p in parameters if optimizer.state.get(p)}
+    if all(p in made for p in parameters if p.requires_grad):
         return made, {}
     template = state_template(optimizer)
     lacking = {p: state for p, state in template.items() if p not in made}

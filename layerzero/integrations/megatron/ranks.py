@@ -12,7 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
+
+_GROUPS = ["tp", "pp", "mp", "dp_cp", "ep", "expt_dp"]
+"""Names of the groups in Megatron's collections."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +49,19 @@ class MegatronRanks:
                     "Megatron's process groups do not exist yet: call "
                     "megatron.core.parallel_state.initialize_model_parallel first"
                 )
-            return cls(
-                data=parallel_state.get_data_parallel_group(with_context_parallel=True),
-                tensor=parallel_state.get_tensor_model_parallel_group(),
-                pipeline=parallel_state.get_pipeline_model_parallel_group(),
-                model=(parallel_state.get_model_parallel_group(),),
-                experts=parallel_state.get_expert_model_parallel_group(check_initialized=False),
-                expert_data=parallel_state.get_expert_data_parallel_group(check_initialized=False),
-            )
-        data = getattr(collection, "dp_cp", None)
-        if data is None and context_parallel_size == 1:
-            data = getattr(collection, "dp", None)
-        groups = {name: getattr(collection, name, None) for name in ("tp", "pp")}
-        groups["dp_cp"] = data
-        found = {name: group for name, group in groups.items() if group is not None}
-        if missing := sorted(groups.keys() - found.keys()):
+            collection = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        found: dict[str, Any] = {name: getattr(collection, name, None) for name in _GROUPS}
+        if found["dp_cp"] is None and context_parallel_size == 1:
+            found["dp_cp"] = getattr(collection, "dp", None)
+        if missing := [name for name in ("dp_cp", "pp", "tp") if found[name] is None]:
             raise ValueError(f"pg_collection: process groups {missing} are missing; set them")
-        together = getattr(collection, "mp", None)
         return cls(
             found["dp_cp"],
             tensor=found["tp"],
             pipeline=found["pp"],
-            model=(found["tp"], found["pp"]) if together is None else (together,),
-            experts=getattr(collection, "ep", None),
-            expert_data=getattr(collection, "expt_dp", None),
+            model=(found["tp"], found["pp"]) if found["mp"] is None else (found["mp"],),
+            experts=found["ep"],
+            expert_data=found["expt_dp"],
         )
 
     def is_same_as(self, other: MegatronRanks) -> bool:

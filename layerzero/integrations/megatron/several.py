@@ -97,18 +97,19 @@ def one_or_several(
                 f"make_optimizer: expected a dict of optimizers by name, got {name!r}: "
                 f"{type(each).__name__}"
             )
-        for parameter in _parameters(each.param_groups):
+        for parameter in parameters_in(each.param_groups):
             if id(parameter) in held:
                 raise ValueError(
                     f"make_optimizer: {names.get(id(parameter), 'a parameter')} is in two "
                     f"optimizers, {held[id(parameter)]!r} and {name!r}; give it to one"
                 )
             held[id(parameter)] = name
-    left = [names[id(p)] for p in _parameters(groups) if p.requires_grad and id(p) not in held]
+    left = [names[id(p)] for p in parameters_in(groups) if p.requires_grad and id(p) not in held]
     if left:
         raise ValueError(f"make_optimizer: no optimizer has {some(left)}; give each to one")
     return SeveralOptimizers(made)
 
 
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter]:
+def parameters_in(groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter]:
+    """Parameters in the order of their numbers in a state dict."""
     return [parameter for group in groups for parameter in group["params"]]

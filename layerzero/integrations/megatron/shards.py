@@ -40,15 +40,12 @@ class Shard:
     """A sharded parameter, with what is needed to find its range in the full one."""
 
     parameter: nn.Parameter
-    fqn: str
-    shape: torch.Size
-    """Shape of the full parameter."""
-    range: tuple[int, int]
-    """(start, stop) of this rank's part in the flattened parameter."""
+    info: Any
+    """Its `ParameterInfo`: name, shape of the full parameter, this rank's range of it."""
     replica: int
 
     def meta(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=dtype, device="meta")
+        return torch.empty(self.info.shape, dtype=dtype, device="meta")
 
 
 class EmptyShard(LocalNonpersistentObject):
@@ -78,7 +75,9 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
     for unit in own_units:
         for handle in unit.handles:
             for parameter in handle.sharded_params:
-                shard = _shard(parameter, handle.placement.replica)
+                info = get_info(parameter)
+                assert info is not None, "sharded parameters have ParameterInfo"
+                shard = Shard(parameter, info, handle.placement.replica)
                 stand_in = nn.Parameter(shard.meta(parameter.dtype), parameter.requires_grad)
                 copy_attributes(parameter, stand_in)
                 shards[_storage(stand_in)] = shard
@@ -96,19 +95,14 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
                 unit.views.show_unsharded(unit.label)
 
 
-def _shard(parameter: nn.Parameter, replica: int) -> Shard:
-    info = get_info(parameter)
-    assert info is not None, "sharded parameters have ParameterInfo"
-    if info.tensor_parallel is not None:
-        raise NotImplementedError(
-            f"sharded_state_dict: {info.fqn} is a DTensor, whose offset Megatron's format cannot "
-            "express; use Megatron's own tensor-parallel layers, or layerzero.checkpoint.save"
-        )
-    return Shard(parameter, info.fqn, info.shape, info.range, replica)
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def sharded_of(shown: nn.Parameter, shards: Shards) -> nn.Parameter:
+    """The parameter that a stand-in stands for; any other parameter itself."""
+    shard = shards.get(_storage(shown))
+    return shown if shard is None else shard.parameter
 
 
 def shard_entry(entry: Any, shards: Shards) -> Any:
@@ -128,6 +122,12 @@ def shard_entry(entry: Any, shards: Shards) -> Any:
                 "layerzero.checkpoint.save"
             )
         return entry  # A buffer, or a parameter that is not sharded.
+    if shard.info.tensor_parallel is not None:
+        raise NotImplementedError(
+            f"sharded_state_dict: {shard.info.fqn} is a DTensor, whose offset Megatron's format "
+            "cannot express; use Megatron's own tensor-parallel layers, or "
+            "layerzero.checkpoint.save"
+        )
     build = _whole_of(entry, shard)
     # Checked on every rank, even without elements: if one raised later, while it saves, the others
     # would hang.
@@ -160,7 +160,7 @@ def _whole_of(entry: Any, shard: Shard) -> _Whole:
             return list(nested_values(built if isinstance(built, (dict, list)) else [built]))
 
         return build_all
-    if entry.data.shape != shard.shape:
+    if entry.data.shape != shard.info.shape:
         raise _refusal(entry.key, shard, "saves a part of")
     template = entry.without_data()
 
@@ -197,7 +197,7 @@ def _parts(
 
 def _refusal(key: str, shard: Shard, does: str) -> NotImplementedError:
     return NotImplementedError(
-        f"sharded_state_dict: {key}: its module {does} {shard.fqn}, so this rank cannot "
+        f"sharded_state_dict: {key}: its module {does} {shard.info.fqn}, so this rank cannot "
         "locate its shard; use layerzero.checkpoint.save"
     )
 
@@ -211,7 +211,7 @@ def _build(
     flattened_range: slice | None,
 ) -> list[ShardedTensor]:
     """Split `data`, of the shard's shape, into boxes; see Note [Boxes of named tensors]."""
-    start, stop = shard.range
+    start, stop = shard.info.range
     found: list[ShardedTensor] = []
     for first, tensor in _parts(build_whole, shard, key, data.dtype, replica_id):
         begin, end = max(start, first), min(stop, first + tensor.data.numel())

@@ -20,6 +20,7 @@ from layerzero.checkpoint.adapters import (
     put_state,
 )
 from layerzero.integrations.engine import some
+from layerzero.integrations.megatron.several import parameters_in
 
 WHOLE_STATES = "whole_states"
 """Key of whole states in an optimizer's state dict."""
@@ -41,8 +42,7 @@ def refuse_split_parameters(
         names.get(id(parameter), "a parameter")
         for optimizer in optimizers
         if tensor_parallel_size > 1 and keeps_whole_states(optimizer)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in parameters_in(optimizer.param_groups)
         if getattr(parameter, "tensor_model_parallel", False)
     ]
     if split:

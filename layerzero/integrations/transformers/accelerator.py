@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,13 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     """
     check_accelerator(accelerator)
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
-    _check_optimizers(optimizers, model)
+    for optimizer in optimizers:
+        if optimizer.state and not isinstance(model, ZeRO3):
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of whole parameters; expected an optimizer "
+                "that has not stepped: shard the model before the first step"
+            )
+        check_optimizer(optimizer, model)
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise NotImplementedError(
             "dynamo_backend: expected none; call compile() of the sharded model, which compiles "
@@ -179,23 +185,17 @@ def check_launched(state: Any) -> None:
         )
 
 
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError if the optimizer has parameters that are not the model's."""
     known = {id(parameter) for parameter in model.parameters()}
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if optimizer.state and not isinstance(model, ZeRO3):
-            raise ValueError(
-                f"{name} has state of whole parameters; expected an optimizer that has not "
-                "stepped: shard the model before the first step"
-            )
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ValueError(
-                        f"group {number} of {name} has a parameter of shape "
-                        f"{tuple(parameter.shape)} that does not belong to the model; build the "
-                        "optimizer from this model's parameters()"
-                    )
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"group {number} of {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that does not belong to the model; build the "
+                    "optimizer from the parameters() of the model that is passed with it"
+                )
 
 
 def adopt(accelerator: Accelerator) -> None:

@@ -33,12 +33,10 @@ from layerzero.integrations.engine import (
     refuse_pieces,
     root_of,
 )
-from layerzero.integrations.parameter_counts import num_parameters, trainable_and_all
+from layerzero.integrations.shared import num_parameters, trainable_and_all
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
 
 Tensors = dict[str, torch.Tensor]
-
-# Sharding --------------------------------------------------------------------------------------
 
 
 def shard(module: nn.Module, **options: Any) -> ZeRO3:
@@ -251,9 +249,6 @@ class Initialiser:
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     own = (*module._parameters.items(), *module._buffers.items())
     return [(name, tensor) for name, tensor in own if tensor is not None]
-
-
-# Loading ---------------------------------------------------------------------------------------
 
 
 def load_pretrained(

@@ -27,12 +27,13 @@ from transformers import trainer as trainer_module
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import load, save
-from layerzero.integrations.engine import get_unit
-from layerzero.integrations.parameter_counts import count, is_sharded, num_parameters
+from layerzero.integrations.engine import attach, get_unit
+from layerzero.integrations.shared import count, is_sharded
 from layerzero.integrations.transformers.accelerator import (
     adopt,
     check_accelerator,
     check_launched,
+    check_optimizer,
     prepare,
     random_states,
     set_random_states,
@@ -47,7 +48,7 @@ from layerzero.integrations.transformers.pretrained import (
     sharded_before,
 )
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
-from layerzero.integrations.transformers.trainer_arguments import check_arguments, check_optimizer
+from layerzero.integrations.transformers.trainer_arguments import check_arguments
 
 __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "shard"]
 
@@ -97,6 +98,7 @@ class ZeRO3Trainer(Trainer):
             model = self._shard(model, args)
         super().__init__(model, args, *positional, **named)
         if self.optimizer is not None:
+            attach.look_at(self.optimizer)  # It may have been built before, of full parameters.
             check_optimizer(self.optimizer, self.sharded_model)
         self._extra: Any = None
         self._in_checkpoint = False
@@ -135,7 +137,6 @@ class ZeRO3Trainer(Trainer):
         if args.torch_compile and not any(m._compiled_call_impl for m in module.modules()):
             compiled = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             self.sharded_model.compile(**{k: v for k, v in compiled.items() if v is not None})
-        self._numel = num_parameters(module, exclude_embeddings=True)
         return module
 
     def _check_same(self, before: Sharded) -> None:
@@ -148,8 +149,6 @@ class ZeRO3Trainer(Trainer):
                 f"with other values of {other}; sharding is permanent: leave zero3 out, or use a "
                 "separate model for each trainer"
             )
-
-    # Preparing the model ------------------------------------------------------------------------
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         return self._shard(super().call_model_init(trial), self.args)
@@ -170,17 +169,11 @@ class ZeRO3Trainer(Trainer):
         """Number of trainable elements in the full parameters."""
         return count(self.sharded_model.parameters(), only_trainable=True)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        name = getattr(self.model, "main_input_name", "input_ids")
-        return 6 * inputs[name].numel() * self._numel if name in inputs else 0
-
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             "hyperparameter_search: trials start and stop on one rank, while the others would "
             "wait; start one run of all ranks for each trial"
         )
-
-    # Saving -------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for `from_pretrained`. Collective; call it on all ranks."""
@@ -219,13 +212,8 @@ class ZeRO3Trainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Does nothing: they are in the checkpoint that `save_model` wrote."""
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Does nothing: float16, which needs a scaler, is not supported."""
-
     def _save_rng_state(self, output_dir: str) -> None:
         """Does nothing: it is in the checkpoint that `save_model` wrote."""
-
-    # Resuming -----------------------------------------------------------------------------------
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -249,9 +237,6 @@ class ZeRO3Trainer(Trainer):
             getattr(self.optimizer, "optimizer", self.optimizer),
             scheduler=self.lr_scheduler,
         )
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Does nothing: float16, which needs a scaler, is not supported."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -1,13 +1,8 @@
-"""Checks TrainingArguments and optimizers for use with sharded models."""
+"""Checks TrainingArguments for use with sharded models."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import torch
-
-from layerzero import ZeRO3
-from layerzero.integrations.engine import attach
 
 _ELEMENTWISE = (
     "adamw_torch",
@@ -73,24 +68,4 @@ def check_arguments(args: Any) -> None:
             f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs=(layerzero.optim."
             "WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...}), which steps any torch "
             "optimizer on whole tensors"
-        )
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, model: ZeRO3) -> None:
-    """Check that the optimizer has the sharded model's parameters; give them to one that was built
-    before.
-
-    Raises:
-        RuntimeError: it was built before, and has state of full parameters.
-        ValueError: it has parameters that are not the sharded model's.
-    """
-    attach.look_at(optimizer)
-    own = {id(parameter) for parameter in model.parameters()}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-    if strangers:
-        raise ValueError(
-            f"ZeRO3Trainer: optimizers=: {len(strangers)} parameters of {type(optimizer).__name__} "
-            "do not belong to the sharded model; pass a model that is sharded already (shard, "
-            "load_pretrained) and an optimizer over its parameters(), or use "
-            "optimizer_cls_and_kwargs="
         )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from layerzero.build.compare import Exchange
+from layerzero.build.compare import Exchange, hash_of
 from layerzero.flat.parameter_info import info_of
 from layerzero.optim.attach import with_sharded
 from layerzero.optim.checks import check_parameters, name_of
@@ -21,6 +19,10 @@ from layerzero.optim.whole_tensor.owners import Cost
 from layerzero.step.root import RootState
 
 _NAME = "WholeTensorOptimizer"
+_DIFFER = (
+    f"{_NAME}: ranks differ: {{}}; pass the same parameters in the same order, the same class and "
+    "the same options on every rank"
+)
 
 
 class Given(NamedTuple):
@@ -149,16 +151,6 @@ def raise_together(root: RootState, error: Exception | None, rows: Sequence[str]
         raise error
     for other, each in texts.items():
         raise ValueError(f"{_NAME}: rank {other} refused its arguments: {each}")
-    if not rows:
-        return
-    rank, first = exchange.first([dist.get_rank(), rows])
-    pairs = itertools.zip_longest(rows, first, fillvalue="nothing more")
-    text = next(
-        (f"{own}, where rank {rank} has {other}" for own, other in pairs if own != other), None
-    )
-    differing = [f"rank {other} has {each}" for other, each in exchange.texts(text).items()]
-    if differing:
-        raise ValueError(
-            f"{_NAME}: ranks differ: {'; '.join(differing)}; pass the same parameters in the same "
-            "order, the same class and the same options on every rank"
-        )
+    low, high = exchange.bounds(hash_of(rows)) if rows else (0, 0)
+    if low != high:
+        exchange.refuse_difference({"arguments": rows}, {"arguments": _DIFFER})

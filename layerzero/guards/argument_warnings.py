@@ -1,0 +1,89 @@
+"""Warnings about arguments of `ZeRO3` that have no effect, or probably not the intended one."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from layerzero.build.arguments import Arguments
+from layerzero.build.plan import WrapPlan
+from layerzero.build.wrap import classes_of
+from layerzero.flat.parameter_info import get_info
+from layerzero.ops import missing_kernels
+
+
+def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) -> Iterator[str]:
+    """Every warning that applies, for the first rank. `is_shared`: several ranks have the model."""
+    slow = missing_kernels(plan.device)
+    if slow is not None:
+        yield slow
+    # Those that are not ignored; of a wrapped module, the one inside its wrapper as well.
+    existing = [unit.existing.module for unit in plan.units if unit.existing is not None]
+    modules = [*(visit.module for visit in plan.visits), *existing]
+    policy, is_whole = given.auto_wrap_policy, len(plan.units) == 1
+    classes = () if policy is None else classes_of(policy)
+    whole = "the whole model is one unit, gathered at once"
+    if missing := _missing(classes, modules, f"{whole}; " if is_whole else ""):
+        yield f"auto_wrap_policy: {missing}"
+    elif policy is not None and not classes and is_whole and len(plan.visits) > 1:
+        yield (
+            f"auto_wrap_policy={policy!r} selected no module inside the "
+            f"{type(plan.units[0].module).__name__}, so {whole}; pass None if this is intended"
+        )
+    precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
+    kept = dict.fromkeys(chain.from_iterable(each.keep_float32 for each in precisions.values()))
+    if missing := _missing(kept, modules):
+        yield f"MixedPrecision.keep_float32: {missing}"
+    if is_shared:
+        yield from _about_ignored(module, given.ignored_modules, plan.ignored_parameters)
+
+
+def _missing(classes: Iterable[type], modules: Sequence[nn.Module], effect: str = "") -> str:
+    """A text about classes that no module has, and the model's most similar ones; "": there are
+    none. Only classes of modules with parameters are listed."""
+    missing = [c.__name__ for c in classes if not any(isinstance(each, c) for each in modules)]
+    if not missing:
+        return ""
+    counts = Counter(type(each) for each in modules if next(each.parameters(), None) is not None)
+
+    def likeness(cls: type) -> float:
+        return max(difflib.SequenceMatcher(None, cls.__name__, name).ratio() for name in missing)
+
+    nearest = sorted(counts, key=likeness, reverse=True)[:5]
+    listed = ", ".join(f"{cls.__module__}.{cls.__qualname__} ({counts[cls]})" for cls in nearest)
+    return f"no module is a {' or '.join(missing)}; {effect}the model has {listed}"
+
+
+def _about_ignored(
+    root: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> Iterator[str]:
+    """Texts about ignored objects outside the model, and ignored parameters that are trained, in
+    which ranks drift apart: nothing reduces their gradients."""
+    ignored = {*parameters, *(p for module in modules for p in module.parameters())}
+    inside = {*root.modules()} if modules else set()
+    named = [*root.named_parameters()] if ignored else []
+    known = {parameter for _, parameter in named}
+    strangers = [type(module).__name__ for module in modules if module not in inside]
+    strangers += [f"a parameter {tuple(p.shape)}" for p in parameters if p not in known]
+    if strangers:
+        yield (
+            f"ignored_modules and ignored_parameters: {', '.join(strangers)} not in the wrapped "
+            f"{type(root).__name__}, so this has no effect"
+        )
+    # A DTensor is most likely reduced by another engine.
+    trained = [
+        name
+        for name, p in named
+        if p in ignored and p.requires_grad and get_info(p) is None and not isinstance(p, DTensor)
+    ]
+    if trained:
+        yield (
+            f"{len(trained)} ignored parameters require grad, such as {trained[0]!r}: ZeRO3 does "
+            "not reduce their gradients, so their values diverge between ranks; freeze them, "
+            "reduce their gradients over ranks before each optimizer step, or do not ignore them"
+        )
