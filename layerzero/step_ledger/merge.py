@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,14 +18,6 @@ from layerzero.step_ledger.clocks import Reading
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 
 
-class Merged(NamedTuple):
-    """The records of all ranks on the clock of the first one."""
-
-    records: dict[int, Record]
-    clock_errors: dict[int, float]
-    """Bound on the error of each rank's offset, in seconds."""
-
-
 def merge(
     record: Record,
     before: Reading,
@@ -33,21 +25,20 @@ def merge(
     groups: Sequence[ShardGroup],
     operations: Operations,
     device: torch.device,
-) -> Merged:
-    """Exchange records. Collective over each group; blocks the host.
+) -> dict[int, Record]:
+    """The records of all ranks, on the clock of the first one. Collective over each group; blocks
+    the host.
 
     Args:
         before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
     """
     own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
     payloads = gather_bytes(own, groups, partial(operations.next, "ledger", "the model"), device)
-    merged = Merged({}, {})
+    records = {}
     for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
-        first, last = (Reading(*reading) for reading in readings)
-        found = _moved(_read(text), first, last)
-        merged.records[found.rank] = found
-        merged.clock_errors[found.rank] = max(first.error, last.error)
-    return merged
+        found = _moved(_read(text), *(Reading(*reading) for reading in readings))
+        records[found.rank] = found
+    return records
 
 
 def _read(text: dict[str, Any]) -> Record:
@@ -67,4 +58,5 @@ def _moved(record: Record, first: Reading, last: Reading) -> Record:
         return seconds - (first.offset + slope * (seconds - first.at))
 
     record.resolve(moved, moved)
+    record.clock_error = max(first.error, last.error)
     return record

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -36,10 +35,6 @@ from layerzero.verify.wire import Checksums, Wire, kept
 
 _WHAT = "the model"
 _LASTS = "load a checkpoint"
-
-_verifiers: WeakSet[Verifier] = WeakSet()
-_hooks: list[Any] = []
-"""The handle of the hook on optimizers' steps, once a model is verified."""
 
 
 class CorruptionError(RuntimeError):
@@ -83,9 +78,13 @@ class Verifier(Transport, Extension):
 
     def _watch_steps(self) -> None:
         """Have `after_step` called."""
-        _verifiers.add(self)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
+        own_ref = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (own := own_ref()) is not None:
+                own.after_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
         return kept(checksums)
@@ -351,8 +350,3 @@ def _groups(root: RootState) -> list[ShardGroup]:
 
 def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for verifier in list(_verifiers):
-        verifier.after_step(optimizer)
