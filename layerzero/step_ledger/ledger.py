@@ -166,7 +166,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
     after = read_clock(groups, root.operations, root.device)
-    records = merge(recorder.record, before, after, groups, root.operations, root.device)
+    records = merge(root, recorder.record, before, after)
     result.complete(records, [(unit.label, unit.fqn) for unit in ordered_units(model)])
 
 

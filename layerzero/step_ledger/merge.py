@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from layerzero.comm.exchanges import gather_bytes
-from layerzero.flat.placement import ShardGroup
-from layerzero.step.operations import Operations
+from layerzero.step.root import RootState
 from layerzero.step_ledger.clocks import Reading
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 
 
-def merge(
-    record: Record,
-    before: Reading,
-    after: Reading,
-    groups: Sequence[ShardGroup],
-    operations: Operations,
-    device: torch.device,
-) -> dict[int, Record]:
+def merge(root: RootState, record: Record, before: Reading, after: Reading) -> dict[int, Record]:
     """The records of all ranks, on the clock of the first one. Collective over each group; blocks
     the host.
 
@@ -33,7 +22,8 @@ def merge(
         before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
     """
     own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
-    payloads = gather_bytes(own, groups, partial(operations.next, "ledger", "the model"), device)
+    name = partial(root.operations.next, "ledger", "the model")
+    payloads = gather_bytes(own, root.groups, name, root.device)
     records = {}
     for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
         found = _moved(_read(text), *(Reading(*reading) for reading in readings))
