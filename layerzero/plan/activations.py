@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.utils.checkpoint import checkpoint
 
-Forward = Callable[..., Any]
 ActivationMode = Literal["composable", "wrapped", "wrapped_offload"]
 _RECOMPUTATION = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _ARGUMENTS_OF_MODE: dict[str, tuple[str, ...]] = {
@@ -135,7 +134,11 @@ def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -
     own = module.__dict__.get("forward")
     forward = type(module).forward if own is None else own
     module_ref = weakref.ref(module)
-    run = _recomputing if choice.mode == "wrapped" else _keeping_on_host
+    options, run = dict(choice.arguments), None
+    if choice.mode == "wrapped":
+        run = options.pop("checkpoint_fn", None)
+        if run is None:
+            run, options = checkpoint, {"use_reentrant": False, **options}
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -143,33 +146,18 @@ def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -
         assert module is not None, "its method is being called"
         # A partial, because Dynamo cannot trace the creation of a bound method.
         inside = functools.partial(forward, module) if own is None else own
-        return run(module, inside, choice.arguments, args, kwargs)
+        if run is not None:
+            return run(inside, *args, **options, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(*_to_host_and_back(module, **options)):
+            return inside(*args, **kwargs)
 
     module.__dict__["forward"] = wrapped
 
 
-def _recomputing(
-    module: nn.Module,
-    forward: Forward,
-    arguments: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    options = {name: value for name, value in arguments.items() if name != "checkpoint_fn"}
-    run = arguments.get("checkpoint_fn")
-    if run is None:
-        run, options = checkpoint, {"use_reentrant": False, **options}
-    return run(forward, *args, **options, **kwargs)
-
-
-def _keeping_on_host(
-    module: nn.Module,
-    forward: Forward,
-    arguments: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    pin_memory = arguments.get("pin_memory", False)
+def _to_host_and_back(
+    module: nn.Module, pin_memory: bool = False
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Hooks that keep what autograd saves on the host."""
     # Parameters are unsharded again in backward, so only activations are copied to the host.
     stays = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
 
@@ -185,5 +173,4 @@ def _keeping_on_host(
         device, host = packed
         return host.to(device, non_blocking=pin_memory)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return forward(*args, **kwargs)
+    return pack, unpack
