@@ -66,7 +66,7 @@ class Experts(Feature):
         """
         self._plans = plans
         self.groups = _find_groups(plans, everyone)
-        self._lists = ExpertLists(module, plans)
+        self._lists = _find_lists(module, plans)
 
     def place(
         self, placement: Placement, make: Callable[..., Placement], device: torch.device
@@ -79,7 +79,8 @@ class Experts(Feature):
         """
         if not all(isinstance(group, Ranks) for group in self.groups.values()):
             self._check(placement, device)
-        self._lists.name_members()
+        for module, numbers in self._lists.values():
+            name_members(module, numbers)
         made: dict[object, Placement] = {}
         for group in self.groups.values():
             if _key(group) not in made:
@@ -220,62 +221,50 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> 
 # Experts with the same names on every rank of the expert axis ------------------------------------
 
 
-class ExpertLists:
-    """Modules, such as ModuleLists, whose members are experts with local numbers, which come from
-    `expert_numbers` of `auto_wrap_policy`; names.py uses their global numbers in state dicts."""
+def _find_lists(root: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, tuple[nn.Module, Numbers]]:
+    """Modules, such as ModuleLists, whose members have local numbers (`expert_numbers`), by name,
+    with the global numbers; gives the parameters inside global names.
 
-    def __init__(self, module: nn.Module, plans: Sequence[UnitPlan]) -> None:
-        """Find the lists, and give the parameters inside global names. Not collective.
+    Raises:
+        ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
+    """
+    found: dict[str, tuple[nn.Module, Numbers]] = {}
+    for plan in plans:
+        declaring = next(
+            (p for p in plan.ancestors() if p.arguments.get("expert_numbers") is not None), None
+        )
+        if declaring is not None and plan.existing is None:
+            found.update(_lists_of(root, plan, declaring))
+    for plan in plans if found else ():
+        for original in plan.originals:
+            parts = original.fqn.split(".")
+            around = (found.get(".".join(parts[:place])) for place in range(len(parts)))
+            renamed = [
+                part if each is None else each[1].get(part, part)
+                for part, each in zip(parts, around, strict=True)
+            ]
+            original.fqn = ".".join(renamed)
+    return found
 
-        Raises:
-            ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
-        """
-        self._modules: dict[str, nn.Module] = {}
-        self._numbers: dict[str, Numbers] = {}
-        for plan in plans:
-            declaring = next(
-                (p for p in plan.ancestors() if p.arguments.get("expert_numbers") is not None), None
-            )
-            if declaring is not None and plan.existing is None:
-                self._read(module, plan, declaring)
-        if self._numbers:
-            for plan in plans:
-                for original in plan.originals:
-                    original.fqn = self._global(original.fqn)
 
-    def name_members(self) -> None:
-        """Use the global names in state dicts and checkpoints. Not collective."""
-        for path, module in self._modules.items():
-            name_members(module, self._numbers[path])
-
-    def _read(self, root: nn.Module, plan: UnitPlan, declaring: UnitPlan) -> None:
-        where = f"{declaring.label} (rank {dist.get_rank()}): expert_numbers"
-        given = declaring.arguments["expert_numbers"]
-        group = declaring.arguments.get("process_group")
-        if group is None:
-            raise ValueError(
-                f"{where} needs a process_group too: the ranks that have the same experts"
-            )
-        paths = {_list_around(original.fqn, declaring.fqn) for original in plan.originals} - {None}
-        if not paths and plan.originals:
-            raise ValueError(
-                f"{where}: the name {plan.originals[0].fqn!r} contains no number; expected a list "
-                "of experts inside the unit, or a unit that is a member of one"
-            )
-        for path in sorted(filter(None, paths)):
-            module = root.get_submodule(path)
-            numbers = _from_axis(where, path, given, group, module)
-            if numbers:
-                self._modules[path], self._numbers[path] = module, numbers
-
-    def _global(self, fqn: str) -> str:
-        parts = fqn.split(".")
-        renamed = list(parts)
-        for place, part in enumerate(parts):
-            numbers = self._numbers.get(".".join(parts[:place]))
-            if numbers is not None:
-                renamed[place] = numbers.get(part, part)
-        return ".".join(renamed)
+def _lists_of(
+    root: nn.Module, plan: UnitPlan, declaring: UnitPlan
+) -> Iterator[tuple[str, tuple[nn.Module, Numbers]]]:
+    where = f"{declaring.label} (rank {dist.get_rank()}): expert_numbers"
+    given = declaring.arguments["expert_numbers"]
+    group = declaring.arguments.get("process_group")
+    if group is None:
+        raise ValueError(f"{where} needs a process_group too: the ranks that have the same experts")
+    paths = {_list_around(original.fqn, declaring.fqn) for original in plan.originals} - {None}
+    if not paths and plan.originals:
+        raise ValueError(
+            f"{where}: the name {plan.originals[0].fqn!r} contains no number; expected a list "
+            "of experts inside the unit, or a unit that is a member of one"
+        )
+    for path in sorted(filter(None, paths)):
+        module = root.get_submodule(path)
+        if numbers := _from_axis(where, path, given, group, module):
+            yield path, (module, numbers)
 
 
 def _list_around(fqn: str, unit: str) -> str | None:
