@@ -1,10 +1,10 @@
-"""Warnings to the user: each is given once, by one rank; and how messages list names."""
+"""Warnings to the user: each is given once, by one rank; and how messages list names and rows."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -27,6 +27,18 @@ def some(names: Iterable[str]) -> str:
 
 def some_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {some(map(str, ranks))}"
+
+
+def columns(rows: Sequence[Sequence[str]], text: Container[int]) -> list[str]:
+    """Rows as lines of aligned columns, text in those with these indices, numbers in the others."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in text else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def is_first_rank() -> bool:

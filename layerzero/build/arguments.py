@@ -279,7 +279,7 @@ class UnitArguments:
     process_group: dist.ProcessGroup | DeviceMesh | None = None
     """The ranks that have the unit, if only some of the model's ranks do (experts)."""
     expert_numbers: dist.ProcessGroup | DeviceMesh | None = None
-    """The axis that numbers experts which have the same names on every rank: experts/numbers.py."""
+    """The axis that numbers experts which have the same names on every rank: experts/units.py."""
     hook_module: nn.Module | None = None
     """A module whose calls unshard and reshard the unit, besides those of the unit's own module."""
 

@@ -58,14 +58,14 @@ class Feature:
         return {}
 
     def place(
-        self, placement: Placement, make: Callable[[Group], Placement], device: torch.device
+        self, placement: Placement, make: Callable[..., Placement], device: torch.device
     ) -> Mapping[int, Placement]:
         """The placement of each unit in `groups`, keyed by id(plan). All ranks agree on the plan;
         called before anything is built. Collective over the model's ranks.
 
         Args:
             placement: placement of the whole model.
-            make: makes the placement of units with this group.
+            make: makes the placement of units with one of these groups.
         """
         return {}
 

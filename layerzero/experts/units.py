@@ -27,7 +27,7 @@ from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
-from layerzero.experts.numbers import ExpertLists
+from layerzero.experts.names import Numbers, name_members
 from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import split_of
@@ -66,10 +66,10 @@ class Experts(Feature):
         """
         self._plans = plans
         self.groups = _find_groups(plans, everyone)
-        self._lists = ExpertLists(module, plans)
+        self._lists = _find_lists(module, plans)
 
     def place(
-        self, placement: Placement, make: Callable[[Group], Placement], device: torch.device
+        self, placement: Placement, make: Callable[..., Placement], device: torch.device
     ) -> dict[int, Placement]:
         """Check which rank has which experts, and place them; name them globally in state dicts.
 
@@ -77,12 +77,12 @@ class Experts(Feature):
             ValueError: on every rank: ranks of one expert-data group have experts of different
                 names, or two groups have experts of the same name.
         """
-        if self.groups:
+        if not all(isinstance(group, Ranks) for group in self.groups.values()):
             self._check(placement, device)
-        self._lists.name_members()
+        for module, numbers in self._lists.values():
+            name_members(module, numbers)
         made: dict[object, Placement] = {}
         for group in self.groups.values():
-            assert not isinstance(group, Ranks), "these are only planned"
             if _key(group) not in made:
                 made[_key(group)] = dataclasses.replace(
                     make(group), members=placement.members, data_parallel=placement
@@ -216,3 +216,107 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> 
             "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
             "expert a module whose name contains its global number"
         )
+
+
+# Experts with the same names on every rank of the expert axis ------------------------------------
+
+
+def _find_lists(root: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, tuple[nn.Module, Numbers]]:
+    """Modules, such as ModuleLists, whose members have local numbers (`expert_numbers`), by name,
+    with the global numbers; gives the parameters inside global names.
+
+    Raises:
+        ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
+    """
+    found: dict[str, tuple[nn.Module, Numbers]] = {}
+    for plan in plans:
+        declaring = next(
+            (p for p in plan.ancestors() if p.arguments.get("expert_numbers") is not None), None
+        )
+        if declaring is not None and plan.existing is None:
+            found.update(_lists_of(root, plan, declaring))
+    for plan in plans if found else ():
+        for original in plan.originals:
+            parts = original.fqn.split(".")
+            around = (found.get(".".join(parts[:place])) for place in range(len(parts)))
+            renamed = [
+                part if each is None else each[1].get(part, part)
+                for part, each in zip(parts, around, strict=True)
+            ]
+            original.fqn = ".".join(renamed)
+    return found
+
+
+def _lists_of(
+    root: nn.Module, plan: UnitPlan, declaring: UnitPlan
+) -> Iterator[tuple[str, tuple[nn.Module, Numbers]]]:
+    where = f"{declaring.label} (rank {dist.get_rank()}): expert_numbers"
+    given = declaring.arguments["expert_numbers"]
+    group = declaring.arguments.get("process_group")
+    if group is None:
+        raise ValueError(f"{where} needs a process_group too: the ranks that have the same experts")
+    paths = {_list_around(original.fqn, declaring.fqn) for original in plan.originals} - {None}
+    if not paths and plan.originals:
+        raise ValueError(
+            f"{where}: the name {plan.originals[0].fqn!r} contains no number; expected a list "
+            "of experts inside the unit, or a unit that is a member of one"
+        )
+    for path in sorted(filter(None, paths)):
+        module = root.get_submodule(path)
+        if numbers := _from_axis(where, path, given, group, module):
+            yield path, (module, numbers)
+
+
+def _list_around(fqn: str, unit: str) -> str | None:
+    """Name of the list of experts that a parameter is in; None if there is none.
+
+    The list that the unit is a member of, else the outermost one inside the unit.
+    """
+    path, _, last = unit.rpartition(".")
+    if last.isdigit():
+        return path
+    parts = fqn.split(".")
+    inside = len(unit.split(".")) if unit else 0
+    for place in range(inside, len(parts)):
+        if parts[place].isdigit():
+            return ".".join(parts[:place])
+    return None
+
+
+def _members(module: nn.Module) -> list[int]:
+    named = (*module._modules, *module._parameters)
+    return sorted({int(name) for name in named if name.isdigit()})
+
+
+def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:
+    """Global numbers of the members, by name: consecutive along the ranks of the expert axis.
+
+    Every rank has the same number of experts. Empty if the axis has one rank, which has them all.
+    """
+    if isinstance(axis, DeviceMesh) and axis.ndim > 1 and "ep" in (axis.mesh_dim_names or ()):
+        axis = axis["ep"]
+    try:
+        groups = resolve_process_groups(axis)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    if len(groups) != 1:
+        raise ValueError(
+            f"{where}: expected the expert axis only, got a mesh of {len(groups)} axes"
+        )
+    shared = set(ranks_of(axis)) & set(ranks_of(group))
+    if shared != {dist.get_rank()}:
+        raise ValueError(
+            f"{where}: the expert axis has ranks {list(ranks_of(axis))} and the process_group has "
+            f"ranks {list(ranks_of(group))}; only this rank may be in both: ranks of the axis have "
+            "different experts, ranks of the process_group the same ones"
+        )
+    members = _members(module)
+    if members != list(range(len(members))):
+        raise ValueError(
+            f"{where}: {path} has the experts {members}; expected local numbers from 0; if these "
+            "are global numbers already, remove expert_numbers"
+        )
+    if groups[0].size() == 1:
+        return {}
+    first = groups[0].rank() * len(members)
+    return {str(member): str(first + member) for member in members}

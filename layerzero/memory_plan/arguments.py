@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, check, check_arguments, named_device
 from layerzero.build.device import check_device_type, current_accelerator
-from layerzero.build.plan import WrapPlan, plan_wrapping
+from layerzero.build.plan import AnyGroup, Ranks, WrapPlan, plan_wrapping, ranks_of
 from layerzero.build.topology import Topology, check_sizes, place
 from layerzero.build.wrap import make_chooser
 from layerzero.flat.parameter_info import copy_attributes
-from layerzero.flat.placement import ShardGroup
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.memory_plan.experts import placements_of, with_ranks
 from layerzero.memory_plan.transport import planned_axes, planned_group
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import find_features, in_our_terms
@@ -77,7 +78,7 @@ def check_request(
     policy = given["auto_wrap_policy"]
     if policy is not None:
         ignored = tuple(given["ignored_modules"]), tuple(given["ignored_parameters"])
-        given["auto_wrap_policy"] = with_ranks(make_chooser(policy, request.module, *ignored))
+        given["auto_wrap_policy"] = _with_ranks(make_chooser(policy, request.module, *ignored))
     return request
 
 
@@ -137,13 +138,20 @@ def topology_of(request: PlanRequest, prepared: Prepared, rank: int) -> Topology
         ranks = sorted(ranks)
         return planned_group(ranks.index(rank), ranks, backend)
 
-    in_order = arguments.deterministic
-    placement = place(table, rank, arguments.outer, in_order, group_of)
-    if arguments.reduction.separate_groups:
-        placement = replace(placement, reduce_lane=placement.reduce_groups)
+    def make(table: Sequence[Sequence[int]]) -> Placement:
+        rows = [list(row) for row in table]
+        made = place(rows, rank, arguments.outer, arguments.deterministic, group_of)
+        if arguments.reduction.separate_groups:
+            made = replace(made, reduce_lane=made.reduce_groups)
+        return made
+
+    placement = make(table)
+    placements = {id(unit): placement for unit in plan.units}
+    for feature in plan.features:
+        placements |= feature.place(placement, lambda group: make(group.table), plan.device)
     return Topology(
         placement=placement,
-        placements=placements_of(plan, placement, rank, arguments.outer, in_order, group_of),
+        placements=placements,
         tensor_parallel_groups=planned_axes(plan.mesh, backend),
     )
 
@@ -214,3 +222,52 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
     copy_attributes(tensor, made)
     return made
+
+
+# Experts: units whose `process_group` is the ranks that have the same ones ----------------------
+
+
+def _with_ranks(policy: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+    """`policy`, whose process groups are `Ranks`, and whose experts have no numbers, which give
+    names to them. It may return a sequence of global ranks for a `process_group`."""
+
+    def choose(module: nn.Module, fqn: str) -> Any:
+        choice = policy(module, fqn)
+        if not isinstance(choice, Mapping) or choice.get("process_group") is None:
+            return choice
+        where = f"plan_memory: process_group of {fqn!r}"
+        table = _table(choice["process_group"], where)
+        return {**choice, "process_group": Ranks(table), "expert_numbers": None}
+
+    return choose
+
+
+def _table(group: Any, where: str) -> tuple[tuple[int, ...], ...]:
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        return tuple(map(tuple, group.mesh.tolist()))
+    if isinstance(group, (DeviceMesh, dist.ProcessGroup)):
+        return (ranks_of(group),)
+    is_list = isinstance(group, Sequence) and not isinstance(group, str)
+    if not is_list or any(isinstance(r, bool) or not isinstance(r, int) for r in group):
+        raise TypeError(
+            f"{where}: expected the global ranks that have the same experts, or a ProcessGroup or "
+            f"DeviceMesh of them, got {group!r}"
+        )
+    if not group or len(set(group)) < len(group):
+        raise ValueError(f"{where}: expected different ranks, at least one, got {list(group)}")
+    return (tuple(sorted(group)),)
+
+
+def with_all_experts(experts: Mapping[int, AnyGroup], world_size: int) -> Collection[int]:
+    """The ranks that have all of these experts; rising.
+
+    Raises:
+        ValueError: there is none.
+    """
+    common = set(range(world_size)).intersection(*map(ranks_of, experts.values()))
+    if not common:
+        raise ValueError(
+            "plan_memory: no rank is in the process_group of all experts; plan the module of one "
+            "rank, with its own experts"
+        )
+    return range(world_size) if len(common) == world_size else sorted(common)

@@ -24,15 +24,11 @@ _PROGRAM = "python -m layerzero.plan"
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class _Refused(Exception):
-    """The command cannot plan this (exit status 2)."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
-    except (_Refused, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     except (AttributeError, LookupError, AssertionError) as error:
@@ -132,12 +128,12 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
         module = model_of(options.model)
         batch = batch_of(module, options.batch_size, options.length)
     except ImportError:
-        raise _Refused(
+        raise ValueError(
             f"--model {options.model}: a transformers config needs transformers; or pass "
             "package.module:callable"
         ) from None
     except UnknownModel as error:
-        raise _Refused(
+        raise ValueError(
             f"--model {options.model}: no config that transformers can make a model and a batch "
             f"of, nor package.module:callable: {error}"
         ) from None
@@ -153,14 +149,14 @@ def _imported(path: str) -> tuple[nn.Module, Any]:
     try:
         make = getattr(importlib.import_module(name), attribute)
     except (ImportError, AttributeError) as error:
-        raise _Refused(f"--model {path}: {error}") from None
+        raise ValueError(f"--model {path}: {error}") from None
     finally:
         sys.path.remove("")
     with torch.device("meta"):
         made = make()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
-    raise _Refused(
+    raise ValueError(
         f"--model {path}: expected a callable that returns (module, batch), got "
         f"{type(made).__name__} from it"
     )
@@ -175,7 +171,7 @@ def _units(module: nn.Module, names: str | None) -> set[type[nn.Module]] | None:
     wanted = names.split(",")
     for name in wanted:
         if name not in classes:
-            raise _Refused(f"--units: no module is a {name!r}; there are {', '.join(classes)}")
+            raise ValueError(f"--units: no module is a {name!r}; there are {', '.join(classes)}")
     return {classes[name] for name in wanted}
 
 

@@ -64,7 +64,6 @@ class PlannedModel(ZeRO3):
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
                 feature.install(root, _exchange_of)
-        self.__dict__["prefetch_limit"] = root.context.limiter.budget
         materializer.fill_the_rest(module)
         self._become(module, root)
         self.__dict__["_moments"] = moments = _Moments(root.units, count)
@@ -80,12 +79,6 @@ class PlannedModel(ZeRO3):
         """Whether the next step is one from which the memory budget is learned."""
         learner = self.__dict__["_learner"]
         return learner is not None and learner.choice is None
-
-    def set_late(self, is_late: bool) -> None:
-        """Whether reductions on gloo are finished only once they are waited for."""
-        streams = self._root_state.streams
-        assert isinstance(streams, PlannedStreams), "made by a planned root"
-        streams.set_late(is_late)
 
     def refuse_skipped(self) -> None:
         """Raise ValueError if the forward has entered not all optional modules."""

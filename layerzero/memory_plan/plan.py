@@ -12,9 +12,9 @@ from torch import nn
 
 from layerzero.config import size_text
 from layerzero.flat.flat_param import FlatParam
-from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare
-from layerzero.memory_plan.experts import with_all_experts
+from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare, with_all_experts
 from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank, Usage
+from layerzero.notices import columns
 from layerzero.zero3 import ZeRO3
 
 KINDS = (
@@ -54,13 +54,8 @@ class MemoryPlan:
             (kind, size_text(rest), size_text(peak)) for kind, (rest, peak) in self.by_kind.items()
         ]
         rows.append(("all", size_text(self.resting_bytes), size_text(self.peak_bytes)))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            f"{name:<{widths[0]}}  {rest:>{widths[1]}}  {peak:>{widths[2]}}"
-            for name, rest, peak in rows
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines.insert(-1, lines[1])
+        rule = tuple("-" * max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = columns([rows[0], rule, *rows[1:-1], rule, rows[-1]], (0,))
         where = f" of {self.peak_unit}" if self.peak_unit else ""
         return "\n".join(
             [

@@ -60,7 +60,7 @@ class PlannedRank:
             self._mark_engine()
 
     def run(self, batch: Batch) -> Usage:
-        """Run a first step, then the one that is planned, in both orders of what is concurrent.
+        """Run a first step, then the one that is planned.
 
         Raises:
             ValueError: the model reads values, no output requires grad, or the batch enters not all
@@ -73,17 +73,12 @@ class PlannedRank:
             self.model.refuse_skipped()
             while self.model.learns:
                 step(args, kwargs)
-            peaks = []
-            for is_late in (True,) if self._on_accelerator else (True, False):
-                gc.collect(_YOUNG)
-                self.model.set_late(is_late)
-                self._count.restart()
-                step(args, kwargs)
-                at_peak = sums(self._count.at_peak())
-                peaks.append((self._count.peak, at_peak, self._count.peak_moment))
+            gc.collect(_YOUNG)
+            self._count.restart()
+            step(args, kwargs)
+            at_peak, moment = sums(self._count.at_peak()), self._count.peak_moment
             del args, kwargs
             gc.collect(_YOUNG)
-            _, at_peak, moment = max(peaks, key=lambda each: each[0])
             return Usage(self._count.by_kind(), at_peak, moment, self._padding())
 
     @contextmanager

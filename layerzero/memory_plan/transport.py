@@ -98,12 +98,8 @@ class PlannedExchange(Exchange):
 
 
 class _Reducing(LateStream):
-    """The reduce stream on gloo: what its thread does is done at once, or when it is waited for.
-
-    The thread of a real model does it some time in between.
-    """
-
-    is_late = False
+    """The reduce stream on gloo: what its thread does is done when it is waited for, the latest
+    that the thread of a real model does it."""
 
     def __init__(self, count: StorageCount) -> None:
         super().__init__()
@@ -121,8 +117,6 @@ class _Reducing(LateStream):
             return started
 
         item = self.last = cast("OnThread", super()._enqueue(counted))
-        while self._late and not self.is_late:
-            self._late.popleft().run()
         return item
 
 
@@ -185,11 +179,6 @@ class PlannedStreams(Streams):
         elif on_gloo:
             self.reduce = reduce = _Reducing(count)
             self.unshard = _Gathering(reduce)
-
-    def set_late(self, is_late: bool) -> None:
-        """Whether reductions are finished only once they are waited for."""
-        if isinstance(self.reduce, _Reducing):
-            self.reduce.is_late = is_late
 
     @property
     def are_apart(self) -> bool:

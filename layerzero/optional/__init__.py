@@ -4,7 +4,7 @@
     places.py      where in a forward regions were entered before; pure Python
     arguments.py   the modules that a user lists: found, checked, turned into regions of units
     optional_units.py   the extension that a model with optional units has
-    reductions.py  what the reducer consults: reductions that not every rank has gradients for
+    reductions.py  reductions that not every rank has gradients for, which the reducer consults
 
 Note [How ranks agree]
     Collectives of units that are not optional come in one order on every rank. Call them the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -14,9 +13,10 @@ import torch
 from layerzero.config import OptionalMean
 from layerzero.optional.exchange import NOTHING, Exchange
 from layerzero.optional.places import Places
-from layerzero.optional.reductions import OptionalReductions
+from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.extension import Extension
+from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Hold, ShardState, Unit
@@ -45,8 +45,9 @@ def exchange_of(root: RootState) -> Exchange:
     return Exchange(root.placements[0], root.operations, on_device)
 
 
-class OptionalUnits(Extension):
-    """Has the ranks of a model agree, in forward, on which regions they gather."""
+class OptionalUnits(AgreedReductions, Extension):
+    """Has the ranks of a model agree, in forward, on which regions they gather. Reduces these when
+    a pass ends, in the order of their indices."""
 
     region_of: Mapping[int, str]
     """Index of each optional unit, and the name of its region."""
@@ -55,9 +56,8 @@ class OptionalUnits(Extension):
 
     def __init__(self, root: RootState, regions: OptionalRegions, exchange: Exchange) -> None:
         """The units of `regions` are optional between `begin` and `end`, and no others."""
-        self._units, self._context, self._backward = root.units, root.context, root.backward
+        super().__init__(root, exchange)
         self.region_of = regions.region_of
-        self._exchange = exchange
         self._regions: dict[int, list[Unit]] = {}
         """Units of each region, by the index of the first: the request of a rank that enters it."""
         first: dict[str, int] = {}
@@ -69,14 +69,11 @@ class OptionalUnits(Extension):
             unit: request for request, units in self._regions.items() for unit in units
         }
         self.places = Places(frozenset(self._regions), not regions.is_reused)
-        own_ref = weakref.ref(self)  # A cycle would keep the model until a collection.
-
-        def finished(unit: Unit) -> None:
-            if (own := own_ref()) is not None:
-                own._finished(unit)
-
-        averages_participants = regions.mean == "participants"
-        self.reductions = OptionalReductions(root, exchange, averages_participants, finished)
+        self.averages_participants = regions.mean == "participants"
+        self._may_have: set[Unit] = set()
+        """Units that may have gradients of the pass that ends on any rank."""
+        self._waiting: set[Unit] = set()
+        """Units that may hold sums of micro-batches on any rank."""
         self._is_active = self._is_open = self._makes_graph = self._retains_graph = False
         self._gathered: set[Unit] = set()
         """Units that ranks have gathered in the open forward."""
@@ -94,9 +91,10 @@ class OptionalUnits(Extension):
         root.optional = self
         if not self._is_active:
             root.scheduler.agree(self)
-            root.reducer.agreed = self.reductions
+            root.reducer.agreed = self
         self._set_active(True)
-        self.reductions.expect_sums()
+        optional = {unit for unit in self._units if unit.is_optional}
+        self._waiting = optional if self._reducer.kept.adds_up else set()
 
     def end(self, root: RootState) -> None:
         """In the passes that follow, all ranks run all units, or agree by other means."""
@@ -211,7 +209,8 @@ class OptionalUnits(Extension):
 
     def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
         if not self._is_open:  # Else `torch.autograd.grad` ran inside a forward.
-            self.reductions.note(u for each in forwards for u in self._gathered_in.get(each, ()))
+            gathered = (self._gathered_in.get(each, set()) for each in forwards)
+            self._may_have = set[Unit]().union(*gathered)
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
         if not self._retains_graph:
@@ -219,7 +218,34 @@ class OptionalUnits(Extension):
                 self._reached_by.pop(each, None)
         self._free_unreachable()
 
-    def _finished(self, unit: Unit) -> None:
+    # Reductions -------------------------------------------------------------------------------
+
+    def concerns(self, unit: Unit) -> bool:
+        return unit.is_optional
+
+    def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
+        if self.averages_participants:
+            self.scale_to(reduction, counts)
+
+    def before_reduction(self, unit: Unit) -> bool:
+        if not unit.is_optional or unit is self._taken:
+            return True
+        self._free_finished(unit)
+        return not self.sends(unit)
+
+    def reduce_the_rest(self) -> None:
+        units = sorted(self._may_have | self._waiting, key=lambda unit: unit.index)
+        units = [unit for unit in units if unit.is_trainable and self.sends(unit)]
+        if units:
+            self.settle(units)
+
+    def commit(self) -> None:
+        self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
+        self._may_have = set()
+
+    # Freeing ----------------------------------------------------------------------------------
+
+    def _free_finished(self, unit: Unit) -> None:
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
         again. Its gradients stay until the pass ends."""
         reached_by = [units for units in self._reached_by.values() if unit in units]
@@ -241,7 +267,7 @@ class OptionalUnits(Extension):
             self._exchange.report(error or RuntimeError("a forward failed"))
         self._is_open = False
         self.places.abort()
-        self.reductions.note(())
+        self._may_have = set()
         self._reached_by.clear()
         self._fresh.clear()
 

@@ -13,7 +13,11 @@ from layerzero.step.unit import Unit
 
 
 class AgreedReductions:
-    """Decides with other ranks what a reducer reduces."""
+    """Decides with other ranks what a reducer reduces.
+
+    A subclass also has `before_reduction(unit)`, whether this rank reduces the unit now;
+    `reduce_the_rest()`, when a pass ends; and `commit()`, once its gradients are delivered.
+    """
 
     def __init__(self, root: RootState, exchange: Exchange) -> None:
         self._reducer, self._context, self._units = root.reducer, root.context, root.units
@@ -112,56 +116,3 @@ def _has_gradient(handle: FlatParamHandle, index: int) -> bool:
     return index in handle.gradients.present or (
         is_new and handle.sharded_params[index].requires_grad
     )
-
-
-class OptionalReductions(AgreedReductions):
-    """Reduces optional units when a pass ends, in the order of their indices."""
-
-    def __init__(
-        self,
-        root: RootState,
-        exchange: Exchange,
-        averages_participants: bool,
-        on_finished: Callable[[Unit], None],
-    ) -> None:
-        """`on_finished`: called when autograd has run all of an optional unit's backward."""
-        super().__init__(root, exchange)
-        self._on_finished = on_finished
-        self.averages_participants = averages_participants
-        self._may_have: set[Unit] = set()
-        """Units that may have gradients of the pass that ends on any rank."""
-        self._waiting: set[Unit] = set()
-        """Units that may hold sums of micro-batches on any rank."""
-
-    def concerns(self, unit: Unit) -> bool:
-        return unit.is_optional
-
-    def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
-        if self.averages_participants:
-            self.scale_to(reduction, counts)
-
-    def expect_sums(self) -> None:
-        """Any rank may hold sums of micro-batches of any optional unit, if there are any."""
-        optional = {unit for unit in self._units if unit.is_optional}
-        self._waiting = optional if self._reducer.kept.adds_up else set()
-
-    def before_reduction(self, unit: Unit) -> bool:
-        """Whether this rank reduces the unit now."""
-        if unit.is_optional and unit is not self._taken:
-            self._on_finished(unit)
-        return not unit.is_optional or unit is self._taken or not self.sends(unit)
-
-    def note(self, gathered: Iterable[Unit]) -> None:
-        """The pass that ends may have brought gradients of these units."""
-        self._may_have = set(gathered)
-
-    def before_delivery(self) -> None:
-        """Reduce, when a pass ends, what any rank has gradients of."""
-        units = sorted(self._may_have | self._waiting, key=lambda unit: unit.index)
-        units = [unit for unit in units if unit.is_trainable and self.sends(unit)]
-        if units:
-            self.settle(units)
-
-    def commit(self) -> None:
-        self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
-        self._may_have = set()

@@ -105,8 +105,7 @@ class ParallelManager:
         self.sequence_parallel = sequence_parallel
         self.mixed_precision: MixedPrecision | None = policies.get("mixed_precision")
         self.offload: OffloadPolicy | None = policies.get("offload")
-        meshes = make_meshes(self.sizes, backend)
-        self.mesh, self.data_mesh, self.expert_mesh = meshes.all, meshes.data, meshes.experts
+        self.mesh, self.data_mesh, self.expert_mesh = make_meshes(self.sizes, backend)
 
     # The mesh -------------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ class ParallelManager:
         Raises:
             ValueError: no such axis.
         """
-        return self.sizes.rank_of(axis, dist.get_rank())
+        return self._mesh_of(axis).get_local_rank(axis)
 
     def size_of(self, axis: str) -> int:
         """Number of ranks along an axis; the names are those of `rank_of`.
@@ -134,7 +133,14 @@ class ParallelManager:
         Raises:
             ValueError: no such axis.
         """
-        return self.sizes.size_of(axis)
+        return self._mesh_of(axis)[axis].size()
+
+    def _mesh_of(self, axis: str) -> DeviceMesh:
+        meshes = (self.mesh, self.data_mesh, self.expert_mesh)
+        known = {name: mesh for mesh in meshes for name in mesh.mesh_dim_names or ()}
+        if axis not in known:
+            raise ValueError(f"axis: expected one of {list(known)}, got {axis!r}")
+        return known[axis]
 
     def __repr__(self) -> str:
         axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if self.size_of(axis) > 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +13,15 @@ from layerzero.flat.groups import describe_group, resolve_process_groups
 from layerzero.parallel.sizes import AXES, DATA_AXIS, EXPERT_AXES, MeshSizes
 
 
-@dataclass(frozen=True)
-class Meshes:
-    """A mesh of all ranks, and two meshes of this rank's data-parallel ranks."""
-
-    all: DeviceMesh
-    """Axes pp, dp, cp, tp."""
-    data: DeviceMesh
-    """One axis, dp_cp."""
-    experts: DeviceMesh
-    """Axes edp, ep."""
-
-
-def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
+def make_meshes(sizes: MeshSizes, backend: str | None) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     """Make the groups of every axis. Collective over the world.
 
     Args:
         backend: backend of every group that is made; None: that of the default group.
+
+    Returns:
+        A mesh of all ranks, with axes pp, dp, cp and tp; and two meshes of this rank's
+        data-parallel ranks, with one axis, dp_cp, and with axes edp and ep.
     """
     device_type = device_type_of(backend or dist.get_backend_config())
     everyone = init_device_mesh(
@@ -40,12 +31,16 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> Meshes:
         backend_override=_backends_of_axes(sizes, device_type, backend),
     )
     _agree_on_group_names(device_type)
+    coordinate = everyone.get_coordinate()
+    assert coordinate is not None, "it has all ranks"
+    data_ranks = everyone.mesh[coordinate[0], :, :, coordinate[-1]].flatten()
     if sizes.cp == 1 or sizes.dp == 1:
         data_group = everyone.get_group("dp" if sizes.cp == 1 else "cp")
     else:
-        data_group = _new_group(sizes.data_ranks(dist.get_rank()), device_type, backend)
+        data_group = _new_group(data_ranks.tolist(), device_type, backend)
     data = DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA_AXIS,))
-    return Meshes(everyone, data, _expert_mesh(sizes, data_group, device_type, backend))
+    table = data_ranks.view(sizes.edp, sizes.ep)
+    return everyone, data, _expert_mesh(table, data_group, device_type, backend)
 
 
 def _backends_of_axes(
@@ -63,16 +58,14 @@ def _backends_of_axes(
 
 
 def _expert_mesh(
-    sizes: MeshSizes, data_group: dist.ProcessGroup, device_type: str, backend: str | None
+    table: torch.Tensor, data_group: dist.ProcessGroup, device_type: str, backend: str | None
 ) -> DeviceMesh:
-    rank = dist.get_rank()
-    table = torch.tensor(sizes.data_ranks(rank)).view(sizes.edp, sizes.ep)
+    edp, ep = (table == dist.get_rank()).nonzero()[0].tolist()
     groups = [
-        data_group if size == sizes.data else _new_group(ranks.tolist(), device_type, backend)
-        for size, ranks in (
-            (sizes.edp, table[:, sizes.rank_of("ep", rank)]),
-            (sizes.ep, table[sizes.rank_of("edp", rank)]),
-        )
+        data_group
+        if len(ranks) == table.numel()
+        else _new_group(ranks.tolist(), device_type, backend)
+        for ranks in (table[:, ep], table[edp])
     ]
     return DeviceMesh.from_group(groups, device_type, table, mesh_dim_names=EXPERT_AXES)
 

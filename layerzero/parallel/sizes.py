@@ -105,35 +105,6 @@ class MeshSizes:
         """Number of ranks that have the same experts."""
         return self.data // self.ep
 
-    def size_of(self, axis: str) -> int:
-        """Number of ranks along an axis of the mesh, of the expert mesh, or along "dp_cp".
-
-        Raises:
-            ValueError: no such axis.
-        """
-        _check_axis(axis)
-        size: int = self.data if axis == DATA_AXIS else getattr(self, axis)
-        return size
-
-    def rank_of(self, axis: str, rank: int) -> int:
-        """Index along an axis of a global rank.
-
-        Raises:
-            ValueError: no such axis.
-        """
-        _check_axis(axis)
-        rest, tp = divmod(rank, self.tp)
-        pp, data = divmod(rest, self.data)
-        dp, cp = divmod(data, self.cp)
-        edp, ep = divmod(data, self.ep)
-        places = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "edp": edp, "ep": ep, DATA_AXIS: data}
-        return places[axis]
-
-    def data_ranks(self, rank: int) -> list[int]:
-        """Global ranks, ascending, with the same pipeline stage and tp index as `rank`."""
-        first = self.rank_of("pp", rank) * self.data * self.tp + self.rank_of("tp", rank)
-        return [first + place * self.tp for place in range(self.data)]
-
 
 def _one_if_unsaid(name: str, size: int | None) -> int:
     """`size`, or 1 for None and 0, which recipes write for an axis that they do not use."""
@@ -152,9 +123,3 @@ def _check_size(name: str, size: int, least: int) -> None:
 def _check_integer(name: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"ParallelManager: {name}: expected a number of ranks, got {size!r}")
-
-
-def _check_axis(axis: str) -> None:
-    known = (*AXES, DATA_AXIS, *EXPERT_AXES)
-    if axis not in known:
-        raise ValueError(f"axis: expected one of {list(known)}, got {axis!r}")

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.utils.checkpoint import checkpoint
 
-Forward = Callable[..., Any]
 ActivationMode = Literal["composable", "wrapped", "wrapped_offload"]
 _RECOMPUTATION = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _ARGUMENTS_OF_MODE: dict[str, tuple[str, ...]] = {
@@ -132,68 +131,46 @@ def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -
 
         composable_checkpoint(module, **choice.arguments)
         return
-    wrap = _recomputing if choice.mode == "wrapped" else _keeping_on_host
-    forward = _forward_of(module)
-    module.__dict__["forward"] = wrap(forward, weakref.ref(module), choice.arguments)
-
-
-def _forward_of(module: nn.Module) -> Forward:
-    """`module.forward` as a function that takes the module as its first argument."""
     own = module.__dict__.get("forward")
-    if own is None:
-        return type(module).forward
-
-    @functools.wraps(own)
-    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
-
-    return forward
-
-
-def _recomputing(
-    forward: Forward, module_ref: Callable[[], nn.Module | None], arguments: Mapping[str, Any]
-) -> Forward:
-    options = dict(arguments)
-    run = options.pop("checkpoint_fn", None)
-    if run is None:
-        run, options = checkpoint, {"use_reentrant": False, **options}
+    forward = type(module).forward if own is None else own
+    module_ref = weakref.ref(module)
+    options, run = dict(choice.arguments), None
+    if choice.mode == "wrapped":
+        run = options.pop("checkpoint_fn", None)
+        if run is None:
+            run, options = checkpoint, {"use_reentrant": False, **options}
 
     @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         module = module_ref()
         assert module is not None, "its method is being called"
         # A partial, because Dynamo cannot trace the creation of a bound method.
-        inside = functools.partial(forward, module)
-        return run(inside, *args, **options, **kwargs)
+        inside = functools.partial(forward, module) if own is None else own
+        if run is not None:
+            return run(inside, *args, **options, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(*_to_host_and_back(module, **options)):
+            return inside(*args, **kwargs)
 
-    return recomputing
+    module.__dict__["forward"] = wrapped
 
 
-def _keeping_on_host(
-    forward: Forward, module_ref: Callable[[], nn.Module | None], arguments: Mapping[str, Any]
-) -> Forward:
-    pin_memory = arguments.get("pin_memory", False)
+def _to_host_and_back(
+    module: nn.Module, pin_memory: bool = False
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Hooks that keep what autograd saves on the host."""
+    # Parameters are unsharded again in backward, so only activations are copied to the host.
+    stays = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
 
-    @functools.wraps(forward)
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        module = module_ref()
-        assert module is not None, "its method is being called"
-        # Parameters are unsharded again in backward, so only activations are copied to the host.
-        stays = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in stays:
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
+        return tensor.device, host.copy_(tensor, non_blocking=pin_memory)
 
-        def pack(tensor: torch.Tensor) -> Any:
-            if tensor.untyped_storage()._cdata in stays:
-                return tensor
-            host = torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
-            return tensor.device, host.copy_(tensor, non_blocking=pin_memory)
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=pin_memory)
 
-        def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, torch.Tensor):
-                return packed
-            device, host = packed
-            return host.to(device, non_blocking=pin_memory)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return forward(module, *args, **kwargs)
-
-    return keeping
+    return pack, unpack

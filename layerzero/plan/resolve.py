@@ -15,7 +15,7 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some, warn_once
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
-from layerzero.plan.patterns import Match, NamePattern
+from layerzero.plan.patterns import NamePattern
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3
 
@@ -270,25 +270,17 @@ class _Resolver:
             row = self._row("hook_modules", owner, self._modules)
             for unit in self.result.units:
                 match = pattern.match(unit.fqn)
-                if match is not None:
-                    self._hook(row, unit, pattern, match, template)
+                if match is None:
+                    continue
+                row.used.append(unit.fqn)
+                where = f"hook_modules: {owner!r}: {text!r}"
+                try:
+                    self._hook(unit, template.fill(match, pattern), where)
+                except ValueError as error:
+                    self.result.errors.append(f"{where}: {error}")
             self._require_units(row)
 
-    def _hook(
-        self,
-        row: Row,
-        unit: ResolvedUnit,
-        pattern: NamePattern,
-        match: Match,
-        template: NamePattern,
-    ) -> None:
-        where = f"hook_modules: {pattern.text!r}: {template.text!r}"
-        row.used.append(unit.fqn)
-        try:
-            fqn = template.fill(match, pattern)
-        except ValueError as error:
-            self.result.errors.append(f"{where}: {error}")
-            return
+    def _hook(self, unit: ResolvedUnit, fqn: str, where: str) -> None:
         module = self._modules.get(fqn)
         if module is None or not has_forward(module) or module is unit.module:
             fault = "no such module exists" if module is None else "it has no forward"

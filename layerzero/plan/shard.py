@@ -40,18 +40,8 @@ def shard_with_plan(
 ) -> ZeRO3:
     """Shard a model as a plan says. Collective over the mesh.
 
-    A model may define two methods to do this itself; a method that returns false must change
-    nothing. `fully_shard(plan)` shards its parts with `ZeRO3` and returns true, or the `ZeRO3` that
-    it made of itself; it also gets `mesh` and `expert_mesh` if it has parameters of these names.
-    `set_modules_to_prefetch(plan, num_to_forward_prefetch, num_to_backward_prefetch)` is called
-    after sharding, sets prefetch lists and returns true. A parameter named `fsdp_plan` or `ep_plan`
-    gets the plan, too, and then no number is passed, as MindSpeed-MM calls both methods.
-
-    If the shard group has one rank and the plan does not set `outer`, this is plain data
-    parallelism, and a log line says so: parameters themselves are cast to `param_dtype`, except
-    those of low-rank adapters (a word of the name begins with "lora"). Replicas start with the
-    first rank's values, and each forward with its buffers. A model with parameters on the meta
-    device is sharded all the same.
+    A model may do this itself (`fully_shard`, `set_modules_to_prefetch`), and a shard group of one
+    rank is plain data parallelism, which changes parameters: docs/reference/plans.md.
 
     Args:
         model: changed in place; unchanged if the plan has an error.

@@ -12,6 +12,7 @@ from torch import nn
 
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import UnitPlan
+from layerzero.notices import columns
 from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.resolve import Resolved, Row, names, resolve
@@ -129,7 +130,7 @@ class ShardingPlan(PlanFields):
         return "\n".join(lines)
 
 
-def _table(resolved: Resolved, units: Sequence[UnitPlan]) -> Iterator[str]:
+def _table(resolved: Resolved, units: Sequence[UnitPlan]) -> list[str]:
     numels = {unit.fqn: _num_parameters(unit) for unit in units}
     table = [
         ("pattern", "field", "matched", "used", "parameters", "names"),
@@ -140,12 +141,7 @@ def _table(resolved: Resolved, units: Sequence[UnitPlan]) -> Iterator[str]:
         numel = f"{sum(numels.get(fqn, 0) for fqn in row.used):,}" if is_units else ""
         found = str(len(row.fqns)), str(len(row.used)), numel, "; ".join(_names(row, resolved))
         table.append((row.pattern, row.key, *found))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        for number in (2, 3, 4):
-            padded[number] = line[number].rjust(widths[number])
-        yield "  ".join(padded).rstrip()
+    return columns(table, (0, 1, 5))
 
 
 def _num_parameters(unit: UnitPlan) -> int:

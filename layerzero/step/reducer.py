@@ -138,7 +138,7 @@ class GradientReducer:
         gradient.
         """
         if self.agreed is not None:
-            self.agreed.before_delivery()
+            self.agreed.reduce_the_rest()
         last = self.undelivered()
         if not last:
             self._complete_all()

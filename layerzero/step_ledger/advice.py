@@ -39,10 +39,9 @@ def advise(explained: Explained, rank: int) -> str:
     if exposed < _NOT_WORTH * step_ms:
         return f"nothing to change: {_ms(exposed)} ms of a step of {_ms(step_ms)} ms are exposed"
     reason = max(reasons, key=lambda name: reasons[name])
-    rows = explained.rank_rows(dict.fromkeys(explained.records, 0.0))
     reductions = [job for job in record.jobs if job.kind == "reduction"]
     what = _CHANGES[reason].format(
-        rank=max(rows, key=lambda row: row.waited_for_ms).rank,
+        rank=max(explained.rank_rows(), key=lambda row: row.waited_for_ms).rank,
         unit=max(reductions, key=lambda job: job.nbytes).unit if reductions else "the largest",
     )
     return f"{what}: {_ms(reasons[reason])} ms of {_ms(exposed)} exposed"

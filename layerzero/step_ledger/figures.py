@@ -133,7 +133,7 @@ class Explained:
             rows.append(GroupRow(ranks, verbs, sent / num_steps, length(under_way) / num_steps))
         return rows
 
-    def rank_rows(self, errors: Mapping[int, float]) -> list[RankRow]:
+    def rank_rows(self) -> list[RankRow]:
         waited_for: dict[int, float] = defaultdict(float)
         for rank, record in self.records.items():
             for segment in itertools.chain(*self.segments[rank]):
@@ -144,7 +144,7 @@ class Explained:
             gathers, reductions = self._exposed(rank)
             total = (record.end - record.begin) * record.ms_per_step
             compute = total - gathers - reductions
-            late, error = waited_for[rank], errors[rank] * 1e3
+            late, error = waited_for[rank], record.clock_error * 1e3
             rows.append(RankRow(rank, total, compute, gathers, reductions, late, error))
         return rows
 

@@ -14,9 +14,10 @@ from layerzero.step.unit import get_unit
 from layerzero.step_ledger.advice import advise
 from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
-from layerzero.step_ledger.merge import Merged, merge
+from layerzero.step_ledger.merge import merge
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
+from layerzero.step_ledger.records import Record
 from layerzero.step_ledger.text import as_text
 from layerzero.step_ledger.trace import write_trace
 
@@ -35,20 +36,18 @@ class Ledger:
     events.
     """
 
-    _merged: Merged | None = None
-
     def __init__(self) -> None:
         self._units: list[tuple[str, str]] = []
+        self._explained: Explained | None = None
         self._rank = own_rank()
 
-    def complete(self, merged: Merged, units: list[tuple[str, str]]) -> None:
+    def complete(self, records: dict[int, Record], units: list[tuple[str, str]]) -> None:
         """The block has ended. `units`: label and FQN of each, in the order of `units`."""
-        self._merged, self._units = merged, units
-        self._explained = Explained(merged.records)
+        self._units, self._explained = units, Explained(records)
 
     @property
     def _all(self) -> Explained:
-        if self._merged is None:
+        if self._explained is None:
             raise RuntimeError(
                 "ledger: it has figures once its block has ended without an error; read it after "
                 "the with statement"
@@ -97,9 +96,7 @@ class Ledger:
     @property
     def ranks(self) -> list[RankRow]:
         """One row for each rank."""
-        explained = self._all
-        assert self._merged is not None, "else `_all` raises"
-        return explained.rank_rows(self._merged.clock_errors)
+        return self._all.rank_rows()
 
     @property
     def advice(self) -> str:
@@ -107,7 +104,7 @@ class Ledger:
         return advise(self._all, self._rank)
 
     def __str__(self) -> str:
-        if self._merged is None:
+        if self._explained is None:
             return "Ledger of a block that has not ended"
         return as_text(self)
 
@@ -169,8 +166,8 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
     after = read_clock(groups, root.operations, root.device)
-    merged = merge(recorder.record, before, after, groups, root.operations, root.device)
-    result.complete(merged, [(unit.label, unit.fqn) for unit in ordered_units(model)])
+    records = merge(root, recorder.record, before, after)
+    result.complete(records, [(unit.label, unit.fqn) for unit in ordered_units(model)])
 
 
 def _check(root: RootState) -> None:

@@ -4,50 +4,31 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from layerzero.comm.exchanges import gather_bytes
-from layerzero.flat.placement import ShardGroup
-from layerzero.step.operations import Operations
+from layerzero.step.root import RootState
 from layerzero.step_ledger.clocks import Reading
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 
 
-class Merged(NamedTuple):
-    """The records of all ranks on the clock of the first one."""
-
-    records: dict[int, Record]
-    clock_errors: dict[int, float]
-    """Bound on the error of each rank's offset, in seconds."""
-
-
-def merge(
-    record: Record,
-    before: Reading,
-    after: Reading,
-    groups: Sequence[ShardGroup],
-    operations: Operations,
-    device: torch.device,
-) -> Merged:
-    """Exchange records. Collective over each group; blocks the host.
+def merge(root: RootState, record: Record, before: Reading, after: Reading) -> dict[int, Record]:
+    """The records of all ranks, on the clock of the first one. Collective over each group; blocks
+    the host.
 
     Args:
         before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
     """
     own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
-    payloads = gather_bytes(own, groups, partial(operations.next, "ledger", "the model"), device)
-    merged = Merged({}, {})
+    name = partial(root.operations.next, "ledger", "the model")
+    payloads = gather_bytes(own, root.groups, name, root.device)
+    records = {}
     for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
-        first, last = (Reading(*reading) for reading in readings)
-        found = _moved(_read(text), first, last)
-        merged.records[found.rank] = found
-        merged.clock_errors[found.rank] = max(first.error, last.error)
-    return merged
+        found = _moved(_read(text), *(Reading(*reading) for reading in readings))
+        records[found.rank] = found
+    return records
 
 
 def _read(text: dict[str, Any]) -> Record:
@@ -67,4 +48,5 @@ def _moved(record: Record, first: Reading, last: Reading) -> Record:
         return seconds - (first.offset + slope * (seconds - first.at))
 
     record.resolve(moved, moved)
+    record.clock_error = max(first.error, last.error)
     return record

@@ -118,6 +118,8 @@ class Record:
     """Ends of these backward passes, or of forwards if there are none, on the host's clock."""
     silent: list[tuple[float, float]] = field(default_factory=list)
     """Times in which no Python thread of the process ran but one."""
+    clock_error: float = 0.0
+    """Bound on the error of its clock's offset to the first rank's, in seconds."""
 
     @property
     def num_steps(self) -> int:

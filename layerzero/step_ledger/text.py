@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from layerzero.notices import columns
 from layerzero.step_ledger.figures import UnitRow
 
 _MAX_UNITS = 40
@@ -78,16 +79,9 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _table(columns: Columns, rows: Iterable[Any]) -> list[str]:
-    table = [[title for title, _ in columns], *([text(row) for _, text in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-
-    def line(row: list[str]) -> str:
-        # The first and the last column are text.
-        cells = [
-            text.ljust(width) if index in (0, len(row) - 1) else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return [line(row) for row in table]
+def _table(of: Columns, rows: Iterable[Any]) -> list[str]:
+    table = [
+        [title for title, _ in of],
+        *([text(row) for _, text in of] for row in rows),
+    ]
+    return columns(table, (0, len(of) - 1))

@@ -69,17 +69,16 @@ class Follower(AgreedReductions):
             self.scale_to(reduction, {index: number for index, n in counts.items() if n})
 
     def before_reduction(self, unit: Unit) -> bool:
-        """Whether this rank reduces the unit now."""
         if not self._context.in_backward or not self.sends(unit):
             return True
         if unit is not self._taken:
             if not self._runs:
-                return False  # `before_delivery` comes to what waits here.
+                return False  # `reduce_the_rest` comes to what waits here.
             self._request(2 * unit.index + 1)
         self._reduced.add(unit)
         return True
 
-    def before_delivery(self) -> None:
+    def reduce_the_rest(self) -> None:
         """Take part in the rest of a backward; then reduce what waits on any rank, of earlier
         micro-batches."""
         if self._context.in_backward:

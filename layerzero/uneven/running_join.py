@@ -56,7 +56,7 @@ class RunningJoin(Extension):
         """The latest forwards inside the join, by number."""
         state.compare_lists()
         self._optional: OptionalUnits | None = root.optional
-        if self._optional is not None and self._optional.reductions.averages_participants:
+        if self._optional is not None and self._optional.averages_participants:
             state.participants = frozenset(self._optional.region_of)
         root.join = self
         root.extensions.add(self)

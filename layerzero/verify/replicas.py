@@ -7,7 +7,7 @@ replicated over tensor-parallel ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -15,38 +15,23 @@ from layerzero.comm.exchanges import gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import word_sums
-from layerzero.step.operations import Operations
-from layerzero.step.unit import Unit
+from layerzero.step.root import RootState
 
 _WHAT = "the model"
 
 
-def find_different(
-    units: Sequence[Unit],
-    tensor_parallel_groups: Sequence[ShardGroup],
-    operations: Operations,
-    device: torch.device,
-    known: Callable[[torch.Tensor], int | None],
-) -> list[str]:
+def find_different(root: RootState, known: Callable[[torch.Tensor], int | None]) -> list[str]:
     """Which copies differ, in words. Collective over the ranks with copies; blocks the host.
 
     Args:
         known: returns the checksum of a main shard, if that has just been checked.
     """
-    return [
-        *_over_outer_peers(units, operations, device, known),
-        *_over_tensor_parallel_ranks(units, tensor_parallel_groups, operations, device),
-    ]
+    return [*_over_outer_peers(root, known), *_over_tensor_parallel_ranks(root)]
 
 
-def _over_outer_peers(
-    units: Sequence[Unit],
-    operations: Operations,
-    device: torch.device,
-    known: Callable[[torch.Tensor], int | None],
-) -> list[str]:
+def _over_outer_peers(root: RootState, known: Callable[[torch.Tensor], int | None]) -> list[str]:
     by_group: dict[ShardGroup, list[tuple[str, torch.Tensor]]] = {}
-    for unit in units:
+    for unit in root.units:
         for handle in unit.handles:
             outer = handle.placement.outer_group
             if outer is not None and outer.size > 1 and handle.placement.owned_slices > 1:
@@ -54,8 +39,8 @@ def _over_outer_peers(
                 by_group.setdefault(outer, []).append((label, handle.main_shard))
     found = []
     for group, entries in by_group.items():
-        own = torch.tensor([_checksum(tensor, known) for _, tensor in entries], device=device)
-        operation = operations.next("comparison of replicas", _WHAT, group)
+        own = torch.tensor([_checksum(tensor, known) for _, tensor in entries], device=root.device)
+        operation = root.operations.next("comparison of replicas", _WHAT, group)
         table = gather_small(own, group, operation).tolist()
         for place, (label, _) in enumerate(entries):
             found += _difference(label, [row[place] for row in table], group)
@@ -67,18 +52,13 @@ def _checksum(tensor: torch.Tensor, known: Callable[[torch.Tensor], int | None])
     return int(word_sums([tensor])) if checksum is None else checksum
 
 
-def _over_tensor_parallel_ranks(
-    units: Sequence[Unit],
-    groups: Sequence[ShardGroup],
-    operations: Operations,
-    device: torch.device,
-) -> list[str]:
+def _over_tensor_parallel_ranks(root: RootState) -> list[str]:
     found = []
-    for axis, group in enumerate(groups):
+    for axis, group in enumerate(root.tensor_parallel_groups):
         if group.size == 1:
             continue
         names, rows = [], []
-        for unit in units:
+        for unit in root.units:
             for handle in unit.handles:
                 for fqn, split, parameter in zip(
                     handle.fqns, handle.splits, handle.sharded_params, strict=True
@@ -91,10 +71,10 @@ def _over_tensor_parallel_ranks(
                         rows.append((start, stop, parameter.detach()))
         if not rows:
             continue
-        sums = word_sums(tensor for _, _, tensor in rows).to(device)
-        places = torch.tensor([row[:2] for row in rows], device=device)
+        sums = word_sums(tensor for _, _, tensor in rows).to(root.device)
+        places = torch.tensor([row[:2] for row in rows], device=root.device)
         own = torch.cat([places, sums[:, None]], dim=1)
-        operation = operations.next_tensor_parallel("comparison of replicas", _WHAT, group)
+        operation = root.operations.next_tensor_parallel("comparison of replicas", _WHAT, group)
         table = gather_small(own, group, operation).tolist()
         for place, name in enumerate(names):
             each = [row[place] for row in table]

@@ -39,9 +39,8 @@ class Resting:
         self._units = units
         self._noted: dict[int, _Noted] = {}
         self._homes: dict[int, tuple[FlatParam, str]] = {}
-        """Of each sharded parameter, by id: its flat parameter, and what to call its main shard."""
-        self._of_shard: dict[int, FlatParam] = {}
-        """Flat parameters by the id of their main shard."""
+        """Of each main shard and sharded parameter, by id: its flat parameter, and what to call its
+        main shard."""
 
     def version_of(self, tensor: torch.Tensor) -> int:
         """Of a main shard, those of its pieces as well, which count their own, and the engine's."""
@@ -52,9 +51,7 @@ class Resting:
 
     def handle_of(self, tensor: torch.Tensor) -> FlatParam | None:
         """The flat parameter whose main shard it is, if any."""
-        if not self._of_shard:
-            self._find_homes()
-        handle = self._of_shard.get(id(tensor))
+        handle, _ = self._find_homes().get(id(tensor), (None, ""))
         return handle if handle is not None and handle.main_shard is tensor else None
 
     def checksum_of(self, tensor: torch.Tensor) -> int | None:
@@ -67,7 +64,7 @@ class Resting:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what the step has written. Blocks the host on a device with streams."""
-        homes = self._homes or self._find_homes()
+        homes = self._find_homes()
         stepped = {
             id(home[0]): home
             for group in optimizer.param_groups
@@ -79,13 +76,13 @@ class Resting:
             self._note([*shards, *_states_of(optimizer)])
 
     def _find_homes(self) -> dict[int, tuple[FlatParam, str]]:
-        self._homes = {
-            id(parameter): (handle, f"the main shard of {unit.label}")
-            for unit in self._units()
-            for handle in unit.handles
-            for parameter in handle.sharded_params
-        }
-        self._of_shard = {id(handle.main_shard): handle for handle, _ in self._homes.values()}
+        if not self._homes:
+            self._homes = {
+                id(tensor): (handle, f"the main shard of {unit.label}")
+                for unit in self._units()
+                for handle in unit.handles
+                for tensor in (handle.main_shard, *handle.sharded_params)
+            }
         return self._homes
 
     def _note(self, found: list[tuple[torch.Tensor, str]]) -> None:

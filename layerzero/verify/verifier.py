@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -37,10 +36,6 @@ from layerzero.verify.wire import Checksums, Wire, kept
 
 _WHAT = "the model"
 _LASTS = "load a checkpoint"
-
-_verifiers: WeakSet[Verifier] = WeakSet()
-_hooks: list[Any] = []
-"""The handle of the hook on optimizers' steps, once a model is verified."""
 
 
 class CorruptionError(RuntimeError):
@@ -84,9 +79,13 @@ class Verifier(Transport, Extension):
 
     def _watch_steps(self) -> None:
         """Have `after_step` called."""
-        _verifiers.add(self)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
+        own_ref = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (own := own_ref()) is not None:
+                own.after_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
         return kept(checksums)
@@ -226,16 +225,9 @@ class Verifier(Transport, Extension):
         self._unchecked.clear()
         placement = root.placements[0]
         findings = self._changed(placement.rank)
-        findings += find_different(
-            root.units,
-            root.tensor_parallel_groups,
-            root.operations,
-            root.device,
-            self._resting.checksum_of,
-        )
+        findings += find_different(root, self._resting.checksum_of)
         axes = (placement.data_parallel or placement).groups
-        across = root.tensor_parallel_groups
-        self._settle(_groups(root), axes, across, findings, placement.rank)
+        self._settle(_groups(root), [*axes, *root.tensor_parallel_groups], findings)
 
     def _changed(self, rank: int) -> list[str]:
         return [
@@ -262,28 +254,22 @@ class Verifier(Transport, Extension):
         used = self._wire.used() if self._every == 1 else []
         for group in _groups(root) if used else ():
             if group in used:
-                self._settle([group], [group], (), [], root.placements[0].rank)
+                self._settle([group], [group], [])
         return None
 
     def _settle(
-        self,
-        groups: Sequence[ShardGroup],
-        axes: Sequence[ShardGroup],
-        tensor_parallel_axes: Sequence[ShardGroup],
-        findings: list[str],
-        rank: int,
+        self, groups: Sequence[ShardGroup], axes: Sequence[ShardGroup], findings: list[str]
     ) -> None:
         """Compare what was sent over `groups`; agree with all ranks of the axes."""
+        rank = self._root.placements[0].rank
         is_bad = self._wire.differs(groups) or bool(findings)
         self._before_free()
-        if not self._is_any(is_bad, axes, tensor_parallel_axes):
+        if not self._is_any(is_bad, axes):
             self._wire.clear(groups)
             return
         findings = [*(findings or self._changed(rank)), *self._wire.find(groups)]
-        everyone = [*axes, *tensor_parallel_axes]
-        texts = gather_texts(
-            findings[0] if findings else None, rank, everyone, self._root.device, "verification"
-        )
+        text = findings[0] if findings else None
+        texts = gather_texts(text, rank, axes, self._root.device, "verification")
         # What lasts comes first: a main shard that changed is also sent otherwise than it was.
         different = sorted(set(texts.values()), key=lambda text: (_LASTS not in text, text))
         if different:
@@ -295,15 +281,13 @@ class Verifier(Transport, Extension):
                 "before it" + "".join(f"\n  also: {text}" for text in different[1:5])
             )
 
-    def _is_any(
-        self, is_bad: bool, axes: Sequence[ShardGroup], tensor_parallel: Sequence[ShardGroup]
-    ) -> bool:
+    def _is_any(self, is_bad: bool, axes: Sequence[ShardGroup]) -> bool:
         """Whether it is bad on any rank. Words of 64 equal bits: one flipped changes nothing."""
-        for group in (*axes, *tensor_parallel):
+        for group in axes:
             if group.size == 1:
                 continue
             make = self._root.operations.next
-            if group in tensor_parallel:
+            if group in self._root.tensor_parallel_groups:
                 make = self._root.operations.next_tensor_parallel
             own = _tensor([-1 if is_bad else 0], self._root.device)
             words = gather_small(own, group, make("verification", _WHAT, group)).view(-1)
@@ -350,8 +334,3 @@ def _groups(root: RootState) -> list[ShardGroup]:
 
 def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for verifier in list(_verifiers):
-        verifier.after_step(optimizer)

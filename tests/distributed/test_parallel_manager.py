@@ -73,7 +73,14 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
         meshes = {axis: manager.mesh[axis] for axis in ("pp", "dp", "cp", "tp")}
         meshes |= {axis: manager.expert_mesh[axis] for axis in ("edp", "ep")}
         meshes["dp_cp"] = manager.data_mesh
-        places = {axis: [manager.sizes.rank_of(axis, r) for r in range(8)] for axis in meshes}
+        own = {axis: manager.rank_of(axis) for axis in meshes}
+        of_ranks: list[Any] = [None] * 8
+        dist.all_gather_object(of_ranks, own)
+        places = {axis: [of_rank[axis] for of_rank in of_ranks] for axis in meshes}
+        _, dp, cp, tp = manager.sizes.shape
+        assert rank == ((own["pp"] * dp + own["dp"]) * cp + own["cp"]) * tp + own["tp"]
+        assert own["dp_cp"] == own["dp"] * cp + own["cp"]
+        assert own["dp_cp"] == own["edp"] * manager.sizes.ep + own["ep"]
         within = {"dp_cp": ("pp", "tp"), "edp": ("pp", "tp", "ep"), "ep": ("pp", "tp", "edp")}
         for axis, mesh in meshes.items():
             others = within.get(axis, {"pp", "dp", "cp", "tp"} - {axis})
@@ -85,6 +92,9 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
             assert _members(mesh.get_group()) == expected, (sizes, axis)
             assert mesh.size() == manager.size_of(axis) == len(expected)
             assert mesh.get_local_rank() == manager.rank_of(axis) == expected.index(rank)
+        for ask in (manager.size_of, manager.rank_of):
+            with pytest.raises(ValueError, match=r"axis: expected one of .*'dp_cp'.*got 'data'"):
+                ask("data")
         assert manager.is_first_stage == (manager.rank_of("pp") == 0)
         assert manager.is_last_stage == (manager.rank_of("pp") == manager.sizes.pp - 1)
 

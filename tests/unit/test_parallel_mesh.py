@@ -41,25 +41,6 @@ def test_an_axis_that_a_recipe_leaves_open_is_inferred_or_one(unsaid: int | None
     assert infer(8, tp_size=unsaid, **others) == infer(8)
 
 
-def test_places_are_those_of_the_mesh_and_of_the_expert_mesh() -> None:
-    sizes = infer(48, tp_size=2, cp_size=3, pp_size=2, ep_size=6)
-    seen = set()
-    for rank in range(48):
-        pp, dp, cp, tp = (sizes.rank_of(axis, rank) for axis in ("pp", "dp", "cp", "tp"))
-        assert rank == ((pp * 4 + dp) * 3 + cp) * 2 + tp
-        data = sizes.rank_of("dp_cp", rank)
-        assert data == dp * 3 + cp == sizes.rank_of("edp", rank) * 6 + sizes.rank_of("ep", rank)
-        peers = sizes.data_ranks(rank)
-        assert peers[data] == rank and peers == sorted(peers) and len(peers) == 12
-        for peer in peers:
-            assert sizes.data_ranks(peer) == peers
-            assert (sizes.rank_of("pp", peer), sizes.rank_of("tp", peer)) == (pp, tp)
-        seen.add(tuple(peers))
-    assert len(seen) == 4, "one group for each stage and tensor-parallel place"
-    lengths = {axis: sizes.size_of(axis) for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "dp_cp")}
-    assert lengths == {"pp": 2, "dp": 4, "cp": 3, "tp": 2, "edp": 2, "ep": 6, "dp_cp": 12}
-
-
 def test_sizes_that_do_not_fit_are_named_with_the_numbers() -> None:
     for world_size, given, error, message in (
         (4, {"tp_size": 3}, ValueError, r"tp_size=3 = 3 ranks do not divide the world of 4"),
@@ -77,12 +58,6 @@ def test_sizes_that_do_not_fit_are_named_with_the_numbers() -> None:
     ):
         with pytest.raises(error, match=message):
             infer(world_size, **given)
-
-
-def test_an_unknown_axis_is_refused() -> None:
-    for ask in (lambda: infer(2).size_of("data"), lambda: infer(2).rank_of("data", 0)):
-        with pytest.raises(ValueError, match=r"axis: expected one of .*'dp_cp'.*got 'data'"):
-            ask()
 
 
 def test_a_mesh_is_for_the_accelerator_that_the_backend_serves_alone(
