@@ -33,7 +33,6 @@ from layerzero.watch.diagnosis import own_connection
 from layerzero.watch.slow_waits import SlowWaits, Waiting, pause_for
 from layerzero.watch.thread import run_periodically
 
-PAUSE_S = 0.5
 _HISTORY = 1024
 """Collectives a rank remembers; ranks further apart than about this cannot be compared."""
 _TAG = 0x3FFFFFFF
@@ -71,7 +70,7 @@ class DesyncDetector:
         """Register a wait that is about to begin. Cheap: the detector's thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
-            pause_s = min(PAUSE_S, pause_for(collective.group.limit))
+            pause_s = pause_for(collective.group.limit)
             self._thread = run_periodically(self, _check, pause_s, "layerzero-desync")
 
     def check(self) -> None:
@@ -94,11 +93,7 @@ class DesyncDetector:
     def latest_verdict(self) -> str | None:
         """Return the verdict, read from the store if need be; called after a wait failed."""
         if self.verdict is None:
-            try:
-                store = self._open()
-                self._read_verdict(store)
-            except (RuntimeError, ValueError) as error:
-                _logger.debug("cannot read the verdict from the store: %s", error)
+            self._find_out([])
         return self.verdict
 
     def _open(self) -> dist.Store:
@@ -110,7 +105,7 @@ class DesyncDetector:
         try:
             store = self._open()
             self._read_verdict(store)
-            if self.verdict is None:
+            if self.verdict is None and long:
                 self._publish(store, long)
                 for collective in long:
                     self._compare(store, collective)
