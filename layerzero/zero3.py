@@ -699,22 +699,17 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
     for inner in units:
         if not isinstance(inner, ZeRO3):
             continue
-        if inner.__dict__.get("_learner") is not None:
-            raise ValueError(
-                "memory_budget: was given to a ZeRO3 module inside, but it is the whole model's; "
-                "give it to the outermost one alone"
-            )
-        if inner.__dict__["_arguments"].arena:
-            raise ValueError(
-                "arena: was given to a ZeRO3 module inside, but it is the whole model's; give it "
-                "to the outermost one alone"
-            )
         root = root_if_alive(inner._unit)
-        if root is not None and root.extensions.reduce:
-            raise ValueError(
-                "register_comm_hook: was called on a ZeRO3 module inside, but the hook is the "
-                "whole model's; wrap first, and call it on the outermost one alone"
-            )
+        for name, is_used in (
+            ("memory_budget", inner.__dict__.get("_learner") is not None),
+            ("arena", inner.__dict__["_arguments"].arena),
+            ("register_comm_hook", root is not None and root.extensions.reduce),
+        ):
+            if is_used:
+                raise ValueError(
+                    f"{name}: was used on a ZeRO3 module inside, but it is the whole model's; wrap "
+                    "all modules first, and use it on the outermost one alone"
+                )
 
 
 def _import_watchers() -> None:

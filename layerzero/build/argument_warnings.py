@@ -34,26 +34,20 @@ def _texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool)
         yield slow
     policy, modules = given.auto_wrap_policy, _modules(plan.visits)
     classes = () if policy is None else classes_of(policy)
-    missing, is_whole = _missing(classes, modules), len(plan.units) == 1
-    if missing:
-        whole = "; the whole model is one unit, gathered at once" if is_whole else ""
-        yield (
-            f"auto_wrap_policy: no module is a {_names(missing)}{whole}; "
-            f"{_classes_near(missing, modules)}"
-        )
-    elif policy is not None and not classes and is_whole and len(plan.visits) > 1:
+    is_whole = len(plan.units) == 1
+    whole = "; the whole model is one unit, gathered at once" if is_whole else ""
+    precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
+    kept = dict.fromkeys(cls for each in precisions.values() for cls in each.keep_float32)
+    named = (("auto_wrap_policy", classes, whole), ("MixedPrecision.keep_float32", kept, ""))
+    for argument, wanted, then in named:
+        if missing := _missing(wanted, modules):
+            near = _classes_near(missing, modules)
+            yield f"{argument}: no module is a {_names(missing)}{then}; {near}"
+    if policy is not None and not classes and is_whole and len(plan.visits) > 1:
         yield (
             f"auto_wrap_policy={policy!r} selected no module inside the "
             f"{type(plan.units[0].module).__name__}, so the whole model is one unit, gathered at "
             "once; pass None if this is intended"
-        )
-    precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
-    kept = dict.fromkeys(cls for each in precisions.values() for cls in each.keep_float32)
-    missing = _missing(kept, modules)
-    if missing:
-        yield (
-            f"MixedPrecision.keep_float32: no module is a {_names(missing)}; "
-            f"{_classes_near(missing, modules)}"
         )
     if is_shared and (given.ignored_modules or plan.ignored_parameters):
         yield from _about_ignored(module, given.ignored_modules, plan.ignored_parameters)

@@ -21,7 +21,7 @@ LINES = {
     "step": 4_753,
     "comm": 1_524,
     "watch": 1_092,
-    "build": 2_647,
+    "build": 2_641,
     "guards": 606,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
