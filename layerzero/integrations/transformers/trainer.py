@@ -219,9 +219,6 @@ class ZeRO3Trainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Does nothing: they are in the checkpoint that `save_model` wrote."""
 
-    def _save_scaler(self, output_dir: str) -> None:
-        """Does nothing: float16, which needs a scaler, is not supported."""
-
     def _save_rng_state(self, output_dir: str) -> None:
         """Does nothing: it is in the checkpoint that `save_model` wrote."""
 
