@@ -31,6 +31,7 @@ from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
 from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
 from layerzero.step import hooks, module_guards
+from layerzero.step.methods import put
 from layerzero.step.root import RootState, root_if_alive, root_of
 from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
 from layerzero.step.unwrap import modules_of, units_inside
@@ -142,6 +143,9 @@ def fully_shard(
     for each in modules:
         each.__dict__[_STATE] = state
         each.__dict__.pop("to_empty", None)  # The class has it, as other methods.
+        if "compile" in each.__dict__:  # Not if its class has one of its own.
+            own = each.__dict__["compile"]
+            put(each.__dict__, "compile", functools.partial(_compile, weakref.ref(each), own))
         kind: Any = type(each)
         # `torch.compile` returns a module whose `__setattr__` would set it on the one inside.
         object.__setattr__(each, "__class__", _class_of(kind))
@@ -219,8 +223,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
         raise ValueError(f"fully_shard: mesh: expected one or two axes, got {mesh}")
     if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(f"fully_shard: mesh: two axes need mesh_dim_names, got {mesh}")
-    has_copies = mesh is not None and mesh.ndim == 2
-    arguments: dict[str, Any] = {"outer": "replicate"} if has_copies else {}
+    num_copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 0
+    arguments: dict[str, Any] = {"outer": "replicate"} if num_copies > 1 else {}
     if value is None or isinstance(value, bool):
         return {**arguments, "reshard_after_forward": bool(value)}
     size = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
@@ -231,7 +235,7 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
         )
     if value in (1, size):
         return {**arguments, "reshard_after_forward": value == size}
-    if has_copies:
+    if num_copies:
         raise NotImplementedError(
             f"fully_shard: reshard_after_forward={value} with a mesh of two axes is not supported; "
             "use True or False"
@@ -271,6 +275,13 @@ def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootStat
     for module in modules:
         hooks.install_on_calls(module, unit)
         module_guards.install(module)
+
+
+def _compile(ref: Callable[[], Any], own: Callable[..., None], *args: Any, **named: Any) -> None:
+    """Compile a module, whose graph ends at the units inside it, and these as graphs of theirs."""
+    for part in ref().modules():
+        if _STATE in part.__dict__:
+            (own if part is ref() else part.compile)(*args, **named)
 
 
 def _states(module: Any) -> dict[_State, None]:

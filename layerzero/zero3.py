@@ -688,16 +688,16 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
         if not isinstance(inner, ZeRO3):
             continue
         root = root_if_alive(inner._unit)
-        has = {
-            "memory_budget": inner.__dict__.get("_learner") is not None,
-            "arena": inner.__dict__["_arguments"].arena,
-            "register_comm_hook": root is not None and bool(root.extensions.reduce),
-        }
-        for name in (name for name, is_there in has.items() if is_there):
-            raise ValueError(
-                f"{name}: was given to a ZeRO3 module inside, but it is the whole model's; wrap "
-                "without it, and give it to the outermost one alone"
-            )
+        for name, is_used in (
+            ("memory_budget", inner.__dict__.get("_learner") is not None),
+            ("arena", inner.__dict__["_arguments"].arena),
+            ("register_comm_hook", root is not None and root.extensions.reduce),
+        ):
+            if is_used:
+                raise ValueError(
+                    f"{name}: was used on a ZeRO3 module inside, but it is the whole model's; wrap "
+                    "all modules first, and use it on the outermost one alone"
+                )
 
 
 def _import_watchers() -> None:

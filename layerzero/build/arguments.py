@@ -135,8 +135,8 @@ def _resharding(name: str, value: Any) -> ReshardAfterForward:
     advice = ""
     if isinstance(value, int):
         advice = (
-            f"; for shards over {value} ranks use zero3_size={value}, outer='shard', "
-            "reshard_after_forward='compute_shard'"
+            f"; use True for shards over all ranks, or over {value} of them zero3_size={value}, "
+            "outer='shard', reshard_after_forward='compute_shard'"
         )
     raise ValueError(f"{name}: expected True, False or 'compute_shard', got {value!r}{advice}")
 

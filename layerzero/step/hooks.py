@@ -156,7 +156,7 @@ def _call(
 def _call_uncompiled(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
-    if not any(map(is_compiled, and_wrapped(unit.module))):
+    if not (torch.compiler.is_exporting() or any(map(is_compiled, and_wrapped(unit.module)))):
         warn_once(
             f"torch.compile around {unit.label} compiles nothing inside that unit, whose call ends "
             "the graph; call compile() of the sharded model, which compiles each unit, or of the "

@@ -33,7 +33,6 @@ from layerzero.watch.diagnosis import own_connection
 from layerzero.watch.slow_waits import Collective, Waits, pause_for
 from layerzero.watch.thread import run_periodically
 
-PAUSE_S = 0.5
 _HISTORY = 1024
 """Collectives a rank remembers; ranks further apart than about this cannot be compared."""
 _TAG = 0x3FFFFFFF
@@ -67,7 +66,7 @@ class DesyncDetector(Waits):
     def begin_wait(self, collective: Collective) -> None:
         self.waiting.add(collective)
         if self._thread is None:
-            pause_s, check = min(PAUSE_S, pause_for(collective.group.limit)), DesyncDetector.check
+            pause_s, check = pause_for(collective.group.limit), DesyncDetector.check
             self._thread = run_periodically(self, check, pause_s, "layerzero-desync")
 
     def check(self) -> bool:

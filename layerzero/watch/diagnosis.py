@@ -8,6 +8,7 @@ without a report is dead, stopped, or busy outside the engine.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,8 @@ _BEGAN = time.time()
 _runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 """Names of this process's runs, one per process group."""
 
+_logger = logging.getLogger(__name__)
+
 
 class CollectiveError(RuntimeError):
     """A collective did not finish. The message names operation, unit and ranks."""
@@ -48,6 +51,10 @@ def diagnose(
     find_divergence: Callable[[], str | None] | None = None,
 ) -> CollectiveError:
     """Make the error for a failed wait. Blocks the host for at most 1 s over `REPORT_SECONDS`.
+
+    Logs its first line at once, except where the paths of ranks were found to diverge. A peer that
+    waited elsewhere (in a collective of torch) fails with this rank's connections, and launchers
+    end all processes as soon as one has failed: they would end this one before it raises.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
@@ -70,14 +77,17 @@ def diagnose(
     deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
     for thread in threads:
         thread.start()
+    threads[0].join(0.1)  # A store that answers gives the verdict at once.
+    first = f"{operation}: rank {rank} got no answer from {waits_for}"
+    cause = _cause(error, group.limit)
+    if not any(verdict):
+        then = "The error with what each rank waits for follows, unless this process is ended first"
+        _logger.error("%s (%s). Every rank must make this call. %s.", first, cause, then)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     divergence = verdict[0] if verdict else None
-    cause = _cause(error, group.limit) if divergence is None else divergence
-    return CollectiveError(
-        f"{operation}: rank {rank} got no answer from {waits_for} ({cause}).\n"
-        + _table(reports, divergence is not None)
-    )
+    table = _table(reports, divergence is not None)
+    return CollectiveError(f"{first} ({divergence or cause}).\n{table}")
 
 
 def _find_closed(group: ShardGroup, error: BaseException) -> int:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.thread import run_periodically
 
-_LONGEST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 0.5
 _IDLE_CHECKS = 4
 """Checks without any wait after which the thread of `OtherWaits` ends."""
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 def pause_for(limit: timedelta) -> float:
     """Seconds between two checks of waits of this limit."""
-    return min(_LONGEST_PAUSE_S, limit.total_seconds() / 8)
+    return min(LONGEST_PAUSE_S, limit.total_seconds() / 8)
 
 
 class Collective(Protocol):

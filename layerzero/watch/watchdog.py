@@ -228,7 +228,7 @@ class _Board:
 
     def exchange_histories(
         self, pair: tuple[int, int], own: dict[int, str]
-    ) -> tuple[dict[int, str], dict[int, str]]:
+    ) -> list[dict[int, str]]:
         """Collectives of both ranks, by count; blocks up to `REPORT_SECONDS`, empty if too late."""
         if self._rank in pair:
             self._store.set(f"history/{self._rank}", json.dumps(own))
@@ -236,10 +236,5 @@ class _Board:
         deadline = time.monotonic() + REPORT_SECONDS
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
-        first, second = (
-            json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys
-        )
-        return (
-            {int(count): name for count, name in first.items()},
-            {int(count): name for count, name in second.items()},
-        )
+        notes = [self._store.get(key) if self._store.check([key]) else "{}" for key in keys]
+        return [{int(count): name for count, name in json.loads(note).items()} for note in notes]

@@ -98,6 +98,16 @@ def test_a_choice_without_effect_warns_once_on_the_first_rank(ranks: KeptRanks) 
 
 
 @on_ranks(2)
+def test_both_remedies_for_a_number_in_reshard_after_forward_have_an_effect() -> None:
+    text = "use True for shards over all ranks, or over 2 of them zero3_size=2, outer='shard'"
+    with pytest.raises(ValueError, match=text):
+        ZeRO3(Mlp(), reshard_after_forward=2)
+    assert not _warnings_of(reshard_after_forward=True)
+    own = {"zero3_size": 1, "outer": "shard", "reshard_after_forward": "compute_shard"}
+    assert not _warnings_of(**own)
+
+
+@on_ranks(2)
 def test_torchs_arguments_train_as_ours_do() -> None:
     """A model given torch's arguments trains as one that is given ours."""
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)

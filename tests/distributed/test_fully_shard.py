@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -229,10 +230,16 @@ def _compiled() -> None:
             fully_shard(layer)
             if when == "after":
                 layer.compile(backend="eager")
-        return fully_shard(model)
+        fully_shard(model)
+        if when == "whole":
+            model.compile(backend="eager")
+            assert all(layer._compiled_call_impl is not None for layer in model.layers)
+        return model
 
-    for when in ("around", "before", "after"):
-        assert_losses(twice(compile_each(seeded(Transformer), when)), expected, when)
+    for when in ("around", "before", "after", "whole"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="torch.compile around")
+            assert_losses(twice(compile_each(seeded(Transformer), when)), expected, when)
 
 
 def test_blocks_may_be_compiled_before_and_after() -> None:
@@ -639,6 +646,9 @@ def _four_ranks() -> None:
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
     with pytest.raises(NotImplementedError, match="with a mesh of two axes"):
         fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four(), reshard_after_forward=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # One copy is no mistake, and `outer` no word of torch's.
+        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four())
 
 
 def _mesh_of_four() -> DeviceMesh:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import layerzero
 from benchmarks.memory import live_bytes, peak_bytes
 from layerzero import ZeRO3, plan_memory
 from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks
 from tests.harness.ranks import KeptRanks, run_ranks
+from tests.harness.simulated_device import simulated_device
 
 HOWTO = DOCS / "howto"
 OF_THEIR_OWN = ("recipes.md", "from_fsdp2.md")
@@ -272,6 +274,40 @@ def _readme(example: str, folder: Path) -> int:
     init.assert_called_once_with("gloo")
     assert not dist.is_initialized()
     return names["step"]
+
+
+def _readme_on_gpus(example: str, folder: Path) -> None:
+    """Its branches for GPUs, on a simulated device, whose memory is that of the CPU."""
+    os.chdir(folder)
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    placed: list[str] = []
+
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, device: str, **named: Any) -> Any:
+            placed.append(device)
+            return make(*args, device="cpu", **named)
+
+        return made
+
+    with (
+        simulated_device() as device,
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(dist, "init_process_group") as init,
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(layerzero, "ZeRO3", on_cpu(ZeRO3)),
+        mock.patch.object(torch, "randn", on_cpu(torch.randn)),
+    ):
+        exec(compile(example, "README.md", "exec"), {})
+        assert not device.findings, "accesses that no wait orders"
+    init.assert_called_once_with("nccl")
+    assert placed == [f"cuda:{dist.get_rank()}"] * (1 + 10), "the model, and each step's batch"
+
+
+def test_the_example_of_the_readme_takes_each_ranks_gpu(tmp_path: Path) -> None:
+    [example] = python_blocks((REPOSITORY / "README.md").read_text())
+    for _ in range(2):  # The second time it resumes.
+        run_ranks(2, _readme_on_gpus, example, tmp_path)
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000020\n"
 
 
 def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.watch import desync
+from layerzero.watch import slow_waits
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, named
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
@@ -311,7 +311,7 @@ class Parting(nn.Module):
 
 def _fails_apart() -> dict[str, str]:
     """Messages of steps that one rank does otherwise, by how many went well before, and how."""
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     messages, rank = {}, dist.get_rank()
     ways: list[tuple[int, list[int] | None]] = [(0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])]
     for steps, route in [*ways, (0, None), (3, None)]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.watch import desync, diagnosis
+from layerzero.watch import desync, diagnosis, slow_waits
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -80,7 +82,7 @@ def error_of(run: Callable[[], object]) -> str:
 
 def _part() -> dict[str, str]:
     """Each case on a group of its own: a failure leaves the connections of a group unusable."""
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     is_other = dist.get_rank() == 1
 
     def goes(route: list[int], steps: int) -> Callable[[dist.ProcessGroup], str]:
@@ -157,7 +159,7 @@ def test_ranks_that_diverge_fail_at_once() -> None:
 
 
 def _parts_in_layers() -> str:
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     model = wrapped(zero3_size=2)
     train(model, 2)
     if dist.get_rank() == 3:
@@ -175,7 +177,7 @@ def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
 
 
 def _freezes_alone() -> str:
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     model = wrapped()
     train(model)
     if dist.get_rank() == 1:
@@ -190,7 +192,7 @@ def test_what_one_rank_froze_alone_is_no_other_path() -> None:
 
 
 def _is_slow(**options) -> tuple[list[float], int]:
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     models = [wrapped(**options), wrapped(**options)]
     checks = []
     find_out = desync.DesyncDetector._find_out
@@ -214,7 +216,7 @@ def test_the_detector_goes_with_its_model() -> None:
     def threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-desync"]
 
-    desync.PAUSE_S = 0.1
+    slow_waits.LONGEST_PAUSE_S = 0.1
     model = wrapped()
     train(model)
     (thread,) = threads()
@@ -223,6 +225,28 @@ def test_the_detector_goes_with_its_model() -> None:
     thread.join(10.0)
     gc.enable()
     assert not threads()
+
+
+def _waits_beside_torch(folder: Path) -> None:
+    """Rank 0 waits in a call of the model, rank 1 in one of torch; then as a launcher does it."""
+    model = wrapped()
+    if dist.get_rank() == 0:
+        logging.getLogger("layerzero").addHandler(logging.FileHandler(folder / "log"))
+        (folder / "pid").write_text(str(os.getpid()))
+        with model.timeout(seconds=1):
+            model.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="closed"):
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.5)  # The first process of a job has failed; the launcher notices it.
+    os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+
+
+def test_a_rank_that_a_launcher_ends_has_logged_what_it_waited_for(tmp_path: Path) -> None:
+    run_ranks(2, _waits_beside_torch, tmp_path, expect_exit={0: -signal.SIGTERM})
+    lines = (tmp_path / "log").read_text().splitlines()
+    first = next(line for line in lines if "got no answer" in line)
+    assert re.match(r"gradient norm of the model \(#\d+\): rank 0 got no answer from rank 1", first)
+    assert "nothing arrived within the timeout of 1 s" in first
 
 
 def _fails_beside(store_path: Path, is_second: bool) -> str | None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import ZeRO3, checkpoint, units
+from layerzero import ZeRO3, checkpoint, fully_shard, units
 from layerzero.checkpoint import CheckpointError
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import WholeTensorOptimizer
@@ -418,6 +418,10 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
     chosen = {"max_new_tokens": 6 + 3 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
     generated = loaded.module.generate(prompt, **chosen)
     assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
+    with loaded.summon_full_params(writeback=False):
+        if dist.get_rank() == 0:  # Here one rank may generate alone.
+            alone = loaded.module.generate(prompt, **chosen, synced_gpus=False)
+            assert torch.equal(alone, generated)
 
 
 # accelerate ------------------------------------------------------------------------------------
@@ -605,6 +609,8 @@ def _refuses(folder: str) -> None:
     quantized.is_quantized = True
     with pytest.raises(ValueError, match="is quantized"):
         shard(quantized)
+    with pytest.raises(ValueError, match="fully_shard has sharded it; pass it as it was before"):
+        shard(fully_shard(build("llama")))
     llama, plain = type(quantized), Path(folder, "plain")
     with pytest.raises(ValueError, match="snapshot_download"):
         load_pretrained(llama, "meta-llama/Llama-3.1-8B")

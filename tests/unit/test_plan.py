@@ -105,7 +105,11 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
     read = ShardingPlan(cpu_offload=CPUOffloadPolicy(pin_memory=False)).cpu_offload
     assert read == expected["offload"]
     for name, value, message in (
-        ("reshard_after_forward", 2, "use zero3_size=2, outer='shard', reshard_after_forward='com"),
+        (
+            "reshard_after_forward",
+            2,
+            "of them zero3_size=2, outer='shard', reshard_after_forward='c",
+        ),
         ("mesh", None, "pass the mesh to shard_with_plan"),
         ("shard_placement_fn", None, "parameters are split as flat elements"),
         ("ignored_params", set(), "use the plan's ignored_parameters"),
@@ -135,8 +139,8 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
         ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
         ({"apply_modules": {"a": 3}}, "'a': expected a mapping of options, got 3"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
-        ({"reshard_after_forward": 8}, "got 8; for shards over 8 ranks use zero3_size=8, "
-         "outer='shard', reshard_after_forward='compute_shard'"),
+        ({"reshard_after_forward": 8}, "got 8; use True for shards over all ranks, or over 8 "
+         "of them zero3_size=8, outer='shard', reshard_after_forward='compute_shard'"),
         ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*zero3_size=8"),
         ({"broadcast_buffers": "no"}, "broadcast_buffers: expected True or False, got 'no'"),
         ({"ep_plan": {"apply_modules": ["l.{*}"], "apply_efsdp_modules": ["l.{*}.mlp.experts"]}},

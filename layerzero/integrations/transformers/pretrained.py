@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from layerzero import ZeRO3, rewrap
+from layerzero import FSDPModule, ZeRO3, rewrap
 from layerzero.checkpoint import load
 from layerzero.checkpoint.adapters import MODEL, open_source
 from layerzero.integrations.engine import (
@@ -154,7 +154,10 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
 
 
 def check_model(module: nn.Module) -> None:
-    """Raise ValueError for a model that another library has sharded or quantized."""
+    """Raise ValueError for a model that is quantized, or that something else has sharded."""
+    if isinstance(module, FSDPModule):
+        advice = "pass it as it was before, and it is sharded here"
+        raise ValueError(f"{type(module).__name__}: fully_shard has sharded it; {advice}")
     for part in module.modules():
         if not isinstance(part, PreTrainedModel):
             continue
