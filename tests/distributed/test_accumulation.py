@@ -45,7 +45,7 @@ Micro = Sequence[Tensor]
 
 def _no_sync(model: nn.Module, micro_batches: Micro) -> Tensor:
     losses = []
-    with model.no_sync():  # type: ignore[operator]
+    with model.no_sync():
         losses += [forward_backward(model, batch) for batch in micro_batches[:-1]]
     losses.append(forward_backward(model, micro_batches[-1]))
     return torch.stack(losses)
@@ -55,7 +55,7 @@ def _switched(model: nn.Module, micro_batches: Micro) -> Tensor:
     losses = []
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
-        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        model.set_requires_gradient_sync(is_last)
         losses.append(forward_backward(model, batch))
     return torch.stack(losses)
 
@@ -63,16 +63,16 @@ def _switched(model: nn.Module, micro_batches: Micro) -> Tensor:
 def _no_sync_each(model: nn.Module, micro_batches: Micro) -> Tensor:
     losses = []
     for batch in micro_batches[:-1]:
-        with model.no_sync():  # type: ignore[operator]
+        with model.no_sync():
             losses.append(forward_backward(model, batch))
     losses.append(forward_backward(model, micro_batches[-1]))
     return torch.stack(losses)
 
 
 def _all_inside(model: nn.Module, micro_batches: Micro) -> Tensor:
-    with model.no_sync():  # type: ignore[operator]
+    with model.no_sync():
         losses = [forward_backward(model, batch) for batch in micro_batches]
-    model.reduce_gradients()  # type: ignore[operator]
+    model.reduce_gradients()
     return torch.stack(losses)
 
 

@@ -39,7 +39,7 @@ class _Elsewhere(nn.Parameter):
     """A parameter that says it is on an accelerator: there is none here."""
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("cuda", 0)
 
 
@@ -67,7 +67,7 @@ class _Trained(nn.Parameter):
     """torch refuses an integer parameter that requires grad; a subclass may still claim it."""
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return True
 
 

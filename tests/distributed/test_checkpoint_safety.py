@@ -277,7 +277,7 @@ def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
             views[-1][0] ^= 4
         return moved
 
-    os.preadv = misread  # type: ignore[assignment]
+    os.preadv = misread
     with pytest.raises(CheckpointError, match="damaged"):
         load(tmp_path, model)
     os.preadv = preadv
@@ -311,7 +311,7 @@ def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
         raise AssertionError("pickle was used")
 
     originals = pickle.load, pickle.loads, pickle.Unpickler, torch.load
-    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse  # type: ignore
+    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse
     load(tmp_path, model, optimizer)
     save(tmp_path, model, optimizer)
     names = sorted(path.name for path in folder.glob("model*.safetensors"))
@@ -359,7 +359,7 @@ def _full_disk(root: str, store_folder: str) -> None:
         return pwritev(descriptor, views, offset)
 
     if rank == 1:
-        os.pwritev = full  # type: ignore[assignment]
+        os.pwritev = full
     refused(r"rank 1: .*safetensors: .*No space left on device")
     os.pwritev = pwritev
     # A limit of the system's own, on rank 0 alone: heads, runs and manifest.
@@ -392,8 +392,8 @@ def test_writes_and_reads_may_be_cut_short_by_the_system(tmp_path: Path) -> None
     def some(views: list[memoryview]) -> list[memoryview]:
         return [views[0][: generator.randrange(1, len(views[0]) + 1)]]
 
-    os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)  # type: ignore
-    os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)  # type: ignore
+    os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)
+    os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)
     transfer.BATCH_NBYTES = 100  # several calls for a run of more than a page
     model, optimizer, _ = _saved(tmp_path)
     load(tmp_path, model, optimizer)

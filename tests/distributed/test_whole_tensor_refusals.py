@@ -23,7 +23,7 @@ Make = Callable[[ZeRO3], Any]
 
 
 class NeedsClosure(SGD):
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any]) -> Any:
         return super().step(closure)
 
 
@@ -232,7 +232,7 @@ class Fails(SGD):
             self.param_groups.pop()
             raise ValueError("no more groups")
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not parameter.grad.isfinite().all():

@@ -87,7 +87,7 @@ def capturable_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """It is inside the graph, and its rate is a tensor that a scheduler writes."""
     rate = torch.full((), 0.01, device=CPU)
     options = {"fused": True, "capturable": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
     def step(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def capturable_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
 def an_option_that_is_a_number(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """A graph repeats the rate of the recording, so a step with another one is not replayed."""
     options = {"fused": True, "capturable": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
 
     def step(x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def two_towers(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
         x = module.stem(x)
         for block in module.blocks[1:] if skips else module.blocks:
             x = block(x)
-        return module.head(x)  # type: ignore[no-any-return]
+        return module.head(x)
 
     module.forward = forward
 
