@@ -179,7 +179,7 @@ def _missed() -> list[str]:
         program = getattr(captured_steps, name)
         if name not in eager:
             eager[name] = run(program, False, 9, None)
-        with getattr(capture_defects, defect)():
+        with capture_defects.defect(defect):
             graphs = run(program, True, 9, None, asks=True)
         found = [*graphs.device.graph_faults, *graphs.device.findings]
         found.append(graphs.differs_from(eager[name]))
