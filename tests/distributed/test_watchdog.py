@@ -19,7 +19,7 @@ from layerzero import CollectiveError, ZeRO3
 from layerzero.flat import groups
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import logged
 from tests.harness.served_store import serve_store
 
@@ -176,6 +176,7 @@ def _skips() -> str:
     return error_of(lambda: train(model, 50))
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
     for message in run_ranks(2, _skips):
         assert "blocks." in message
@@ -198,7 +199,8 @@ def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
     assert all(len(losses) == 8 for losses in run_ranks(2, _pauses))
 
 
-def _forgets() -> None:
+@on_ranks(2)
+def test_the_watchdog_goes_with_its_model() -> None:
     def watching() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-watchdog"]
 
@@ -209,7 +211,3 @@ def _forgets() -> None:
     gc.collect()
     thread.join(5.0)
     assert not watching()
-
-
-def test_the_watchdog_goes_with_its_model() -> None:
-    run_ranks(2, _forgets)
