@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import CollectiveError, ZeRO3
+from layerzero import ZeRO3
 from layerzero.flat import groups
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.checks import collective_error
+from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import logged
 from tests.harness.served_store import serve_store
+from tests.harness.stream_uses import train
 
 TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
@@ -48,28 +51,10 @@ def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeR
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
 
-def train(model: ZeRO3, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    torch.manual_seed(1 + dist.get_rank())
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(3, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+error_of = partial(collective_error, within_s=TIMEOUT.total_seconds() + GRACE_S)
 
 
-def error_of(run) -> str:
-    start = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        run()
-    assert time.monotonic() - start < TIMEOUT.total_seconds() + GRACE_S
-    return str(caught.value)
-
-
-def _trains(named: bool, deterministic: bool) -> list[float]:
+def _trains(named: bool, deterministic: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Mlp(3)
     if named:
