@@ -106,7 +106,7 @@ def evaluated(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]
 
 def frozen_in_turns(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
     is_even = getattr(optimizer, "golden_step", 0) % 2 == 0
-    optimizer.golden_step = getattr(optimizer, "golden_step", 0) + 1  # type: ignore[attr-defined]
+    optimizer.golden_step = getattr(optimizer, "golden_step", 0) + 1
     for name, parameter in model.named_parameters():
         if "blocks.0" in name:
             parameter.requires_grad_(is_even)
@@ -121,7 +121,7 @@ def in_backward(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[An
 
 def skipping(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
     step = getattr(optimizer, "golden_step", 0)
-    optimizer.golden_step = step + 1  # type: ignore[attr-defined]
+    optimizer.golden_step = step + 1
     loss_of(model(batches[0], (step + dist.get_rank()) % 3 > 0)).backward()
 
 

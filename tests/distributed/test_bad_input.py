@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
-from layerzero import MixedPrecision, ZeRO3, units
+from layerzero import ZeRO3, units
 from layerzero.checkpoint import ParameterShard
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
@@ -26,20 +26,11 @@ def refuses(error: type[Exception], pattern: str, module: nn.Module | None = Non
         ZeRO3(Mlp() if module is None else module, **options)
 
 
-@on_ranks(2)
-def test_arguments_are_checked() -> None:
-    refuses(ValueError, "zero3_size: expected a divisor of the group size 2", zero3_size=3)
-    with pytest.raises(ValueError, match="floating-point"):
-        MixedPrecision(param_dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"nn\.Module classes"):
-        MixedPrecision(keep_float32=("LayerNorm",))
-
-
 class _Elsewhere(nn.Parameter):
     """A parameter that says it is on an accelerator: there is none here."""
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("cuda", 0)
 
 
@@ -67,7 +58,7 @@ class _Trained(nn.Parameter):
     """torch refuses an integer parameter that requires grad; a subclass may still claim it."""
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return True
 
 
@@ -212,14 +203,6 @@ def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() 
 
 
 @on_ranks(2)
-def test_a_replaced_parameter_is_refused() -> None:
-    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
-    model.module.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
-    with pytest.raises(RuntimeError, match=r"replaced blocks.0.up.weight"):
-        model(torch.randn(2, WIDTH))
-
-
-@on_ranks(2)
 def test_an_optimizer_that_trained_before_wrapping_is_refused() -> None:
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -308,11 +291,6 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
     with pytest.raises(ValueError, match="norm_type > 0"):
         model.clip_grad_norm_(1.0, norm_type=0)
     with model.summon_full_params():
-        with (
-            pytest.raises(RuntimeError, match=r"summon_full_params.*between steps"),
-            model.summon_full_params(),
-        ):
-            pass
         with pytest.raises(RuntimeError, match="the gradients would not be reduced"):
             model(torch.randn(2, WIDTH))
         with torch.no_grad():

@@ -198,7 +198,7 @@ class WideMomentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, "remark": ("a", {1: None})})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -450,7 +450,7 @@ class Longer(Mlp):
 def _partly(root: str) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("layerzero.checkpoint").addHandler(handler)
     small, small_optimizer = build(Mlp, 0)
     train(small, small_optimizer)

@@ -98,8 +98,12 @@ def _run(root: str, num_steps: int, kill: tuple[int, int] | None) -> Losses:
 
 
 def _interrupted(root: str, num_steps: int, kill: tuple[int, int]) -> None:
-    with pytest.raises((CollectiveError, CheckpointError)):
+    """The others fail, unless rank 0 had only the checkpoint before left to remove."""
+    try:
         _run(root, num_steps, kill)
+    except (CollectiveError, CheckpointError):
+        return
+    assert kill[0] == 0 and Path(root, f"step-{num_steps:08d}").exists()
 
 
 def _leftovers(root: Path) -> list[str]:
@@ -139,54 +143,33 @@ def _assert_resumed(
     return begins
 
 
-@pytest.mark.slow
-def test_killed_at_any_call_a_run_resumes_to_the_same_losses(
-    tmp_path: Path, pytestconfig: pytest.Config, ranks: KeptRanks
-) -> None:
-    """One rank; what changes a folder is not reached, in turn. With `--every-fault`: every call."""
-    (first := tmp_path / "first").mkdir()
-    ranks(1, _run, str(first), 2, None)
-    (whole := tmp_path / "whole").mkdir()
-    expected = ranks(1, _run, str(whole), 6, None)
-    shutil.copytree(first, counted := tmp_path / "counted")
-    calls = ranks(1, _calls_of_the_next_save, str(counted))[0]
-    assert len(calls) > 30
-    every = pytestconfig.getoption("--every-fault")
-    numbers = list(range(1, len(calls) + 1)) if every else _stages(calls, CHANGE_FOLDERS)
-    roots = []
-    for number in numbers:
-        roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
-        shutil.copytree(first, root)
-        run_ranks(1, _run, str(root), 4, (0, number), expect_exit={0: -signal.SIGKILL})
-    # From the one before, and from the one being written.
-    found = ranks(1, _resume, [str(root) for root in roots])
-    assert _assert_resumed(roots, found, expected) == {2, 4}
-    shutil.copytree(first, root := tmp_path / "one more")
-    with pytest.raises(AssertionError, match="rank 0: returned instead of exiting"):
-        run_ranks(1, _run, str(root), 4, (0, len(calls) + 1), expect_exit={0: -signal.SIGKILL})
-
-
-def _calls_of_a_save(root: str) -> list[str]:
-    model, optimizer = build()
-    with _killed_at(-1) as calls:
-        save(root, model, optimizer)
-    return calls
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rank", "kinds"),
+    [
+        (0, ("pwritev", "rename", "replace")),
+        pytest.param(0, CHANGE_FOLDERS, marks=pytest.mark.slow),
+        pytest.param(1, FILE_CALLS, marks=pytest.mark.slow),
+    ],
+    ids=["0", "0, folders", "1"],
+)
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
-    tmp_path: Path, rank: int, pytestconfig: pytest.Config, ranks: KeptRanks
+    tmp_path: Path,
+    rank: int,
+    kinds: tuple[str, ...],
+    pytestconfig: pytest.Config,
+    ranks: KeptRanks,
 ) -> None:
-    """Of rank 0 those that move data or names. With `--every-fault`: every call."""
-    calls = ranks(2, _calls_of_a_save, str(tmp_path / "calls"))[rank]
+    """At the first call of each stage; with `--every-fault`: at every call."""
     (whole := tmp_path / "whole").mkdir()
     expected = ranks(2, _run, str(whole), 6, None)
-    numbers = _stages(calls, ("pwritev", "rename", "replace") if rank == 0 else FILE_CALLS)
-    assert len(numbers) >= 3
-    if pytestconfig.getoption("--every-fault"):
-        numbers = list(range(1, len(calls) + 1))
     (first := tmp_path / "first").mkdir()
     ranks(2, _run, str(first), 2, None)
+    shutil.copytree(first, counted := tmp_path / "counted")
+    calls = ranks(2, _calls_of_the_next_save, str(counted))[rank]
+    numbers = _stages(calls, kinds)
+    assert len(numbers) >= 3
+    if pytestconfig.getoption("--every-fault") and kinds is not CHANGE_FOLDERS:
+        numbers = list(range(1, len(calls) + 1))
     roots = []
     for number in numbers:
         roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
@@ -195,7 +178,9 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
             2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
         )
         assert (root / "latest").exists()
-    _assert_resumed(roots, ranks(2, _resume, [str(root) for root in roots]), expected)
+    begins = _assert_resumed(roots, ranks(2, _resume, [str(root) for root in roots]), expected)
+    # From the one before, and from the one being written.
+    assert begins <= {2, 4} and (begins == {2, 4} or kinds is not CHANGE_FOLDERS)
 
 
 def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
@@ -277,7 +262,7 @@ def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
             views[-1][moved - 1] ^= 4  # The first bytes may be of a page before the shard.
         return moved
 
-    os.preadv = misread  # type: ignore[assignment]
+    os.preadv = misread
     with pytest.raises(CheckpointError, match="damaged"):
         load(tmp_path, model)
     os.preadv = preadv
@@ -311,7 +296,7 @@ def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
         raise AssertionError("pickle was used")
 
     originals = pickle.load, pickle.loads, pickle.Unpickler, torch.load
-    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse  # type: ignore
+    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse
     load(tmp_path, model, optimizer)
     save(tmp_path, model, optimizer)
     names = sorted(path.name for path in folder.glob("model*.safetensors"))
@@ -359,7 +344,7 @@ def _full_disk(root: str, store_folder: str) -> None:
         return pwritev(descriptor, views, offset)
 
     if rank == 1:
-        os.pwritev = full  # type: ignore[assignment]
+        os.pwritev = full
     refused(r"rank 1: .*safetensors: .*No space left on device")
     os.pwritev = pwritev
     # A limit of the system's own, on rank 0 alone: heads, runs and manifest.
@@ -392,8 +377,8 @@ def test_writes_and_reads_may_be_cut_short_by_the_system(tmp_path: Path) -> None
     def some(views: list[memoryview]) -> list[memoryview]:
         return [views[0][: generator.randrange(1, len(views[0]) + 1)]]
 
-    os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)  # type: ignore
-    os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)  # type: ignore
+    os.pwritev = lambda fd, views, offset: pwritev(fd, some(views), offset)
+    os.preadv = lambda fd, views, offset: preadv(fd, some(views), offset)
     transfer.BATCH_NBYTES = 100  # several calls for a run of more than a page
     model, optimizer, _ = _saved(tmp_path)
     load(tmp_path, model, optimizer)

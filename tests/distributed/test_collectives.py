@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from layerzero import MixedPrecision, ZeRO3, units
+from layerzero import ZeRO3, units
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.comm import collectives
 from layerzero.comm.collectives import reduce_scatter
@@ -205,22 +205,6 @@ def test_the_profiler_shows_what_happens_to_which_unit() -> None:
     names = {event.name for event in profiler.events()}
     assert "LayerZeRO3.budget_full(blocks.1)" in names
     assert not any(name.startswith("LayerZeRO3.prefetch") for name in names)
-
-
-@on_ranks(2)
-def test_gathers_travel_in_the_compute_dtype() -> None:
-    model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    nbytes = {unit.fqn: unit.nbytes for unit in units(model)}
-    full = {unit.fqn: unit.num_parameters for unit in units(model)}
-    assert all(full[fqn] * 2 <= nbytes[fqn] <= full[fqn] * 2 + 256 for fqn in full)
-
-
-@on_ranks(2)
-def test_units_begin_sharded_and_are_all_listed() -> None:
-    model = wrapped()
-    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
-    model(batch())
-    assert [unit.fqn for unit in units(model)] == ["", *(f"blocks.{i}" for i in range(DEPTH))]
 
 
 # Reductions that the engine sums ----------------------------------------------------------------

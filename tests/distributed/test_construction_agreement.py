@@ -206,7 +206,7 @@ def test_what_one_rank_refuses_is_raised_on_every_rank(world_size: int, odd: int
         (Mlp, {"auto_wrap_policy": {"Block"}}, "TypeError", "auto_wrap_policy"),
         (Mlp, {"device": "cuda:99"}, "", "device='cuda:99'"),
         (hooked, {}, "ValueError", "has hooks"),
-        (lambda: [Mlp()], {}, "TypeError", "got list"),  # type: ignore[list-item, return-value]
+        (lambda: [Mlp()], {}, "TypeError", "got list"),
         (lambda: nn.LazyLinear(3), {}, "ValueError", "has no shape yet"),
     ]
     for build, options, error, text in cases:
@@ -234,7 +234,7 @@ def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
     message = in_step(lambda: ZeRO3(Mlp(2 + (rank == 0)), mesh))
     assert "ranks 1, 2, 3 have" in message and "where rank 0 has" in message
     message = in_step(
-        lambda: ZeRO3(Mlp(2), mesh, outer="zero2" if rank == 2 else "zero1"),  # type: ignore
+        lambda: ZeRO3(Mlp(2), mesh, outer="zero2" if rank == 2 else "zero1"),
     )
     assert "outer: expected" in message
     # What may differ: devices' memory, initialisers of ranks that get the first rank's values.

@@ -42,7 +42,7 @@ class Recorder:
 )
 def test_backends_known_to_use_the_current_stream_are_asked_to(backend, has_work) -> None:
     asked = Recorder()
-    group = ShardGroup(asked, 0, (0, 1), backend, timedelta(seconds=1))  # type: ignore[arg-type]
+    group = ShardGroup(asked, 0, (0, 1), backend, timedelta(seconds=1))
     whole, part = torch.zeros(4), torch.zeros(2)
     collectives._issue_all_gather(whole, part, group)
     collectives._issue_reduce_scatter(part, whole, dist.ReduceOp.SUM, group)
@@ -67,7 +67,7 @@ class Event:
 
 
 def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> None:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))
     events: list[Event] = []
 
     def record() -> Event:
@@ -92,12 +92,12 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
 
 
 def test_what_follows_a_collective_has_an_event_after_it() -> None:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))
     order: list[object] = []
 
     def record() -> Event:
         order.append(Event())
-        return order[-1]  # type: ignore[return-value]
+        return order[-1]
 
     with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
         dog = Watchdog(group, CPU, record, tuple, lambda _: None, None)
@@ -107,12 +107,12 @@ def test_what_follows_a_collective_has_an_event_after_it() -> None:
         pending.then(lambda: order.append("scaled"))
         after = pending.wait()
     assert [type(each) for each in order] == [Event, str, Event] and order[-1] is after
-    order[0].happened = True  # type: ignore[attr-defined]
+    order[0].happened = True
     assert not pending.is_done
 
 
 def test_an_error_of_the_call_names_the_collective() -> None:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))  # type: ignore[arg-type]
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))
     pending = Pending(Operation("all-gather", "a", 1), group, 8)
 
     def fail() -> None:

@@ -490,7 +490,7 @@ def test_bad_input_is_refused_with_names() -> None:
     with pytest.raises(ValueError, match="expected a ZeRO3 module, got Linear"):
         DeltaStream(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a ZeRO3 module, got dict"):
-        DeltaStream({})  # type: ignore[arg-type]
+        DeltaStream({})
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
     for dtype in (torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(ValueError, match=f"{dtype} cannot hold"):
@@ -607,7 +607,7 @@ def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
 
 def _folder(root: str) -> None:
     fsync = os.fsync
-    os.fsync = lambda _: None  # type: ignore[assignment]  # Disks differ; not what is tested here.
+    os.fsync = lambda _: None  # Disks differ; not what is tested here.
     model, stream = model_and_stream()
     writer = DeltaWriter(root, stream)
     reader, tensors = DeltaReader(root), zeros_like(expected(model))
@@ -641,7 +641,7 @@ def _folder(root: str) -> None:
         def fails(_: int) -> None:
             raise OSError("no space left on device")
 
-        works, os.fsync = os.fsync, fails  # type: ignore[assignment]
+        works, os.fsync = os.fsync, fails
         with pytest.raises(OSError, match="no space"):
             writer.write(6)
         os.fsync = works

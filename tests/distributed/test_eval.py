@@ -128,15 +128,6 @@ def test_registered_methods_gather_parameters_and_have_gradients() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-@on_ranks(1)
-def test_a_method_that_is_not_there_is_refused() -> None:
-    model = zero3(_Generator, TransformerBlock)
-    with pytest.raises((ValueError, AttributeError), match="no_such_method"):
-        layerzero.register_forward_method(model, "no_such_method")
-    with pytest.raises((ValueError, TypeError)):
-        layerzero.register_forward_method(nn.Linear(2, 2), "forward")
-
-
 @on_ranks(2)
 def test_a_wrapped_model_may_be_a_submodule() -> None:
     """The wrapped model is part of a plain one, which is called."""

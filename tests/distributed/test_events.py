@@ -69,7 +69,7 @@ def with_an_event_that_is_still_waited_for() -> object:
 
 
 def _races_with_it() -> int:
-    with with_an_event_that_is_still_waited_for(), simulated_device() as device:  # type: ignore[attr-defined]
+    with with_an_event_that_is_still_waited_for(), simulated_device() as device:
         plain(wrapped())
     return len(device.races)
 

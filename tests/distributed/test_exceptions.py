@@ -142,23 +142,6 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
 
 
 @on_ranks(2)
-def test_sums_of_micro_batches_stay_when_a_later_one_fails() -> None:
-    model, optimizer = start(None)
-    with model.no_sync():
-        model(batch(0)).sum().backward()
-    with model.no_sync():
-        fail(model, 1, "backward", 1)
-    clean, clean_optimizer = start(None)
-    with clean.no_sync():
-        clean(batch(0)).sum().backward()
-    for each, its in ((model, optimizer), (clean, clean_optimizer)):
-        each(batch(5)).sum().backward()
-        its.step()
-    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@on_ranks(2)
 def test_zero_grad_gives_a_failed_step_up() -> None:
     """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
     for gives_up in ("model", "optimizer", "flat"):

@@ -19,7 +19,7 @@ from layerzero.comm.pending import Operation
 from layerzero.flat.groups import describe_group
 from tests.faults.cells import FAULTS, PLACES, POSITIONS, Cell, all_cells, meaning
 from tests.faults.judge import run_cell
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 SHORT = [
     Cell("SIGKILL", "gather", "last"),
@@ -67,7 +67,11 @@ def test_the_matrix_has_every_cell_that_means_something() -> None:
         assert max(cell.victims) < cell.world_size
 
 
-def _broadcasts() -> None:
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8))]
+)
+@on_ranks()
+def test_a_broadcast_reaches_every_rank(world_size: int) -> None:
     group = describe_group(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=30))
     for source, shape in product(range(group.size), [(3, 4), (), (0,)]):
         for dtype in (torch.float32, torch.bool, torch.int16, torch.complex64):
@@ -75,10 +79,3 @@ def _broadcasts() -> None:
             operation = Operation("test", f"{source} {shape} {dtype}", 1)
             broadcast(tensor, group, operation, source).wait()
             assert torch.equal(tensor, torch.full(shape, source).to(dtype))
-
-
-@pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8))]
-)
-def test_a_broadcast_reaches_every_rank(world_size: int) -> None:
-    run_ranks(world_size, _broadcasts)

@@ -275,7 +275,7 @@ def test_bad_input_is_refused_with_names() -> None:
         with pytest.raises(ValueError, match=message):
             AdamW(wrong, lr=1e-2)
     with pytest.raises(ValueError, match=r"expected state to be one of 'float32', .* got 'int4'"):
-        AdamW(model.parameters(), state="int4")  # type: ignore[arg-type]
+        AdamW(model.parameters(), state="int4")
     with pytest.raises(ValueError, match="learning rate"):
         AdamW(model.parameters(), lr=-1.0)
     optimizer = AdamW([{"params": [first]}], lr=1e-2)
@@ -443,9 +443,9 @@ def _turned_on() -> None:
     assert all("max_exp_avg_sq" in own for own in optimizers[0].state.values())
     for name in ("capturable", "differentiable"):
         with pytest.raises(NotImplementedError, match=f"AdamW: .*{name}=True"):
-            AdamW(models[0].parameters(), **{name: True})  # type: ignore[arg-type]
+            AdamW(models[0].parameters(), **{name: True})
     with pytest.raises(ValueError, match="expected seed to be an int64, got 'x'"):
-        AdamW(models[0].parameters(), seed="x")  # type: ignore[arg-type]
+        AdamW(models[0].parameters(), seed="x")
     AdamW(models[0].parameters(), lr=1e-2, foreach=True, fused=False)
 
 

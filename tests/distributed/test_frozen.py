@@ -52,29 +52,9 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     seeded,
 )
 from tests.harness.traffic import SentBytes
-
-
-@on_ranks(2)
-def test_a_frozen_parameter_gets_no_gradient_and_does_not_change() -> None:
-    model = sharded(CASES["frozen_parts"])
-    plain = seeded(FrozenParts)
-    before = full_parameters(model)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable)
-    for step in batches_of(CASES["frozen_parts"], dist.get_world_size(), steps=2):
-        forward_backward(model, step[dist.get_rank()])
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (not parameter.requires_grad), name
-        optimizer.step()
-    frozen = {name for name, parameter in plain.named_parameters() if not parameter.requires_grad}
-    assert frozen == {n for n, parameter in model.named_parameters() if not parameter.requires_grad}
-    after = full_parameters(model)
-    for name, value in before.items():
-        assert torch.equal(value, after[name]) == (name in frozen), name
 
 
 def _bytes_of_a_step(frozen: str, before_wrapping: bool) -> int:

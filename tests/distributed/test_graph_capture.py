@@ -1,6 +1,7 @@
 """`layerzero.capture`: a step as graphs has the bits of an eager one, and leaves the same state.
 
-On the simulated device, with real ranks; its graphs are tests/harness/simulated_graphs.py.
+On the simulated device, whose graphs are tests/harness/simulated_graphs.py. Most of it runs in one
+process whose peers send what it does; some, and all of `make soak`, on real ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from layerzero.optim import AdamW
 from layerzero.watch.watchdog import Watchdog, Watched
 from tests.harness import capture_defects, captured_steps
 from tests.harness.captured_steps import PROGRAMS, SAMPLE, Program, draw_alike
+from tests.harness.fake_ranks import run_mirrored
 from tests.harness.internals import root_state
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
@@ -75,8 +77,6 @@ def run(
 
     with mock.patch.object(Watchdog, "watch", watch_and_ask), simulated_device() as device:
         model = wrapped(group, **settings)
-        watchdogs = root_state(model).operations._watchdogs
-        capture_defects.remember_watchdogs(watchdogs)
         draw_alike()
         values = [value.detach().clone() for value in program(model, wrap, steps)]
         weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -84,9 +84,11 @@ def run(
     return Run(values, weights, captured, device)
 
 
-def _wrong(cases: list[tuple[str, dict[str, Any], str]], steps: int) -> list[str]:
+def _wrong(
+    cases: list[tuple[str, dict[str, Any], str]], steps: int, is_alone: bool = False
+) -> list[str]:
     """What is wrong with programs, each in a setting."""
-    group = make_plain_group(timedelta(seconds=60))
+    group = None if is_alone else make_plain_group(timedelta(seconds=60))
     wrong = []
     for name, arguments, program in cases:
         function = getattr(captured_steps, program)
@@ -103,12 +105,18 @@ def _wrong(cases: list[tuple[str, dict[str, Any], str]], steps: int) -> list[str
 NAMES = [program.__name__ for program in PROGRAMS]
 
 
-def test_replays_have_the_bits_of_eager_steps(ranks: KeptRanks) -> None:
+def test_replays_have_the_bits_of_eager_steps() -> None:
     """Each program, and each setting with one of them."""
     cases = [("default", SETTINGS["default"], name) for name in NAMES]
     for place, (setting, arguments) in enumerate(SETTINGS.items()):
         cases.append((setting, arguments, NAMES[place % len(NAMES)]))
-    for wrong in ranks(2, _wrong, cases, 8, timeout=300):
+    wrong = run_mirrored(0, 2, _wrong, cases, 8, True, timeout=300)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_replays_on_real_ranks_have_the_bits_of_eager_steps(ranks: KeptRanks) -> None:
+    cases = [("default", {}, "train_and_evaluate"), ("bfloat16", SETTINGS["bfloat16"], NAMES[1])]
+    for wrong in ranks(2, _wrong, cases, 8):
         assert not wrong, "\n".join(wrong)
 
 
@@ -163,7 +171,6 @@ dropping_tables, two_towers: a replay of layerzero::pack_ uses memory that was f
 
 
 def _missed() -> list[str]:
-    group = make_plain_group(timedelta(seconds=60))
     eager: dict[str, Run] = {}
     missed = []
     for row in DEFECTS.strip().splitlines():
@@ -171,9 +178,9 @@ def _missed() -> list[str]:
         defect, name = names.split(", ")
         program = getattr(captured_steps, name)
         if name not in eager:
-            eager[name] = run(program, False, 9, group)
-        with getattr(capture_defects, defect)():
-            graphs = run(program, True, 9, group, asks=True)
+            eager[name] = run(program, False, 9, None)
+        with capture_defects.defect(defect):
+            graphs = run(program, True, 9, None, asks=True)
         found = [*graphs.device.graph_faults, *graphs.device.findings]
         found.append(graphs.differs_from(eager[name]))
         if not any(reason in each for each in found):
@@ -181,9 +188,9 @@ def _missed() -> list[str]:
     return missed
 
 
-def test_each_defect_is_found_for_its_own_reason(ranks: KeptRanks) -> None:
-    for missed in ranks(2, _missed, timeout=300):
-        assert not missed, "\n".join(missed)
+def test_each_defect_is_found_for_its_own_reason() -> None:
+    missed = run_mirrored(0, 2, _missed, timeout=300)
+    assert not missed, "\n".join(missed)
 
 
 # One program runs everywhere ------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from layerzero import ZeRO3, checkpoint
 from layerzero.parallel import ParallelManager
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 SHORT = timedelta(seconds=20)
 
@@ -37,24 +37,21 @@ def _train(model: ZeRO3, plain: nn.Linear) -> None:
             assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def _wrap_save_and_cut(folder: str) -> None:
+@on_ranks(4)
+def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
     _a_group_for_some([0, 1])
     for outer in ("zero1", "shard"):
         plain = nn.Linear(8, 8)
         model = ZeRO3(copy.deepcopy(plain), zero3_size=2, outer=outer, timeout=SHORT)
         _train(model, plain)
         _a_group_for_some([3])
-    checkpoint.save(folder, model)
+    checkpoint.save(tmp_path, model)
     _a_group_for_some([0, 2])
-    checkpoint.save(folder, model, process_group=dist.group.WORLD)
+    checkpoint.save(tmp_path, model, process_group=dist.group.WORLD)
     _a_group_for_some([1, 2])
     manager = ParallelManager(dp_size=2, cp_size=2)
     plain = nn.Linear(8, 8)
     _train(manager.parallelize(copy.deepcopy(plain)), plain)
-
-
-def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
-    run_ranks(4, _wrap_save_and_cut, str(tmp_path))
 
 
 def _save_two_stages(folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -62,18 +61,6 @@ def test_units_that_are_not_resharded_stay_until_their_backward() -> None:
 
 
 @on_ranks(2)
-def test_the_first_unit_stays_between_micro_batches() -> None:
-    model = _wrapped()
-    first = _names(model)[0]
-    for _ in range(2):
-        with model.no_sync():
-            model(_batch()).sum().backward()
-        assert _held(model) == {first: Hold.FIRST_OF_FORWARD}
-    model(_batch()).sum().backward()
-    assert _held(model) == {}
-
-
-@on_ranks(2)
 def test_a_unit_that_was_unsharded_by_hand_stays_until_it_was_used() -> None:
     model = _wrapped()
     unit = units(model)[1]
@@ -116,19 +103,3 @@ def test_all_units_stay_for_a_second_backward() -> None:
     assert all(holds & Hold.DOUBLE_BACKWARD for holds in held.values())
     gradient.pow(2).sum().backward()
     assert _held(model) == {}
-
-
-@on_ranks(2)
-def test_nothing_stays_after_an_error() -> None:
-    model = _wrapped(reshard_after_forward=False)
-    model(_batch())
-
-    def fail(*_: object) -> None:
-        raise ValueError("on purpose")
-
-    handle = model.module.blocks[1].register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        model(_batch())
-    handle.remove()
-    assert _held(model) == {}
-    assert all(unit.holds == 0 for unit in units(model))

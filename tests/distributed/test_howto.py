@@ -20,7 +20,7 @@ import layerzero
 from benchmarks.memory import live_bytes, peak_bytes
 from layerzero import ZeRO3, plan_memory
 from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks
-from tests.harness.ranks import KeptRanks, run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.simulated_device import simulated_device
 
 HOWTO = DOCS / "howto"
@@ -135,7 +135,8 @@ def _ported(text: str) -> tuple[str, str]:
     return script, after
 
 
-def _before_and_after(folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_the_port_from_fsdp2_has_its_bits(tmp_path: Path) -> None:
     text = (HOWTO / "from_fsdp2.md").read_text()
     before, after = _ported(text)
     clip = "max_norm = 0.1"
@@ -143,7 +144,7 @@ def _before_and_after(folder: str) -> None:
     runs: list[dict[str, Any]] = []
     for name, script in (("torch", before), ("ours", after)):
         for max_norm in ("1e9", "0.1"):
-            place = f"{folder}/{name}"
+            place = f"{tmp_path}/{name}"
             code = script.replace(clip, f"max_norm = {max_norm}").replace('"run"', repr(place))
             names: dict[str, Any] = {}
             with mock.patch.multiple(
@@ -159,11 +160,7 @@ def _before_and_after(folder: str) -> None:
     # A checkpoint of torch's engine is resumed by ours.
     for root in ("torch", "ours"):
         weights, state = ours["get_state_dict"](ours["model"], ours["optimizer"])
-        ours["dcp"].load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{root}")
-
-
-def test_the_port_from_fsdp2_has_its_bits(tmp_path: Path, ranks: KeptRanks) -> None:
-    ranks(2, _before_and_after, str(tmp_path), timeout=120)
+        ours["dcp"].load({"model": weights, "optimizer": state}, checkpoint_id=f"{tmp_path}/{root}")
 
 
 # memory.md ------------------------------------------------------------------------------------

@@ -348,13 +348,13 @@ def test_models_and_optimizers_of_all_kinds() -> None:
         return Trainer(model, clips=0.3)
 
     for recomputes in (False, True):
-        _trains_alike(PLAN, lambda r=recomputes: Tied(r), clips)  # type: ignore[misc]
+        _trains_alike(PLAN, lambda r=recomputes: Tied(r), clips)
     _trains_alike(PLAN, Mlp, _two_optimizers)
     for kind in ("native", "whole"):
         for under_torchs in (False, True):  # There with means over ranks that have batches.
             with named(kind, under_torchs):
                 _trains_alike(
-                    trainer=lambda model, k=kind: Trainer(model, _optimizer(model, k), clips=0.3),  # type: ignore[misc]
+                    trainer=lambda model, k=kind: Trainer(model, _optimizer(model, k), clips=0.3),
                     active=under_torchs,
                     under_torchs=under_torchs,
                 )
@@ -483,7 +483,7 @@ class Scaled(Trainer):
 def test_gradient_scalers(unscales: bool) -> None:
     for kind in ("torch", "native", "whole"):
         with named(kind):
-            sides = _trains_alike(_counts(5, 1), trainer=lambda m, k=kind: Scaled(m, k, unscales))  # type: ignore[misc]
+            sides = _trains_alike(_counts(5, 1), trainer=lambda m, k=kind: Scaled(m, k, unscales))
             assert [each.scaler.get_scale() for each in sides] == [32.0, 32.0]
 
 
@@ -788,12 +788,12 @@ def test_what_cannot_join_is_refused() -> None:
         (lambda: layerzero.join(_tensor_parallel()), features),
         (lambda: layerzero.join(_with_experts()), features),
         (lambda: Join([model], optimizer=[optimizer]), "unexpected keyword argument 'optimizer'"),
-        (lambda: Join([model, optimizer]), "'SGD' object has no attribute 'join_hook'"),  # type: ignore[list-item]
+        (lambda: Join([model, optimizer]), "'SGD' object has no attribute 'join_hook'"),
         # By torch, before anything hangs.
         (lambda: Join([model, _wrapped()], optimizers=[optimizer]), "multiple process groups"),
     ]
     for make, text in cases:
-        found = _error_of(lambda m=make: m().__enter__())  # type: ignore[misc]
+        found = _error_of(lambda m=make: m().__enter__())
         assert text in found, (text, found)
     scheduled = _sgd(model)
     torch.optim.lr_scheduler.StepLR(scheduled, 1, 0.8)

@@ -136,7 +136,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 def _children(methods: list[str]) -> None:
     # Ranks of the harness are daemons, which Python forbids to have children.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     expected = trained({}, steps=8)
     torch.manual_seed(0)
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})

@@ -18,7 +18,7 @@ from layerzero.checkpoint import load, save, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, full_parameters, seeded
 
 
@@ -232,10 +232,11 @@ def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
     ZeRO3(Mlp())  # and ranks are still in step
 
 
-def _later(root: str) -> None:
+@on_ranks(2)
+def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> None:
     source = ZeRO3(seeded(Tables), auto_wrap_policy={Table})
-    save(f"{root}/ours", source)
-    dcp.save(source.state_dict(), checkpoint_id=f"{root}/torchs")
+    save(f"{tmp_path}/ours", source)
+    dcp.save(source.state_dict(), checkpoint_id=f"{tmp_path}/torchs")
     whole = {name: value.clone() for name, value in seeded(Tables).state_dict().items()}
     x = torch.ones(2, WIDTH)
     expected = source(x)
@@ -249,11 +250,11 @@ def _later(root: str) -> None:
 
     def by_torch(model: ZeRO3) -> None:
         state = model.state_dict()
-        dcp.load(state, checkpoint_id=f"{root}/torchs")
+        dcp.load(state, checkpoint_id=f"{tmp_path}/torchs")
         model.load_state_dict(state)
 
     loads: tuple[Callable[[ZeRO3], object], ...] = (
-        lambda model: load(f"{root}/ours", model),
+        lambda model: load(f"{tmp_path}/ours", model),
         lambda model: model.load_state_dict(whole),
         lambda model: set_model_state_dict(model, whole),
         by_torch,
@@ -285,10 +286,6 @@ def _later(root: str) -> None:
         outer(x)
     outer.module[0].load_state_dict(state)
     assert_bitwise(outer(x), seeded(Mlp)(x), "output")
-
-
-def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> None:
-    run_ranks(2, _later, str(tmp_path))
 
 
 @on_ranks(2)

@@ -206,11 +206,13 @@ def _not_found(
         runs.setdefault((run[0], run[1], run[2]), []).append(reason)
     missed = []
     for (name, setting, use), reasons in runs.items():
-        defect: missing_waits.Defect = getattr(missing_waits, name)
         run_use: Callable[[ZeRO3], None] = (
             steady_steps if use == "steady_steps" else getattr(stream_uses, use)
         )
-        with defect(), simulated_device(on_current_stream=on_current_stream) as device:
+        with (
+            missing_waits.defect(name),
+            simulated_device(on_current_stream=on_current_stream) as device,
+        ):
             model = wrapped(**settings[setting])
             run_use(model)
             del model

@@ -273,7 +273,7 @@ def test_main_weights_keep_the_dtype_they_came_in() -> None:
         loss, expected = forward_backward(model, batch), forward_backward(plain, batch)
         assert_bitwise(loss, expected, "loss")
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-        gradients = {parameter.grad.dtype for parameter in model.parameters()}  # type: ignore[union-attr]
+        gradients = {parameter.grad.dtype for parameter in model.parameters()}
         assert gradients == {dtype}
         # Every rank had this batch: the mean of equal gradients is the gradient.
         assert_same_gradients(model, plain)
@@ -343,7 +343,7 @@ def test_a_bad_dtype_is_refused_with_its_field() -> None:
         with pytest.raises((TypeError, ValueError), match=field):
             MixedPrecision(**{field: value})
     with pytest.raises((TypeError, ValueError), match="keep_float32"):
-        MixedPrecision(keep_float32=("RMSNorm",))  # type: ignore[arg-type]
+        MixedPrecision(keep_float32=("RMSNorm",))
 
 
 class _Masked(nn.Module):

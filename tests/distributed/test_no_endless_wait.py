@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
+from tests.harness.checks import collective_error
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import run_ranks
 
@@ -31,13 +32,7 @@ def wrapped(**settings: Any) -> ZeRO3:
     return ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
 
 
-def error_of(run: Callable[[], object]) -> str:
-    """The message of the CollectiveError that `run` must raise in time."""
-    start = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        run()
-    assert time.monotonic() - start < TIMEOUT.total_seconds() + GRACE_S
-    return str(caught.value)
+error_of = partial(collective_error, within_s=TIMEOUT.total_seconds() + GRACE_S)
 
 
 def train(model: ZeRO3, steps: int = 1) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -18,18 +17,19 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import CollectiveError, MixedPrecision, ZeRO3, units
+from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.optim import AdamW
 from tests.harness.checks import HAS_FMA, assert_bitwise
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
+    trained_alike,
     zero3,
 )
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
     Terms,
@@ -51,25 +51,6 @@ def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
 def batch(seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     return torch.randn(3, WIDTH, generator=generator)
-
-
-def _dies_between_steps() -> str | None:
-    model = wrapped()
-    model(batch()).sum().backward()
-    if dist.get_rank() == 1:
-        os._exit(5)
-    time.sleep(0.5)  # the connection is known to be closed before anything is issued
-    with pytest.raises(CollectiveError) as caught:
-        model(batch())
-    with pytest.raises(CollectiveError, match="restart the ranks"):
-        model(batch())
-    return str(caught.value)
-
-
-def test_a_rank_that_died_between_steps_is_named() -> None:
-    message = run_ranks(2, _dies_between_steps, expect_exit={1: 5})[0]
-    assert "the root unit" in message
-    assert "rank 0 got no answer from rank 1" in message
 
 
 @on_ranks(2)
@@ -120,15 +101,7 @@ def test_gradients_inside_a_forward_train_a_force_field() -> None:
         loss.backward()
         return loss.detach()
 
-    model = wrapped(ForceField)
-    torch.manual_seed(0)
-    plain = ForceField()
-    for step in range(3):
-        model.zero_grad()
-        plain.zero_grad()
-        losses = backward_of_all_ranks(plain, batches(step), run)
-        assert_bitwise(run(model, batch(step)), losses[dist.get_rank()], "loss")
-        assert_same_gradients(model, plain)
+    trained_alike(ForceField, Block, run=run)
 
 
 class Mixed(nn.Module):

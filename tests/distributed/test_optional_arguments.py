@@ -151,7 +151,7 @@ def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> N
         # Used under the optional module, of a unit outside.
         ("a parameter of the other", {"other": "other", "other.blocks.0": "tower"}),
     ):
-        model = seeded(lambda how=how: Tied(how))  # type: ignore[misc]
+        model = seeded(lambda how=how: Tied(how))
         assert regions(model, model.tower) == tower | more, how
     model = nn.Sequential(nn.Embedding(3, WIDTH), Block(), nn.Linear(WIDTH, 3, bias=False))
     model[2].weight = model[0].weight  # All that it has, every rank needs.
@@ -374,7 +374,7 @@ DIFFERING: list[tuple[tuple[Callable[[Any], Any], ...], tuple[str, ...], tuple[s
         ("all", "all"),
     ),
     (
-        tuple(lambda m, n=name: optional_by_name(m, [n]) for name in ("vision", "vison")),  # type: ignore[misc]
+        tuple(lambda m, n=name: optional_by_name(m, [n]) for name in ("vision", "vison")),
         (
             f"rank 1 refused .*: ValueError: optional_modules: {LOOKED_UP}",
             f"{LOOKED_UP}; near matches: 'vision'",

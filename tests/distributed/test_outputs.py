@@ -259,34 +259,23 @@ def test_units_take_keywords_and_structures() -> None:
 
 
 @on_ranks(2)
-def test_module_hooks_of_the_user_run_once_a_call() -> None:
+def test_module_hooks_of_the_user_run_once_a_call_and_see_full_parameters() -> None:
     model = zero3(Mlp, Block)
-    calls: list[str] = []
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def note(what: str, module: nn.Module) -> None:
+        calls.append((what, tuple(module.up.weight.shape)))
+
     block = model.blocks[1]
-    block.register_forward_pre_hook(lambda module, args: calls.append("pre forward"))
-    block.register_forward_hook(lambda module, args, output: calls.append("forward"))
-    block.register_full_backward_hook(lambda module, inputs, outputs: calls.append("backward"))
-    model.register_forward_hook(lambda module, args, output: calls.append("root forward"))
-    plain = seeded(Mlp)
+    block.register_forward_pre_hook(lambda module, args: note("pre forward", module))
+    block.register_forward_hook(lambda module, args, output: note("forward", module))
+    block.register_full_backward_hook(lambda *_: calls.append(("backward", ())))
+    model.register_forward_hook(lambda *_: calls.append(("root forward", ())))
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)
-    assert_trains_alike(model, plain, batches)
-    assert calls == ["pre forward", "forward", "root forward", "backward"]
-
-
-@on_ranks(2)
-def test_module_hooks_of_the_user_see_full_parameters() -> None:
-    model = zero3(Mlp, Block)
-    block = model.blocks[1]
-    shapes: dict[str, torch.Size] = {}
-    block.register_forward_pre_hook(
-        lambda module, args: shapes.update(before=module.up.weight.shape)
-    )
-    block.register_forward_hook(
-        lambda module, args, output: shapes.update(after=module.up.weight.shape)
-    )
-    model(batches_of(CASES["mlp"], 1, steps=1)[0][0])
-    full = torch.Size([7, WIDTH])
-    assert shapes == {"before": full, "after": full}, shapes
+    assert_trains_alike(model, seeded(Mlp), batches)
+    full = (7, WIDTH)
+    expected = [("pre forward", full), ("forward", full), ("root forward", ()), ("backward", ())]
+    assert calls == expected
 
 
 class Slotted:

@@ -109,7 +109,7 @@ def test_wrong_sizes_are_refused_on_every_rank() -> None:
     with pytest.raises(ValueError, match=r"tp_size=3 = 3 ranks do not divide the world of 2"):
         ParallelManager(tp_size=3)
     with pytest.raises(TypeError, match="expected a MixedPrecision"):
-        ParallelManager(mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
+        ParallelManager(mixed_precision=torch.bfloat16)
     with pytest.raises(ValueError, match="mp_policy and mixed_precision are both given"):
         ParallelManager(mixed_precision=MixedPrecision(), mp_policy=MixedPrecisionPolicy())
     for of_nemo, message in (
@@ -520,7 +520,7 @@ def test_the_managers_options_go_to_every_model_and_are_said_once() -> None:
         with pytest.raises(TypeError, match=r"\['timeout'\] and a plan"):
             manager.parallelize(module, plan, tp_plan=SMALL, timeout=TIMEOUT)
         with pytest.raises(TypeError, match="expected a ShardingPlan"):
-            manager.parallelize(module, {"apply_modules": ["mlp"]})  # type: ignore[arg-type]
+            manager.parallelize(module, {"apply_modules": ["mlp"]})
         with pytest.raises(ValueError, match="mpl"):
             manager.parallelize(module, ShardingPlan(apply_modules=["mpl"]), tp_plan=SMALL)
         assert not any(isinstance(each, DTensor) for each in module.parameters())

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import desync, diagnosis, slow_waits
+from tests.harness.checks import collective_error
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -72,12 +74,7 @@ def train(model: ZeRO3, steps: int = 1) -> float:
     return loss.item()
 
 
-def error_of(run: Callable[[], object]) -> str:
-    start = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        run()
-    assert time.monotonic() - start < AT_ONCE_S, str(caught.value)
-    return str(caught.value)
+error_of = partial(collective_error, within_s=AT_ONCE_S)
 
 
 def _part() -> dict[str, str]:

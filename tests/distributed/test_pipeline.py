@@ -327,7 +327,7 @@ def test_what_cannot_work_in_a_pipeline_is_refused() -> None:
     options: dict[str, Any] = {"group": mesh.get_group()}
     device = torch.device("cpu")
     with pytest.raises(TypeError, match="stage 0: expected a ZeRO3 module, got Part"):
-        ZeRO3PipelineStage(Part(), 0, 1, device, **options)  # type: ignore[arg-type]
+        ZeRO3PipelineStage(Part(), 0, 1, device, **options)
     inner = ZeRO3(Part(), mesh)
     outer = ZeRO3(nn.Sequential(inner), mesh)
     with pytest.raises(ValueError, match="stage 0: its module is part of another ZeRO3"):
@@ -340,7 +340,7 @@ def test_what_cannot_work_in_a_pipeline_is_refused() -> None:
         gather_as_scheduled(ScheduleGPipe(stage, 2), [stage])
     zero_bubble = ScheduleInterleavedZeroBubble([stage], 2, loss_fn=F.mse_loss)
     with pytest.raises(TypeError, match="expected ZeRO3PipelineStages, got Part"):
-        gather_as_scheduled(zero_bubble, [Part()])  # type: ignore[list-item]
+        gather_as_scheduled(zero_bubble, [Part()])
     with pytest.raises(NotImplementedError, match="backward of inputs separately"):
         zero_bubble.step(x, target=target)
 

@@ -537,7 +537,7 @@ def _run_under_autocast(
             if way == "wait" or not waiting:
                 continue
             adds_up = way == "no_sync" and isinstance(model, ZeRO3)
-            with model.no_sync() if adds_up else contextlib.nullcontext():  # type: ignore[operator]
+            with model.no_sync() if adds_up else contextlib.nullcontext():
                 torch.stack(waiting).sum().backward()
             waiting = []
 

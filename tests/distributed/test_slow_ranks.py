@@ -71,7 +71,7 @@ WARNED_LIMIT_S = 4.0
 def _key_at_first_warning(key: str) -> Iterator[None]:
     """Inside, the store has the key from the first warning on."""
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda _: store().set(key, "")  # type: ignore[method-assign]
+    handler.emit = lambda _: store().set(key, "")
     logger = logging.getLogger(slow_waits.__name__)
     logger.addHandler(handler)
     try:

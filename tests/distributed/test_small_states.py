@@ -42,7 +42,7 @@ def _give_gradients(model: ZeRO3, step: int) -> None:
     """The same gradients at every world size; none for one parameter in one step."""
     generator = torch.Generator().manual_seed(step)
     for number, parameter in enumerate(model.parameters()):
-        info: Any = parameter.layerzero  # type: ignore[attr-defined]
+        info: Any = parameter.layerzero
         whole = torch.randn(info.shape, generator=generator).reshape(-1) * 10.0 ** (step % 4 - 2)
         part = whole[slice(*info.range)].clone()
         parameter.grad = None if (number, step) == (2, 3) else part.to(parameter.dtype)
@@ -64,7 +64,7 @@ def _state_of(model: ZeRO3, optimizer: Any) -> dict[str, Any]:
 
 
 def _ranges(model: ZeRO3) -> dict[str, tuple[int, int]]:
-    return {name: p.layerzero.range for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {name: p.layerzero.range for name, p in model.named_parameters()}
 
 
 def _train() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -78,7 +78,7 @@ class Renamed(nn.Module):
     def load_state_dict(self, state_dict: Any, *args: Any, **options: Any) -> Any:
         return self.module.load_state_dict(state_dict, *args, **options)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
         return self.module.named_parameters(prefix, recurse)
 
 

@@ -7,17 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import MixedPrecision, ZeRO3
+from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
-from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     plain,
     seeded,
 )
@@ -172,7 +171,10 @@ def test_inside_forward_backward_or_itself_it_is_refused() -> None:
     model = zero3(Mlp, Block)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     with model.summon_full_params():
-        with pytest.raises(RuntimeError), model.summon_full_params():
+        with (
+            pytest.raises(RuntimeError, match=r"summon_full_params.*between steps"),
+            model.summon_full_params(),
+        ):
             pass
         assert model.head.weight.dim() == 2, "the outer one still holds"
     errors = []
@@ -193,30 +195,3 @@ def test_inside_forward_backward_or_itself_it_is_refused() -> None:
     assert len(errors) == 2, errors
     model.zero_grad()
     assert_trains_alike(model, seeded(Mlp))
-
-
-@on_ranks(2)
-def test_full_parameters_come_from_the_main_weights() -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16)
-    model = zero3(Transformer, TransformerBlock, mixed_precision=precision)
-    with model.summon_full_params():
-        full = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    # All bits of the main weights, which bfloat16 could not hold.
-    assert_same_parameters(full, full_parameters(seeded(Transformer)))
-
-
-@on_ranks(2)
-def test_it_shows_the_newest_values() -> None:
-    """What an evaluation left resident does not hide an optimizer step."""
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    assert_trains_alike(model, plain, batches)
-    with torch.no_grad():
-        model(batches[0][0])
-    assert_same_values(model, plain)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-        for parameter in plain.parameters():
-            parameter.add_(1)
-    assert_same_values(model, plain)

@@ -20,9 +20,6 @@ from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import KeptRanks
 
-_LOSS = "aten.sum.default"
-"""The last operation of a forward."""
-
 
 class Net(nn.Module):
     """Blocks, the last of which is recomputed, a tied pair of layers, and the loss: outside of the

@@ -258,7 +258,7 @@ def _found_without() -> list[int]:
     found = []
     for room in ("1GB", "1kB"):
         policy = ReductionPolicy(separate_groups=True, in_flight=room)
-        with without_waiting_for_a_reduction(), simulated_device() as device:  # type: ignore[attr-defined]
+        with without_waiting_for_a_reduction(), simulated_device() as device:
             plain_steps(wrapped(reduction=policy))
         found.append(len(device.races) + len(device.early_frees))
     return found

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import CollectiveError, ZeRO3
+from layerzero import ZeRO3
 from layerzero.flat import groups
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.checks import collective_error
+from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import logged
 from tests.harness.served_store import serve_store
+from tests.harness.stream_uses import train
 
 TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
@@ -48,28 +51,10 @@ def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeR
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
 
-def train(model: ZeRO3, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    torch.manual_seed(1 + dist.get_rank())
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(3, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+error_of = partial(collective_error, within_s=TIMEOUT.total_seconds() + GRACE_S)
 
 
-def error_of(run) -> str:
-    start = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
-        run()
-    assert time.monotonic() - start < TIMEOUT.total_seconds() + GRACE_S
-    return str(caught.value)
-
-
-def _trains(named: bool, deterministic: bool) -> list[float]:
+def _trains(named: bool, deterministic: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Mlp(3)
     if named:
@@ -176,6 +161,7 @@ def _skips() -> str:
     return error_of(lambda: train(model, 50))
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
     for message in run_ranks(2, _skips):
         assert "blocks." in message
@@ -198,7 +184,8 @@ def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
     assert all(len(losses) == 8 for losses in run_ranks(2, _pauses))
 
 
-def _forgets() -> None:
+@on_ranks(2)
+def test_the_watchdog_goes_with_its_model() -> None:
     def watching() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-watchdog"]
 
@@ -209,7 +196,3 @@ def _forgets() -> None:
     gc.collect()
     thread.join(5.0)
     assert not watching()
-
-
-def test_the_watchdog_goes_with_its_model() -> None:
-    run_ranks(2, _forgets)

@@ -409,7 +409,7 @@ def test_pieces_travel_once_each_way_and_owners_are_balanced(ranks: KeptRanks) -
 class RecordsMemory(SGD):
     live: ClassVar[list[int]] = []
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.live.append(live_bytes())
         super().step()
 

@@ -19,7 +19,7 @@ from torch.optim import Muon
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.distributed import test_experts as experts
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import seeded
 from tests.harness.whole_optimizers import Shampoo
 
@@ -139,13 +139,10 @@ def _train_experts(kind: type[nn.Module], ep: int, arguments: dict[str, Any]) ->
     assert max(sizes) <= 1.25 * sum(sizes) / len(sizes)  # A few tensors, each on one rank.
 
 
-def _train_all_experts() -> None:
+@on_ranks(4)
+def test_experts_on_some_ranks() -> None:
     for name in ("ep 2", "ep 4, experts not sharded", "layered", "all replicated outside"):
         ep, arguments = experts.SETTINGS[name]
         for kind in (experts.NamedExperts, experts.StackedExperts):
             if kind is experts.NamedExperts or "replicates_experts" not in arguments:
                 _train_experts(kind, ep, arguments)
-
-
-def test_experts_on_some_ranks() -> None:
-    run_ranks(4, _train_all_experts)

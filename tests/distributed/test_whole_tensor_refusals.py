@@ -16,14 +16,14 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
 
 Make = Callable[[ZeRO3], Any]
 
 
 class NeedsClosure(SGD):
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any]) -> Any:
         return super().step(closure)
 
 
@@ -46,10 +46,6 @@ class RefusesOneElement(SGD):
 
 def _model() -> ZeRO3:
     return ZeRO3(seeded(Mlp), auto_wrap_policy={Block})
-
-
-def _matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.layerzero.ndim == 2]
 
 
 def _train(model: ZeRO3, optimizer: Optimizer) -> None:
@@ -165,7 +161,8 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
 }
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_bad_input_is_refused_by_name_on_every_rank() -> None:
     model = _model()
     for name, (make, error, text) in REFUSED.items():
         with pytest.raises(error, match=text):
@@ -176,10 +173,6 @@ def _refused() -> None:
             failure.add_note(name)
             raise
     _train(model, whole(model.parameters()))
-
-
-def test_bad_input_is_refused_by_name_on_every_rank() -> None:
-    run_ranks(2, _refused)
 
 
 def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str]]:
@@ -213,16 +206,13 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
     )
 
 
-def _refused_where_ranks_differ() -> None:
+@on_ranks(2)
+def test_ranks_that_differ_are_refused_on_every_rank() -> None:
     model = _model()
     for make, text in _differing(model, dist.get_rank()):
         with pytest.raises((ValueError, TypeError), match=text):
             make()
     _train(model, whole(model.parameters()))
-
-
-def test_ranks_that_differ_are_refused_on_every_rank() -> None:
-    run_ranks(2, _refused_where_ranks_differ)
 
 
 class Fails(SGD):
@@ -233,7 +223,7 @@ class Fails(SGD):
             self.param_groups.pop()
             raise ValueError("no more groups")
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not parameter.grad.isfinite().all():
@@ -254,7 +244,8 @@ def test_ranks_with_a_gradient_are_named_by_their_global_numbers() -> None:
             optimizer.step()
 
 
-def _errors_in_a_step() -> None:
+@on_ranks(2)
+def test_errors_in_a_step_leave_the_ranks_together() -> None:
     rank = dist.get_rank()
     model = _model()
     *most, last = model.parameters()
@@ -315,7 +306,3 @@ def _errors_in_a_step() -> None:
     with pytest.raises(ValueError, match=r"'stem.weight' was given twice"):
         optimizer.add_param_group({"params": members[:1]})
     _train(model, optimizer)
-
-
-def test_errors_in_a_step_leave_the_ranks_together() -> None:
-    run_ranks(2, _errors_in_a_step)

@@ -187,14 +187,14 @@ def run(
     Args:
         device_type: "cuda" or "cpu".
         sleep_cycles: longest sleep of a stream, in cycles of the GPU's clock.
-        missing: a function of missing_waits that takes a wait away from the engine.
+        missing: a defect of missing_waits that takes a wait away from the engine.
     """
     if dist.is_initialized():  # The ranks of run_ranks have a default group already.
         dist.destroy_process_group()
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     found: dict[str, Any] = {}
     for number, (setting, use) in enumerate(cases):
-        mutation = getattr(missing_waits, missing)() if missing is not None else nullcontext()
+        mutation = missing_waits.defect(missing) if missing is not None else nullcontext()
         mirror = Mirror(device, sleep_cycles, seed=number)
         with fake_world(rank, size), mirror.installed(), mutation:
             torch.manual_seed(1)

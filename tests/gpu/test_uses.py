@@ -105,7 +105,7 @@ def differences(device_type: str, names: list[str]) -> dict[str, float | str]:
             for is_ours in (False, True):
                 model: nn.Module = build(WIDTH, 7, 3).to(device)
                 if use.compiles:
-                    for block in model.blocks:  # type: ignore[union-attr]
+                    for block in model.blocks:
                         block.compile()
                 if is_ours:
                     model = ZeRO3(model, auto_wrap_policy={Block}, **use.options)

@@ -1,6 +1,7 @@
 """Defects of captures and replays, one at a time; test_graph_capture.py finds each.
 
-Each function returns a context in which the engine, or `capture`, has the defect.
+`defect` returns a context in which the engine, or `capture`, has the one of a name: of a function
+here, or of what blocks the host in missing_waits.py.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.graph_capture import CapturedStep
 from layerzero.step.operations import Operations
 from layerzero.step.unit import Unit
-from tests.harness.missing_waits import _at_each_reduction
+from layerzero.watch.watchdog import _Board
+from tests.harness.missing_waits import BLOCKS, at_each_reduction
 from tests.harness.simulated_streams import Stream
 
 _Context = AbstractContextManager[object]
-Defect = Callable[[], _Context]
 _CPU = torch.device("cpu")
 
 
@@ -65,7 +66,7 @@ def without_joining_side_streams() -> Iterator[None]:
         with unit.context.streams.offload:
             tensor.add_(1)
 
-    with mock.patch.object(Streams, "join", lambda _: None), _at_each_reduction(work):
+    with mock.patch.object(Streams, "join", lambda _: None), at_each_reduction(work):
         yield
 
 
@@ -75,38 +76,11 @@ def asking_for_an_event() -> _Context:
         assert event is not None, "the device has streams"
         event.query()
 
-    return _at_each_reduction(ask)
-
-
-def waiting_for_an_event() -> _Context:
-    def wait(_: Tensor, unit: Unit) -> None:
-        unit.context.streams.wait_on_host(unit.context.streams.record_compute_event())
-
-    return _at_each_reduction(wait)
-
-
-def waiting_for_the_device() -> _Context:
-    return _at_each_reduction(lambda *_: torch.get_device_module(_CPU).synchronize())
-
-
-def reading_a_number() -> _Context:
-    return _at_each_reduction(lambda tensor, _: tensor[0].item())
-
-
-def branching_on_a_tensor() -> _Context:
-    return _at_each_reduction(lambda tensor, _: bool(tensor.isnan().any()))
-
-
-def choosing_by_values() -> _Context:
-    return _at_each_reduction(lambda tensor, _: tensor.nonzero())
-
-
-def sending_a_list_to_the_device() -> _Context:
-    return _at_each_reduction(lambda tensor, _: torch.tensor([1.0], device=tensor.device))
+    return at_each_reduction(ask)
 
 
 def allocating_memory_of_the_host() -> _Context:
-    return _at_each_reduction(lambda *_: HostMemory(True, _CPU).empty(3, torch.float32))
+    return at_each_reduction(lambda *_: HostMemory(True, _CPU).empty(3, torch.float32))
 
 
 _pinned: list[Tensor] = []
@@ -120,24 +94,11 @@ def copying_from_the_host() -> _Context:
             _pinned[:] = [HostMemory(True, _CPU).empty(3, tensor.dtype)]
         tensor.copy_(_pinned[0], non_blocking=True)
 
-    return _at_each_reduction(copy)
+    return at_each_reduction(copy)
 
 
 def writing_to_the_store() -> _Context:
-    def write(_: Tensor, unit: Unit) -> None:
-        for watchdog in _watchdogs[-1].values():
-            if watchdog is not None and watchdog._board is not None:
-                watchdog._board.publish(0, 0)
-
-    return _at_each_reduction(write)
-
-
-_watchdogs: list[dict[Any, Any]] = [{}]
-
-
-def remember_watchdogs(watchdogs: dict[Any, Any]) -> None:
-    """Of the model that trains next: a capture hides them."""
-    _watchdogs[-1] = watchdogs
+    return at_each_reduction(lambda *_: _Board.publish(mock.Mock(), 0, 0))
 
 
 # What a capture leaves ----------------------------------------------------------------------------
@@ -208,3 +169,8 @@ def dropping_tables() -> _Context:
         return outputs
 
     return mock.patch.object(CapturedStep, "_record", record)
+
+
+def defect(name: str) -> _Context:
+    made: _Context = at_each_reduction(BLOCKS[name]) if name in BLOCKS else globals()[name]()
+    return made

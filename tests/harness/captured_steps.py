@@ -48,81 +48,60 @@ class _Descent(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
+def _train(
+    model: ZeRO3,
+    wrap: Wrap,
+    steps: int,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], Tensor] | None = None,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[Tensor]:
+    """Losses, and norms where it clips."""
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        loss = _backward(model, x)
+        norms = {} if clip is None else {"norm": clip()}
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss, **norms}
+
+    train = wrap(step, SAMPLE)
+    found: list[Tensor] = []
+    for _ in range(steps):
+        found += train(_batch()).values()
+        if schedule is not None:
+            schedule.step()
+    return found
+
+
 def sgd_with_clipping(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """torch's norm clips, momentum has state, and a scheduler sets the rate of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        loss = _backward(model, x)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss, norm
-
-    train = wrap(step, SAMPLE)
-    found = []
-    for _ in range(steps):
-        found += train(_batch())
-        schedule.step()
-    return found
+    clip = functools.partial(torch.nn.utils.clip_grad_norm_, [*model.parameters()], 0.1)
+    return _train(model, wrap, steps, optimizer, clip, schedule)
 
 
 def native_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """It clips in the pass of its step."""
     optimizer = AdamW(model.parameters(), lr=0.01)
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        loss = _backward(model, x)
-        norm = optimizer.clip_grad_norm_(0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        return {"loss": loss, "norm": norm}
-
-    train = wrap(step, SAMPLE)
-    return [each for _ in range(steps) for each in train(_batch()).values()]
+    return _train(model, wrap, steps, optimizer, lambda: optimizer.clip_grad_norm_(0.05))
 
 
 def capturable_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """It is inside the graph, and its rate is a tensor that a scheduler writes."""
     rate = torch.full((), 0.01, device=CPU)
-    options = {"fused": True, "capturable": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, x)
-        model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    train = wrap(step, SAMPLE)
-    found = []
-    for _ in range(steps):
-        found.append(train(_batch()))
-        schedule.step()
-    return found
+    clip = functools.partial(model.clip_grad_norm_, 0.1)
+    return _train(model, wrap, steps, optimizer, clip, schedule)
 
 
 def an_option_that_is_a_number(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """A graph repeats the rate of the recording, so a step with another one is not replayed."""
-    options = {"fused": True, "capturable": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=True)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 6, 0.5)
-
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, x)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    train = wrap(step, SAMPLE)
-    found = []
-    for _ in range(steps):
-        found.append(train(_batch()))
-        schedule.step()
-    return found
+    return _train(model, wrap, steps, optimizer, schedule=schedule)
 
 
 def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
@@ -246,25 +225,25 @@ def two_towers(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
         x = module.stem(x)
         for block in module.blocks[1:] if skips else module.blocks:
             x = block(x)
-        return module.head(x)  # type: ignore[no-any-return]
+        return module.head(x)
 
     module.forward = forward
 
-    def step(x: Tensor, without: bool) -> Tensor:
+    def step(x: Tensor, without: bool) -> tuple[Tensor]:
         nonlocal skips
         skips = without
         module.blocks[0].requires_grad_(not without)
         loss = _backward(model, x)
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return (loss,)
 
     plain, short = wrap(step, SAMPLE, False), wrap(step, SAMPLE, True)
     found = []
     for number in range(steps):
         without = number % 2 == 1
         module.blocks[0].requires_grad_(not without)
-        found.append((short if without else plain)(_batch(), without))
+        found += (short if without else plain)(_batch(), without)
     return found
 
 
@@ -273,15 +252,12 @@ def recomputation_and_dropout(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tens
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for block in model.module.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    model.module.stem.forward = functools.partial(_dropped, model.module.stem.forward)
+    return _train(model, wrap, steps, optimizer)
 
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, F.dropout(x, 0.3))
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    train = wrap(step, SAMPLE)
-    return [train(_batch()) for _ in range(steps)]
+def _dropped(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(F.dropout(x, 0.3))
 
 
 PROGRAMS: list[Program] = [

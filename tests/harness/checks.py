@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from layerzero import CollectiveError
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.records import REASONS
 
@@ -224,3 +226,12 @@ def named(*what: object) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in {', '.join(map(str, what))}")
         raise
+
+
+def collective_error(run: Callable[[], object], within_s: float) -> str:
+    """The message of the CollectiveError that `run` must raise in time."""
+    start = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        run()
+    assert time.monotonic() - start < within_s, str(caught.value)
+    return str(caught.value)

@@ -233,7 +233,7 @@ def assert_clips(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> T
         Their norm, which is right, and by which they are scaled: bitwise.
     """
     before = full_gradients(model)
-    norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)  # type: ignore[operator]
+    norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
     assert norm.dim() == 0
     assert_norm(norm, [each for each in before.values() if each is not None], norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

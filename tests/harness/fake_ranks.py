@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.gpu.mirror import Wires
 from tests.harness.ranks import run_ranks
 
 
@@ -69,3 +71,19 @@ def _each(ranks: Sequence[int], world_size: int, fn: Callable[..., Any], args: A
         with fake_rank(rank, world_size):
             results.append(fn(*args))
     return results
+
+
+def run_mirrored(
+    rank: int, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> Any:
+    """`fn(*args)` as `rank`, whose peers send what it does: values are those of a run that repeats.
+
+    As `run_fake_ranks` it takes no time to wait for a peer.
+    """
+    [found] = run_fake_ranks((rank,), world_size, _mirrored, fn, args, timeout=timeout)
+    return found
+
+
+def _mirrored(fn: Callable[..., Any], args: Any) -> Any:
+    with Wires(torch.device("cpu")).installed():
+        return fn(*args)

@@ -100,7 +100,7 @@ class Transport:
                 self.flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
                 flip(target, bit)
 
-        pending.wait_for_data = arrive  # type: ignore[method-assign]
+        pending.wait_for_data = arrive
 
 
 class Trials:

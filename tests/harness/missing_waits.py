@@ -1,7 +1,7 @@
 """Waits of the engine taken away, one at a time, and memory or streams that are the wrong ones.
 
-Each function returns a context in which the engine has the defect. test_missing_waits.py trains
-with each on the simulated device, tests/gpu on a real one.
+`defect` returns a context in which the engine has the one of a name: of a function here, or of a
+table. test_missing_waits.py trains with each on the simulated device, tests/gpu on a real one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from layerzero.step.unit import Unit
 from layerzero.watch.events import EventPool
 
 _DEVICE = torch.device("cuda")
-Defect = Callable[[], AbstractContextManager[object]]
 
 
 class _Never:
@@ -52,13 +51,34 @@ def _with_stream(change: Callable[[Streams], None]) -> AbstractContextManager[ob
     return mock.patch.object(Streams, "__init__", changed)
 
 
+_DEAF_STREAMS = {
+    "without_the_cast_waiting": "pre_unshard",
+    "without_the_unshard_stream_waiting": "unshard",
+    "without_the_event_of_collected_gradients": "reduce",
+    "without_waiting_on_the_offload_stream": "offload",
+}
+"""Defect -> the stream that never waits for an event."""
+
+
 def _without_waits_of(name: str) -> AbstractContextManager[object]:
-    """The stream never waits for an event."""
     return _with_stream(lambda streams: setattr(getattr(streams, name), "wait", lambda _: None))
 
 
+_VERBS = {
+    "without_waiting_for_the_gather": "all-gather",
+    "without_waiting_for_the_outer_gather": "outer all-gather",
+    "without_waiting_for_the_first_hop": "reduce-scatter",
+    "without_waiting_for_the_second_hop": "outer reduce-scatter",
+    "without_waiting_for_gradient_presence": "gradient presence",
+    "without_waiting_for_gradients_to_owners": "gradients to owners",
+    "without_waiting_for_values_from_owners": "values from owners",
+    "without_waiting_for_values_to_owners": "values to owners",
+}
+"""Defect -> the collective for whose end nobody waits before its result is used on the stream that
+started it."""
+
+
 def _without_waiting_for(verb: str) -> AbstractContextManager[object]:
-    """For a collective's end, before its result is used on the stream that started it."""
     original = Pending.wait_for_data
 
     def skipping(pending: Pending) -> None:
@@ -114,10 +134,6 @@ def without_the_event_of_the_cast() -> AbstractContextManager[object]:
     return _with_stream(lambda streams: setattr(streams.pre_unshard, "record_event", lambda: None))
 
 
-def without_the_cast_waiting() -> AbstractContextManager[object]:
-    return _without_waits_of("pre_unshard")
-
-
 def without_waiting_when_a_step_ends() -> AbstractContextManager[object]:
     """Compute shards are freed while gathers read them."""
     end_step = UnshardScheduler.end_step
@@ -127,10 +143,6 @@ def without_waiting_when_a_step_ends() -> AbstractContextManager[object]:
             end_step(scheduler)
 
     return mock.patch.object(UnshardScheduler, "end_step", ending)
-
-
-def without_the_unshard_stream_waiting() -> AbstractContextManager[object]:
-    return _without_waits_of("unshard")
 
 
 def without_compute_waiting_for_unsharded_parameters() -> AbstractContextManager[object]:
@@ -159,14 +171,6 @@ def without_waiting_for_unused_gathers() -> AbstractContextManager[object]:
 
     both = mock.patch.multiple(Unit, reshard=resharding, wait_for_unshard=waiting)
     return both
-
-
-def without_waiting_for_the_outer_gather() -> AbstractContextManager[object]:
-    return _without_waiting_for("outer all-gather")
-
-
-def without_waiting_for_the_gather() -> AbstractContextManager[object]:
-    return _without_waiting_for("all-gather")
 
 
 def without_waiting_before_frees() -> AbstractContextManager[object]:
@@ -237,42 +241,11 @@ def with_waits_of_the_current_device() -> AbstractContextManager[object]:
     return mock.patch.object(DeviceStream, "current_stream", current_stream)
 
 
-# Whole tensors ------------------------------------------------------------------------------------
-
-
-def without_waiting_for_gradients_to_owners() -> AbstractContextManager[object]:
-    return _without_waiting_for("gradients to owners")
-
-
-def without_waiting_for_values_from_owners() -> AbstractContextManager[object]:
-    return _without_waiting_for("values from owners")
-
-
-def without_waiting_for_values_to_owners() -> AbstractContextManager[object]:
-    return _without_waiting_for("values to owners")
-
-
 # Reductions ---------------------------------------------------------------------------------------
-
-
-def without_the_event_of_collected_gradients() -> AbstractContextManager[object]:
-    return _without_waits_of("reduce")
 
 
 def without_memory_of_compute_for_chunks() -> AbstractContextManager[object]:
     return mock.patch.object(Reduction, "_allocate_chunk", lambda *_: None)
-
-
-def without_waiting_for_the_first_hop() -> AbstractContextManager[object]:
-    return _without_waiting_for("reduce-scatter")
-
-
-def without_waiting_for_the_second_hop() -> AbstractContextManager[object]:
-    return _without_waiting_for("outer reduce-scatter")
-
-
-def without_waiting_for_gradient_presence() -> AbstractContextManager[object]:
-    return _without_waiting_for("gradient presence")
 
 
 def _completing(waits: bool) -> AbstractContextManager[object]:
@@ -386,10 +359,6 @@ def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
     )
 
 
-def without_waiting_on_the_offload_stream() -> AbstractContextManager[object]:
-    return _without_waits_of("offload")
-
-
 @contextmanager
 def _staging_on_compute(owner: type, name: str) -> Iterator[None]:
     """What an upload is staged in is memory of compute."""
@@ -419,9 +388,7 @@ def staging_sums_on_compute() -> AbstractContextManager[object]:
 # The host blocked ---------------------------------------------------------------------------------
 
 
-def _at_each_reduction(
-    block: Callable[[Tensor, Unit], object],
-) -> AbstractContextManager[object]:
+def at_each_reduction(block: Callable[[Tensor, Unit], object]) -> AbstractContextManager[object]:
     """`block(a tensor of the device, the unit)`."""
     reduce = GradientReducer.reduce
 
@@ -430,6 +397,33 @@ def _at_each_reduction(
         block(unit.handles[0].full.data.new_ones(3), unit)
 
     return mock.patch.object(GradientReducer, "reduce", reducing)
+
+
+def _copies_to_pageable_memory(tensor: Tensor, _: Unit) -> None:
+    host = HostMemory(False, _DEVICE).empty(tensor.numel(), tensor.dtype)
+    host.copy_(tensor, non_blocking=True)
+
+
+BLOCKS: dict[str, Callable[[Tensor, Unit], object]] = {
+    "reading_a_list": lambda tensor, _: tensor.tolist(),
+    "reading_a_number": lambda tensor, _: tensor[0].item(),
+    "branching_on_a_tensor": lambda tensor, _: bool(tensor.isnan().any()),
+    "reading_into_numpy": lambda tensor, _: tensor.detach().numpy(),
+    "bringing_to_the_cpu": lambda tensor, _: tensor.cpu(),
+    "choosing_by_values": lambda tensor, _: tensor.nonzero(),
+    "choosing_by_a_mask": lambda tensor, _: tensor[tensor > 0],
+    "comparing_tensors": lambda tensor, _: torch.equal(tensor, tensor),
+    "sending_a_list_to_the_device": lambda tensor, _: torch.tensor([1.0], device=tensor.device),
+    "copying_to_pageable_memory": _copies_to_pageable_memory,
+    "copying_and_waiting": lambda tensor, _: tensor.copy_(
+        HostMemory(True, _DEVICE).empty(tensor.numel(), tensor.dtype)
+    ),
+    "waiting_for_an_event": lambda _, unit: (
+        unit.context.streams.record_compute_event().synchronize()
+    ),
+    "waiting_for_the_device": lambda *_: torch.get_device_module(_DEVICE).synchronize(),
+}
+"""Defect -> what blocks the host at each reduction."""
 
 
 def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
@@ -443,69 +437,19 @@ def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
     return mock.patch("layerzero.flat.gradients.pack_", packing)
 
 
-def reading_a_list() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor.tolist())
-
-
-def reading_a_number() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor[0].item())
-
-
-def branching_on_a_tensor() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: bool(tensor.isnan().any()))
-
-
-def reading_into_numpy() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor.detach().numpy())
-
-
-def bringing_to_the_cpu() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor.cpu())
-
-
-def choosing_by_values() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor.nonzero())
-
-
-def choosing_by_a_mask() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: tensor[tensor > 0])
-
-
-def comparing_tensors() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: torch.equal(tensor, tensor))
-
-
-def sending_a_list_to_the_device() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda tensor, _: torch.tensor([1.0], device=tensor.device))
-
-
-def copying_to_pageable_memory() -> AbstractContextManager[object]:
-    def copies(tensor: Tensor, _: Unit) -> None:
-        host = HostMemory(False, _DEVICE).empty(tensor.numel(), tensor.dtype)
-        host.copy_(tensor, non_blocking=True)
-
-    return _at_each_reduction(copies)
-
-
-def copying_and_waiting() -> AbstractContextManager[object]:
-    def copies(tensor: Tensor, _: Unit) -> None:
-        tensor.copy_(HostMemory(True, _DEVICE).empty(tensor.numel(), tensor.dtype))
-
-    return _at_each_reduction(copies)
-
-
-def waiting_for_an_event() -> AbstractContextManager[object]:
-    return _at_each_reduction(
-        lambda _, unit: unit.context.streams.record_compute_event().synchronize()
-    )
-
-
-def waiting_for_the_device() -> AbstractContextManager[object]:
-    return _at_each_reduction(lambda *_: torch.get_device_module(_DEVICE).synchronize())
-
-
 @contextmanager
 def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
     first, second = contexts
     with first, second:
         yield
+
+
+def defect(name: str) -> AbstractContextManager[object]:
+    if name in BLOCKS:
+        return at_each_reduction(BLOCKS[name])
+    if name in _VERBS:
+        return _without_waiting_for(_VERBS[name])
+    if name in _DEAF_STREAMS:
+        return _without_waits_of(_DEAF_STREAMS[name])
+    made: AbstractContextManager[object] = globals()[name]()
+    return made

@@ -111,7 +111,7 @@ class Slot(nn.Module):
 
     def _result(self, region: nn.Module, source: Tensor, call: Call) -> Tensor:
         if call.way == "part":
-            return region.blocks[call.order[0]](source)  # type: ignore[index, operator]
+            return region.blocks[call.order[0]](source)
         if self.recomputes:
             return checkpoint(region, source, call, use_reentrant=False)
         return region(source, call)
@@ -188,7 +188,7 @@ class Backbone(nn.Module):
             for index, block in enumerate(self.text)
             if block.slot is not None
         }
-        return {**dict(self.slots.items()), **inside}  # type: ignore[dict-item]
+        return {**dict(self.slots.items()), **inside}
 
 
 def loss_of(output: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def _tie(rng: random.Random, module: Backbone, regions: list[Region]) -> None:
     first = regions[0].blocks[0]
     others: list[nn.Module] = [module.text[0], *(each.blocks[0] for each in regions[1:])]
     other = rng.choice(others)
-    first.up.weight = other.up.weight  # type: ignore[union-attr]
+    first.up.weight = other.up.weight
 
 
 def _freeze(rng: random.Random, regions: list[Region]) -> None:

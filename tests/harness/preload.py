@@ -56,7 +56,7 @@ for _name in (*MODULES, *_extras, *_own):
 # A rank that died reports nothing, and the others wait for it: with ranks on one machine, shorter.
 with contextlib.suppress(Exception):
     for _name in ("layerzero.watch.diagnosis", "layerzero.watch.watchdog"):
-        importlib.import_module(_name).REPORT_SECONDS = 2.0  # type: ignore[attr-defined]
+        importlib.import_module(_name).REPORT_SECONDS = 2.0
 
 # A rank leaves at once, and so would leave the semaphore of a progress bar behind.
 with contextlib.suppress(Exception):

@@ -38,7 +38,7 @@ def call_alone(
         process = context.Process(target=_main, args=(outputs, cwd, environment or {}, fn, args))
         process.start()
         # As in ranks.py: else calls in several threads would read each other's exit codes.
-        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+        multiprocessing.process._children.discard(process)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()

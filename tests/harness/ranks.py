@@ -119,9 +119,9 @@ def on_ranks(
 
         signature = inspect.signature(test)
         own = list(signature.parameters)
-        on_kept_ranks.body = test  # type: ignore[attr-defined]
+        on_kept_ranks.body = test
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        on_kept_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        on_kept_ranks.__signature__ = signature.replace(
             parameters=[*signature.parameters.values(), fixture]
         )
         return on_kept_ranks
@@ -302,7 +302,7 @@ class _Rank:
             self._process.start()
             # Each start of a process polls all of these. Where groups run in several threads, two
             # of them would read one exit code, and the second gets 255.
-            multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+            multiprocessing.process._children.discard(self._process)
         finally:
             child.close()  # else the pipe of a dead rank would stay open here
 

@@ -25,7 +25,7 @@ def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
         operations.append(operation)
         return operation
 
-    root.operations.next = recording  # type: ignore[method-assign]
+    root.operations.next = recording
     try:
         yield operations
     finally:
@@ -37,7 +37,7 @@ def logged(logger_name: str, level: int = logging.INFO) -> Iterator[list[str]]:
     """Messages that one of layerzero's loggers gets inside, on this rank."""
     messages: list[str] = []
     logger, handler = logging.getLogger(logger_name), logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     former = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)

@@ -121,7 +121,7 @@ def _engine_function() -> str:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "watch/events.py")):
             return frame.f_code.co_qualname
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
@@ -286,7 +286,7 @@ class SimulatedDevice(TorchDispatchMode):
             return device
         if device is None:
             return self._thread.index
-        index = torch.device(device).index  # type: ignore[call-overload]
+        index = torch.device(device).index
         return self.index if index is None else index
 
     # Where the engine is ---------------------------------------------------------------------

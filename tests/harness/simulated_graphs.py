@@ -77,7 +77,7 @@ class _View:  # No tuple, which pytree would flatten.
         if storage is None:
             raise _FreedMemory
         made = torch.empty(0, dtype=self.dtype)
-        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return made.set_(storage, self.offset, self.size, self.stride)
 
 
 class _Queued(NamedTuple):

@@ -175,7 +175,9 @@ class MemoryWatch:
         return self._memories[key], storage.data_ptr() - first
 
     def _arena_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        address = storage.data_ptr() if self._arenas and storage.nbytes() else 0
+        if not self._arenas or not storage.nbytes():
+            return None
+        address = storage.data_ptr()
         found = ((first, key) for first, after, key in self._arenas if first <= address < after)
         return next((each for each in found if each[1] in self._memories), None)
 

@@ -34,7 +34,7 @@ BATCH = 4  # rows in a step, over all data-parallel ranks
 def _let_saves_work() -> None:
     """Of Megatron's distributed checkpoints, in a process that ends with the test."""
     # A save forks writers, which a daemon, as ranks are, may not; they answer this process.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["daemon"] = False
     filesystem_async._results_queue = queue.Queue()
     filesystem_async._process_memory = lambda: 0  # for a log line; without psutil a save hangs
 

@@ -41,7 +41,7 @@ def watched(name: str) -> Iterator[list[str]]:
     """Collects the INFO lines of a logger."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger(name)
     logger.addHandler(handler)
     level = logger.level

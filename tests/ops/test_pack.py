@@ -24,7 +24,6 @@ from tests.ops.truth import (
 
 CANARY = 7.0
 SCALES = [1.0, 0.3, -1.5]
-SHAPES = [(3, 5), (64, 64), (65, 130), (1, 9), (9, 1), (700, 301)]
 
 
 def expected(

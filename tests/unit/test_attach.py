@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     ids=["list", "second group", "named", "subclass"],
 )
 def test_functions_are_called_once_for_an_optimizer_of_shards(calls: Calls, make: object) -> None:
-    optimizer = make(sharded_param())  # type: ignore[operator]
+    optimizer = make(sharded_param())
     named = "param_names" in optimizer.param_groups[0]
     optimizer.add_param_group(
         {"params": [("other", sharded_param()) if named else sharded_param()]}

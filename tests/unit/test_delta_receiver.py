@@ -126,9 +126,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(case: str) -> N
 
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match="expected a Patch, got dict"):
-        apply_delta({}, {})  # type: ignore[arg-type]
+        apply_delta({}, {})
     with pytest.raises(TypeError, match="'a' is no tensor, but list"):
-        apply_delta({"a": [0.0] * 12}, patch())  # type: ignore[dict-item]
+        apply_delta({"a": [0.0] * 12}, patch())
 
 
 def state(tensors: dict[str, Tensor]) -> dict[str, list[float]]:

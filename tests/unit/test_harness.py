@@ -339,7 +339,8 @@ def _scaled(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor
     return losses
 
 
-def _trains_alike() -> None:
+@on_ranks(1)
+def test_training_alike_forgives_an_order_and_no_gradient() -> None:
     """One plain model beside another: passes in another order, and wrong gradients."""
     each = batches_of(CASES["mlp"], world_size=4, steps=3)
     batches = [[step] for step in each]
@@ -354,11 +355,8 @@ def _trains_alike() -> None:
         alike(seeded(Mlp), seeded(Mlp, seed=1), run=_in_turn)
 
 
-def test_training_alike_forgives_an_order_and_no_gradient() -> None:
-    run_ranks(1, _trains_alike)
-
-
-def _clips() -> None:
+@on_ranks(1)
+def test_clipping_is_compared_with_the_model_itself() -> None:
     model = seeded(Mlp)
     model.clip_grad_norm_ = lambda *args: torch.nn.utils.clip_grad_norm_(model.parameters(), *args)
     forward_backward(model, batches_of(CASES["mlp"], world_size=1, steps=1)[0][0])
@@ -366,10 +364,6 @@ def _clips() -> None:
     model.clip_grad_norm_ = lambda *args: model.stem.weight.grad.norm()
     with pytest.raises(AssertionError, match="norm differs by more than"):
         assert_clips(model, 0.01)
-
-
-def test_clipping_is_compared_with_the_model_itself() -> None:
-    run_ranks(1, _clips)
 
 
 SKIPPED_TESTS = """

@@ -90,7 +90,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
 
 
 def make_dog(record_event: Callable[[], Any]) -> Watchdog:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))  # type: ignore[arg-type]
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))
     return Watchdog(group, DEVICE, record_event, lambda: (record_event(),), lambda _: None, None)
 
 

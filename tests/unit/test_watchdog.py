@@ -49,7 +49,7 @@ def gather(dog: Dog, unit: str) -> Pending:
     """A gather the host is past and the device is not."""
     pending = Pending(Operation("all-gather", unit, 1, dog), dog.group, 8)
     dog.watch(pending)
-    pending.works = ((Work(), -1),)  # type: ignore[assignment]
+    pending.works = ((Work(), -1),)
     pending.wait()
     return pending
 
@@ -62,7 +62,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Dog:
     monkeypatch.setattr(
         watchdog, "diagnose", lambda name, *_: CollectiveError(f"{name} stands still")
     )
-    group = ShardGroup(None, 0, (0, 1), "nccl", TIMEOUT)  # type: ignore[arg-type]
+    group = ShardGroup(None, 0, (0, 1), "nccl", TIMEOUT)
     return Dog(group)
 
 
