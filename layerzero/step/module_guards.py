@@ -91,7 +91,7 @@ def shown_by(module: nn.Module) -> dict[str, Unit]:
 
 def units_of(module: nn.Module) -> set[Unit]:
     """Units whose parameters the module itself shows; modules inside it do not count."""
-    return {*shown_by(module).values()}
+    return set(module.__dict__.get(_NAMES, {}).values())
 
 
 def remove(module: nn.Module) -> None:
