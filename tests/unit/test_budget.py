@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_153,
+    "": 47_137,
     "flat": 2_911,
     "step": 4_743,
     "comm": 1_524,
