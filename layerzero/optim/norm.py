@@ -132,23 +132,21 @@ def _entries(
             )
         return [*zip(parameters, tensors, strict=True)]
     known = by_tensor()
-    return [(_parameter_of(tensor, known), tensor) for tensor in tensors]
-
-
-def _parameter_of(tensor: torch.Tensor, known: dict[int, nn.Parameter]) -> nn.Parameter:
-    if isinstance(tensor, nn.Parameter):
-        return tensor
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(
-            f"global_norm: expected a module or tensors, got a {type(tensor).__name__}"
-        )
-    if id(tensor) not in known:
-        raise ValueError(
-            f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor the "
-            ".grad of a sharded parameter, so it may be sharded or whole; pass "
-            "like=[parameter, ...] with the parameter that each tensor belongs to"
-        )
-    return known[id(tensor)]
+    found: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"global_norm: expected a module or tensors, got a {type(tensor).__name__}"
+            )
+        parameter = tensor if isinstance(tensor, nn.Parameter) else known.get(id(tensor))
+        if parameter is None:
+            raise ValueError(
+                f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor "
+                "the .grad of a sharded parameter, so it may be sharded or whole; pass "
+                "like=[parameter, ...] with the parameter that each tensor belongs to"
+            )
+        found.append((parameter, tensor))
+    return found
 
 
 def checked_norm_type(norm_type: float, where: str) -> float:

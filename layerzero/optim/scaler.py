@@ -104,7 +104,9 @@ class GradScaler(torch.amp.GradScaler):
             make_shard_group(process_group, found_inf.device, self._timeout)
             for process_group in resolve_process_groups(self._process_group)
         ]
-        mesh = _tensor_parallel_mesh(optimizer)
+        infos = (get_info(each) for group in optimizer.param_groups for each in group["params"])
+        splits = (None if info is None else info.tensor_parallel for info in infos)
+        mesh = next((split.mesh for split in splits if split is not None), None)
         if mesh is not None and not set(mesh.mesh.flatten().tolist()) <= set(groups[0].ranks):
             groups.extend(mesh_groups(mesh, found_inf.device, self._timeout))
         name = Operation("overflow agreement", "the optimizer", self._num_agreements)
@@ -159,15 +161,6 @@ def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
         "without batches would not scale; pass a layerzero.GradScaler to layerzero.join, or train "
         "in bfloat16 (MixedPrecision)"
     )
-
-
-def _tensor_parallel_mesh(optimizer: torch.optim.Optimizer) -> DeviceMesh | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            info = get_info(parameter)
-            if info is not None and info.tensor_parallel is not None:
-                return info.tensor_parallel.mesh
-    return None
 
 
 @attach.on_first_step

@@ -177,7 +177,13 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
             agree_on_group_names([describe_group(process_group, device, None)], device, _TOGETHER)
         else:
             agree_on_group_names(_axes_of(placements, root), root.device, _TOGETHER)
-        made[key] = CheckpointGroup(_make_group(key, _timeout_of(root, process_group)))
+        group = None
+        if len(key) > 1:
+            together = new_group(key, "gloo", _timeout_of(root, process_group))
+            group = describe_group(together, _HOST, None)
+            # Each exchange has its own timeout.
+            raise_backend_timeout(group, _HOST, timedelta(days=1))
+        made[key] = CheckpointGroup(group)
     return made[key]
 
 
@@ -198,15 +204,6 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
         for group in (*whole.groups, *placement.groups, *root.tensor_parallel_groups):
             axes.setdefault(group.process_group, group)
     return list(axes.values())
-
-
-def _make_group(ranks: tuple[int, ...], timeout: timedelta) -> ShardGroup | None:
-    if len(ranks) == 1:
-        return None
-    group = describe_group(new_group(ranks, "gloo", timeout), _HOST, None)
-    # Each exchange has its own timeout.
-    raise_backend_timeout(group, _HOST, timedelta(days=1))
-    return group
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:

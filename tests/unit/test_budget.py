@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_591,
+    "": 46_575,
     "flat": 2_860,
     "step": 4_625,
     "comm": 1_521,

@@ -215,7 +215,9 @@ def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> Opt
                         places.entry(OPTIMIZER, name, parameter, tensor, index, has_owner=is_whole)
                     )
                     listed = scalar_key(optimizer_name, own_key)
-                    if _is_number(own_key, tensor, parameter) and listed not in parts.scalar_keys:
+                    # Of a scalar parameter, only the usual name tells a number.
+                    is_number = own_key == "step" or original_ndim(parameter) > 0
+                    if not tensor.ndim and is_number and listed not in parts.scalar_keys:
                         parts.scalar_keys.append(listed)
     return parts
 
@@ -232,12 +234,6 @@ def _check_shape(tensor: torch.Tensor, parameter: nn.Parameter, where: str) -> N
             "expected a scalar or the shape of the shard, as element-wise optimizers keep. "
             "layerzero.optim.WholeTensorOptimizer keeps states of any shape"
         )
-
-
-def _is_number(key: str, tensor: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether it is a scalar, and not shaped like its parameter."""
-    # Of a scalar parameter, only the usual name tells.
-    return tensor.ndim == 0 and (key == "step" or original_ndim(parameter) > 0)
 
 
 def split_state_name(name: str) -> tuple[str, str]:
