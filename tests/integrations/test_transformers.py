@@ -611,6 +611,12 @@ def _refuses(folder: str) -> None:
         shard(quantized)
     with pytest.raises(ValueError, match="fully_shard has sharded it; pass it as it was before"):
         shard(fully_shard(build("llama")))
+    nameless = build("llama")
+    nameless._no_split_modules = nameless.model._no_split_modules = []
+    with pytest.raises(ValueError, match=r"which match no module; .* in zero3={...} of a trainer"):
+        ZeRO3Trainer(nameless, arguments(folder))
+    own_policy = {"auto_wrap_policy": {type(nameless.model.layers[0])}}
+    ZeRO3Trainer(nameless, arguments(folder), zero3=own_policy)
     llama, plain = type(quantized), Path(folder, "plain")
     with pytest.raises(ValueError, match="snapshot_download"):
         load_pretrained(llama, "meta-llama/Llama-3.1-8B")

@@ -196,7 +196,7 @@ def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
         raise ValueError(
             f"{type(module).__name__}: expected _no_split_modules to list the classes of its "
             f"layers, got {sorted(names)}, which match no module; pass "
-            "auto_wrap_policy={LayerClass}"
+            "auto_wrap_policy={LayerClass}, in zero3={...} of a trainer"
         )
     return found
 
