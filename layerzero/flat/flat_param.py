@@ -54,7 +54,7 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-address_of, numel_of = torch.Tensor.data_ptr, torch.Tensor.numel
+address_of, numel_of, dtype_of = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
 
 
 class FlatParam:

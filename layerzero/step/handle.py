@@ -15,7 +15,7 @@ import torch
 
 from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Event, Waitable
-from layerzero.flat.flat_param import FlatParam, address_of, numel_of, version_of
+from layerzero.flat.flat_param import FlatParam, address_of, dtype_of, numel_of, version_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
 
@@ -37,7 +37,7 @@ class FlatParamHandle(FlatParam):
         if (
             [*map(address_of, shown)] == self.addresses
             and [*map(numel_of, shown)] == self.numels
-            and (all(self.numels) or all(each.dtype is dtype for each in shown))
+            and (all(self.numels) or {*map(dtype_of, shown)} == {dtype})
         ):
             return False
         from layerzero.flat.assigned import adopt

@@ -6,6 +6,7 @@ Raising a number, or adding a name to a set, needs a decision record in the same
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ LINES = {
     "guards": 695,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
+TOUR = 16, 4_474
+"""Files in README's tour of a training step, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
@@ -128,3 +131,11 @@ def test_a_folder_has_no_more_lines(folder: str) -> None:
     files = (PACKAGE / folder).rglob("*.py")
     lines = sum(path.read_bytes().count(b"\n") for path in files)
     assert lines <= LINES[folder], f"{lines} lines in {folder or 'the package'}"
+
+
+def test_the_tour_of_a_step_has_no_more_files_and_lines() -> None:
+    tour = (REPOSITORY / "README.md").read_text().partition("## Tour of the code")[2]
+    files = re.findall(r"`(\w+/\w+)`", tour.partition("Next to them")[0])
+    lines = sum((PACKAGE / f"{name}.py").read_bytes().count(b"\n") for name in files)
+    assert f"These {len(files)} files" in tour
+    assert len(files) <= TOUR[0] and lines <= TOUR[1]
