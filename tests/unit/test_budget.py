@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_139,
+    "": 47_124,
     "flat": 2_911,
     "step": 4_753,
     "comm": 1_522,
     "watch": 1_034,
-    "build": 2_452,
+    "build": 2_446,
     "guards": 695,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
