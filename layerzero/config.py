@@ -211,18 +211,7 @@ class GatherBudget:
         )
 
 
-_NBYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*", re.I)
-_NBYTES_FACTORS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_NBYTES_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B\s*", re.I)
 
 
 def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
@@ -237,7 +226,8 @@ def parse_nbytes(value: float | str, name: str, least: int = 1) -> int:
     """
     number = value
     if isinstance(value, str) and (match := _NBYTES_PATTERN.fullmatch(value)):
-        number = float(match[1]) * _NBYTES_FACTORS[match[2].lower()]
+        base, letter = 1024 if match[3] else 1000, match[2]
+        number = float(match[1]) * base ** ("KMGT".index(letter.upper()) + 1 if letter else 0)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not isfinite(number):
         raise ValueError(f"{name}: expected a size such as '512MB' or '2GiB', got {value!r}")
     if number < least:

@@ -154,7 +154,7 @@ class ModuleWrapper(nn.Module):
         """See Note [A patched forward]."""
         own, module = self.__dict__, self.module
         # Assigning the wrapper's own forward, as code does to undo a patch, restores the original.
-        is_ours = getattr(function, "__func__", None) in _forwards_of(type(self))
+        is_ours = getattr(function, "__func__", None) in _own(type(self), "forward")
         if is_ours and getattr(function, "__self__", None) is self:
             self._restore_forward()
             return
@@ -233,13 +233,9 @@ def _delegating_special(name: str) -> Callable[..., Any]:
     return method
 
 
-def _has_own(cls: type, name: str) -> bool:
-    """Whether `cls` or a base defines `name`; `hasattr` would also find names of its metaclass."""
-    return any(name in vars(each) for each in cls.__mro__)
-
-
-def _forwards_of(cls: type) -> list[Any]:
-    return [vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each)]
+def _own(cls: type, name: str) -> list[Any]:
+    """Definitions of `name` in `cls` and its bases; `getattr` would also find its metaclass's."""
+    return [vars(each)[name] for each in cls.__mro__ if name in vars(each)]
 
 
 def _class_for(cls: type[W], wrapped: type[nn.Module]) -> type[W]:
@@ -251,7 +247,7 @@ def _class_for(cls: type[W], wrapped: type[nn.Module]) -> type[W]:
     members: dict[str, Any] = {
         name: _delegating_special(name)
         for name in _SPECIAL_METHODS
-        if _has_own(wrapped, name) and not _has_own(cls, name)
+        if _own(wrapped, name) and not _own(cls, name)
     }
     for name in _EXTRA_STATE:
         if getattr(wrapped, name) is not getattr(nn.Module, name):

@@ -655,12 +655,7 @@ def _phase(root: RootState, limit: timedelta) -> Iterator[None]:
 
 
 def _duration(keywords: Mapping[str, float]) -> timedelta:
-    """The `timedelta` of the keywords of `model.timeout`.
-
-    Raises:
-        TypeError: a keyword or value that `timedelta` does not take.
-        ValueError: it is not positive, or longer than `LONGEST_TIMEOUT`.
-    """
+    """The `timedelta` of the keywords of `model.timeout`; raises as that does."""
     try:
         limit = timedelta(**keywords)
     except (TypeError, ValueError, OverflowError) as error:

@@ -95,14 +95,8 @@ class Exchange:
         return json.loads(bytes(received.tolist()))
 
     def refuse_difference(self, rows: Rows, errors: Mapping[str, str]) -> NoReturn:
-        """Raise on every rank, if `hash_of(rows)` differs: how they differ from the first rank's.
-
-        Args:
-            errors: for each section, in the order in which they are compared, the message.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise ValueError on every rank: how rows, of which the hashes differ, differ from the
+        first rank's. `errors`: the message for each section, in the order of comparison."""
         rank, first = self.first([own_rank(), rows])
         ranks_of_text: dict[str, list[int]] = {}
         for number, each in self.texts(_difference(rows, first, rank, errors)).items():

@@ -1,21 +1,8 @@
 """The interface of the engine for adapters to other frameworks, beside the public one.
 
-Adapters use `layerzero`, `layerzero.config`, `layerzero.checkpoint`, `checkpoint.adapters`
-and the names below; everything else is internal, which `tests/unit/test_imports.py` enforces.
-
-    parameters  `get_info`: the original of a sharded parameter, and this rank's range of it;
-                `copy_attributes`; `clean_name`: names without what wrappers add; `refuse_pieces`:
-                shards that would be saved as if whole
-    units       `get_unit`, `root_of`, `ordered_units`, `RootState`; `WrapPolicy`, `to_policy`,
-                `make_chooser`, `has_forward`: which modules become units; `summoned`: full
-                parameters of a module
-    ranks       `new_group`, `check_device_type`; `broadcast_buffers`, `equalize`: the first rank's
-                values; `Totals`: sums over all ranks of a model
-    optimizers  `attach`: functions called for each optimizer of sharded parameters
-    plans       `NamePattern`, `optional_by_name`; `load_yaml`, `read_plan_options`,
-                `engine_arguments`: from a file to arguments of `ZeRO3`; `MODULE_OPTIONS`,
-                `ZERO3_OPTIONS`: names of options
-    messages    `warn_once`, `near_matches`, `some`
+Adapters use `layerzero`, `layerzero.config`, `layerzero.checkpoint`, `checkpoint.adapters` and the
+names below, at most thirty (decision 0036); everything else is internal, which
+`tests/unit/test_imports.py` enforces.
 """
 
 from __future__ import annotations

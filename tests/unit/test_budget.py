@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_575,
+    "": 46_486,
     "flat": 2_860,
     "step": 4_625,
     "comm": 1_521,
     "watch": 1_038,
-    "build": 2_452,
+    "build": 2_446,
     "guards": 695,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

@@ -120,11 +120,7 @@ def adapted(plugin: Precision) -> Precision:
 
 
 def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
-    """Raise for settings that do not work with a sharded module, before it is sharded.
-
-    Raises:
-        ValueError, CheckpointError: names the setting, and what to use instead.
-    """
+    """Raise ValueError or CheckpointError for settings that do not work with a sharded module."""
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,8 @@ def map_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert optimizer state keyed by name to the form of `Optimizer.state_dict`: by number."""
-    numbers: dict[str, int] = {}
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            numbers.setdefault(name, len(numbers))
-    return {
-        "state": {numbers[name]: own for name, own in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    names = chain.from_iterable(group["params"] for group in state["param_groups"])
+    return _renamed(state, {name: number for number, name in enumerate(dict.fromkeys(names))})
 
 
 def named(
@@ -73,22 +65,23 @@ def named(
     """
     saved = [group["params"] for group in state["param_groups"]]
     own = names_in_groups(names, optimizer)
-    if [len(each) for each in saved] != [len(each) for each in own]:
+    sizes, expected = [len(each) for each in saved], [len(each) for each in own]
+    if sizes != expected:
         raise ValueError(
-            "the checkpoint's optimizer has groups of "
-            f"{[len(each) for each in saved]} parameters, the configured optimizer groups of "
-            f"{[len(each) for each in own]}; build the same groups as in the saved run"
+            f"the checkpoint's optimizer has groups of {sizes} parameters, the configured "
+            f"optimizer groups of {expected}; build the same groups as in the saved run"
         )
-    name_of = {
-        number: name
-        for numbers, group in zip(saved, own, strict=True)
-        for number, name in zip(numbers, group, strict=True)
+    return _renamed(state, dict(zip(chain(*saved), chain(*own), strict=True)))
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
+    groups = state["param_groups"]
+    return {
+        "state": {new[old]: own for old, own in state["state"].items()},
+        "param_groups": [
+            {**each, "params": [new[old] for old in each["params"]]} for each in groups
+        ],
     }
-    groups = [
-        {**group, "params": names} for group, names in zip(state["param_groups"], own, strict=True)
-    ]
-    by_name = {name_of[number]: each for number, each in state["state"].items()}
-    return {"state": by_name, "param_groups": groups}
 
 
 def _own_if_small(tensor: torch.Tensor) -> torch.Tensor:

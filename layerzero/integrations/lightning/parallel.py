@@ -27,11 +27,7 @@ Size = int | Literal["auto"]
 
 
 def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> None:
-    """Check the sizes and the group. Not collective.
-
-    Raises:
-        ValueError, TypeError: a bad size or group, or both sizes and a group.
-    """
+    """Raise ValueError or TypeError for a bad size or group, or both sizes and a group."""
     sizes = {"data_parallel_size": data_size, "tensor_parallel_size": tensor_size}
     for name, size in sizes.items():
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):

@@ -191,10 +191,8 @@ class ZeRO3Strategy(MeshStrategy):
         if backend == "nccl" and device.type == "cpu":
             raise ValueError("ZeRO3Strategy: nccl does not support the CPU; use backend 'gloo'")
         super().setup_environment()
-        expected, got = (
-            (self.global_rank, self.world_size),
-            (dist.get_rank(), dist.get_world_size()),
-        )
+        expected = self.global_rank, self.world_size
+        got = dist.get_rank(), dist.get_world_size()
         if expected != got:
             raise RuntimeError(
                 f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, but the "

@@ -74,13 +74,8 @@ _OPTIMIZER = {
 
 
 def check_model_config(config: Any, ddp_config: Any) -> None:
-    """Raise for settings that `ZeRO3DataParallel` does not support. Not collective.
-
-    Settings are the same on every rank, so all ranks raise or none does.
-
-    Raises:
-        ValueError: names the setting, and what to use instead.
-    """
+    """Raise ValueError for settings that `ZeRO3DataParallel` does not support. Not collective:
+    settings are the same on every rank, so all ranks raise or none does."""
     _refuse("DistributedDataParallelConfig", ddp_config, _DDP)
     _refuse("TransformerConfig", config, _MODEL)
     stages = getattr(config, "pipeline_model_parallel_size", 1)
@@ -109,24 +104,14 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
 
 
 def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
-    """Raise for settings that `get_zero3_optimizer` does not support.
-
-    Args:
-        has_own_optimizer: whether `make_optimizer` is given; then `optimizer` is not checked.
-
-    Raises:
-        ValueError: names the setting, and what to use instead.
-    """
+    """Raise ValueError for settings that `get_zero3_optimizer` does not support; `optimizer` may
+    have any value where `make_optimizer` is given (`has_own_optimizer`)."""
     checked = {k: v for k, v in _OPTIMIZER.items() if k != "optimizer" or not has_own_optimizer}
     _refuse("OptimizerConfig", config, checked)
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
-    """Raise if Megatron's schedule for this config would not run all chunks.
-
-    Raises:
-        ValueError: the number of chunks differs from the number of virtual stages.
-    """
+    """Raise ValueError if Megatron's schedule for this config would not run all chunks."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if num_chunks != (stages or 1):
         raise ValueError(

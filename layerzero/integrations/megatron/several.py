@@ -44,10 +44,6 @@ class SeveralOptimizers:
         return {name: each.state_dict() for name, each in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: it has other names; or as the optimizers raise.
-        """
         self.check_names(state_dict)
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict[name])
@@ -82,20 +78,12 @@ def one_or_several(
         TypeError: it returned neither an optimizer nor a dict of optimizers by name.
         ValueError: a parameter is in two optimizers, or a trained one in none.
     """
-    if not isinstance(made, Mapping):
-        if not hasattr(made, "param_groups"):
-            raise TypeError(
-                "make_optimizer: expected an optimizer, or a dict of optimizers by name, got "
-                f"{type(made).__name__}"
-            )
-        optimizer: torch.optim.Optimizer = made
-        return optimizer
     held: dict[int, str] = {}
-    for name, each in made.items():
+    for name, each in (made if isinstance(made, Mapping) else {"": made}).items():
         if not isinstance(name, str) or not hasattr(each, "param_groups"):
             raise TypeError(
-                f"make_optimizer: expected a dict of optimizers by name, got {name!r}: "
-                f"{type(each).__name__}"
+                "make_optimizer: expected an optimizer, or a dict of optimizers by name, got "
+                f"{name!r}: {type(each).__name__}"
             )
         for parameter in parameters_in(each.param_groups):
             if id(parameter) in held:
@@ -104,6 +92,9 @@ def one_or_several(
                     f"optimizers, {held[id(parameter)]!r} and {name!r}; give it to one"
                 )
             held[id(parameter)] = name
+    if not isinstance(made, Mapping):
+        optimizer: torch.optim.Optimizer = made
+        return optimizer
     left = [names[id(p)] for p in parameters_in(groups) if p.requires_grad and id(p) not in held]
     if left:
         raise ValueError(f"make_optimizer: no optimizer has {some(left)}; give each to one")

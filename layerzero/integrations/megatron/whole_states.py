@@ -30,14 +30,8 @@ StateDict = dict[str, Any]
 def refuse_split_parameters(
     optimizers: Sequence[torch.optim.Optimizer], tensor_parallel_size: int, names: Mapping[int, str]
 ) -> None:
-    """
-    Args:
-        names: of the parameters, by id.
-
-    Raises:
-        NotImplementedError: a parameter is split over tensor-parallel ranks, so that no rank has it
-            whole.
-    """
+    """Raise NotImplementedError if a parameter is split over tensor-parallel ranks, so that no rank
+    has it whole. `names`: of the parameters, by id."""
     split = [
         names.get(id(parameter), "a parameter")
         for optimizer in optimizers

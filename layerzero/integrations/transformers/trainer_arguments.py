@@ -48,11 +48,7 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Check the arguments before the model is changed.
-
-    Raises:
-        ValueError: names the argument, the reason, and what to use instead.
-    """
+    """Raise ValueError for an argument that does not work with a sharded model."""
     for name, instead in _REFUSED.items():
         if getattr(args, name):
             raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
