@@ -7,7 +7,7 @@ Replaced is what would leave the process (transport.py), and what needs values o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
-from layerzero.flat.placement import ShardGroup
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.memory_budget.learner import Learner
+from layerzero.memory_budget.meter import Meter
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
@@ -72,7 +73,7 @@ class PlannedModel(ZeRO3):
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
             self.__dict__["_learner"] = _PlannedLearner(
-                root, topology.placement, arguments.memory_budget, _PlannedMeter(count)
+                root, topology.placement, arguments.memory_budget, count
             )
 
     @property
@@ -200,27 +201,24 @@ class _PlannedLearner(Learner):
 
     steps = 2
 
+    def __init__(
+        self, root: RootState, placement: Placement, budget: int, count: StorageCount
+    ) -> None:
+        super().__init__(root, placement, budget)
+        self._count = count
+
+    def _start_meter(self, root: RootState) -> Meter:
+        self._count.restart()
+        return Meter(self._count.restart, lambda: None)
+
     def _weights_changed(self) -> bool:
         return True
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-
-class _PlannedMeter:
-    """Reads the count of the planned rank."""
-
-    def __init__(self, count: StorageCount) -> None:
-        self._count = count
-
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.look()
-
-    def look(self) -> int:
-        return self._count.restart()
-
-    def stop(self) -> None:
-        return None
+    def _everyones(self, own: Any) -> list[Any]:
+        return [own]
 
 
 def _exchange_of(root: RootState) -> Exchange:
