@@ -44,23 +44,17 @@ ROOT = "the root"
 class PlannedModel(ZeRO3):
     """A `ZeRO3` made of a plan, without an exchange between ranks."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        topology: Topology,
-        count: StorageCount,
-        on_accelerator: bool,
-    ) -> None:
+    def __init__(self, prepared: Prepared, topology: Topology, count: StorageCount) -> None:
         nn.Module.__init__(self)
         module, plan, arguments = prepared
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
-        make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
+        make = functools.partial(_PlannedRoot, count=count)
         parts = Parts(make_root=make, name_in_state_dicts=module_state.install)
         builder = Builder(plan, topology, arguments, parts, materializer, digests)
         root = builder.join(builder.build_units())
         if arguments.verify is not None:
-            verifier = _PlannedVerifier(root, count, on_accelerator)
+            verifier = _PlannedVerifier(root, count)
             root.extensions.add(verifier)
             root.context.send_through(verifier)
         for feature in plan.features:
@@ -159,14 +153,12 @@ class _PlannedReducer(GradientReducer):
 class _PlannedRoot(RootState):
     _reducer_class = _PlannedReducer
 
-    def __init__(
-        self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
-    ) -> None:
-        self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
+    def __init__(self, *arguments: Any, count: StorageCount, **named: Any) -> None:
+        self._count = count
         super().__init__(*arguments, **named)
 
     def _make_streams(self, on_gloo: bool) -> Streams:
-        return PlannedStreams(self.device, on_gloo, **self._planned)
+        return PlannedStreams(self.device, on_gloo, self._count)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
         return PlannedOperations(self.device, self.streams)
@@ -178,16 +170,15 @@ class _PlannedVerifier(Verifier):
     Every step is one that is checked, which holds the most.
     """
 
-    def __init__(self, root: RootState, count: StorageCount, on_accelerator: bool) -> None:
+    def __init__(self, root: RootState, count: StorageCount) -> None:
         self._storages = count
-        self._on_accelerator = on_accelerator
         super().__init__(root, every=1)
 
     def _watch_steps(self) -> None:
         """No real optimizer's step concerns it."""
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
-        if self._on_accelerator:
+        if self._root.streams.are_apart:
             self._storages.mark([checksums], "other")
             return checksums
         return [0] * checksums.numel()

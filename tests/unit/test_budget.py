@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_290,
+    "": 47_228,
     "flat": 2_911,
     "step": 4_753,
     "comm": 1_524,
