@@ -1,17 +1,16 @@
 """What a memory budget buys: `choose` climbs a ladder of settings as far as the bytes reach.
 
 Each rung adds to the one below, and the ladder is the same for every budget. So a larger budget
-never gathers more bytes, and never prefetches less.
+never gathers more bytes, and never prefetches less. Pure Python, no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from layerzero.config import BackwardPrefetch
-from layerzero.memory_budget.timeline import Settings, Timeline
 from layerzero.notices import some
 
 
@@ -47,46 +46,60 @@ class MemoryChoice:
         )
 
 
-class Costs(NamedTuple):
-    """What each unit takes and saves; the same numbers on every rank."""
+class Settings(NamedTuple):
+    """What a budget decides."""
 
-    sizes: Sequence[int]
+    kept: frozenset[int] = frozenset()
+    """Indices of the units that stay full between forward and backward."""
+    forward_depth: int = 0
+    prefetches_in_backward: bool = False
+
+
+class Learned(NamedTuple):
+    """The most that steps with the default `Settings` held, on the fullest rank."""
+
+    outside: int
+    """Bytes before the first gather of a step and after its last reduction or free."""
+    inside: Mapping[frozenset[int], int]
+    """Bytes in between, by the units that were full."""
+    ahead: int
+    """Bytes of the largest unit that may be gathered before its use."""
+    sizes: tuple[int, ...]
     """Bytes of each unit's full buffers."""
-    never_kept: frozenset[int]
-    """Units that must be freed after forward."""
+    saved: tuple[int, ...]
+    """Gathers of each unit in a step that keeping it full would save; 0: it must not be kept."""
 
+    def bound(self, settings: Settings) -> int:
+        """The most bytes that such a step with other settings can hold: all that is kept, and the
+        largest unit ahead, may be full at any time between the first gather and the last free."""
+        is_ahead = settings.forward_depth or settings.prefetches_in_backward
+        ahead = self.ahead if is_ahead else 0
+        inside = (
+            peak + ahead + sum(self.sizes[unit] for unit in settings.kept - full)
+            for full, peak in self.inside.items()
+        )
+        return max(self.outside, *inside)
 
-def choose(timeline: Timeline, costs: Costs, budget: int) -> Settings:
-    """The highest rung whose bound fits the budget."""
-    best = Settings()
-    for settings in ladder(timeline, costs):
-        if timeline.bound(settings, costs.sizes) > budget:
-            break
-        best = settings
-    return best
+    def ladder(self) -> Iterator[Settings]:
+        """Settings, each of which holds more bytes than the one before and sends fewer.
 
-
-def ladder(timeline: Timeline, costs: Costs) -> Iterator[Settings]:
-    """Settings, each of which holds more bytes than the one before and sends fewer.
-
-    Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most gathers
-    for each byte that it holds; of equal units the one that runs last in forward, which is kept for
-    the shortest time.
-    """
-    settings = Settings(prefetches_in_backward=True)
-    yield settings
-    settings = settings._replace(forward_depth=1)
-    yield settings
-    rungs = [
-        (gathers, _last_use(timeline, unit), unit)
-        for unit, gathers in timeline.gathers.items()
-        if costs.sizes[unit] and unit not in costs.never_kept
-    ]
-    for _, _, unit in sorted(rungs, reverse=True):
-        settings = settings._replace(kept=settings.kept | {unit})
+        Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most
+        gathers for each byte that it holds; of equal units the last in the model.
+        """
+        settings = Settings(prefetches_in_backward=True)
         yield settings
+        settings = settings._replace(forward_depth=1)
+        yield settings
+        rungs = [(n, unit) for unit, n in enumerate(self.saved) if n and self.sizes[unit]]
+        for _, unit in sorted(rungs, reverse=True):
+            settings = settings._replace(kept=settings.kept | {unit})
+            yield settings
 
-
-def _last_use(timeline: Timeline, unit: int) -> int:
-    events = enumerate(timeline.events)
-    return max((i for i, e in events if e.unit == unit and not e.in_backward), default=0)
+    def choose(self, budget: int) -> Settings:
+        """The highest rung whose bound fits the budget."""
+        best = Settings()
+        for settings in self.ladder():
+            if self.bound(settings) > budget:
+                break
+            best = settings
+        return best

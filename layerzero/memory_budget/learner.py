@@ -1,8 +1,8 @@
 """Learner: measures the first steps of a model, and chooses what its memory budget buys.
 
     step 1          nothing full: optimizer state is made
-    steps 2 to 5    nothing full: the most bytes between any two gathers or frees are noted
-    step 6          ranks agree on the highest of them, and choose
+    steps 2 to 5    nothing full: the most bytes are noted, by the units that are full at once
+    step 6          ranks exchange them, and choose by the highest
 
 A step ends with the first forward after a backward that reduced gradients and an optimizer that
 changed weights on any rank. Until the choice is made a forward costs an exchange of two numbers,
@@ -11,21 +11,22 @@ and on the CPU every operation runs under a dispatch mode. Afterwards nothing is
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from layerzero.comm.exchanges import gather_along
+from layerzero.comm.exchanges import gather_along, gather_bytes
 from layerzero.comm.gloo.threads import FinishingStream
+from layerzero.comm.pending import Operation
 from layerzero.config import BackwardPrefetch, GatherBudget
-from layerzero.flat.placement import Placement
-from layerzero.memory_budget.choice import Costs, MemoryChoice, choose, ladder
-from layerzero.memory_budget.meter import LateStream, Meter, make_meter
-from layerzero.memory_budget.timeline import Event, Settings, Timeline
+from layerzero.flat.placement import Placement, ShardGroup
+from layerzero.memory_budget.choice import Learned, MemoryChoice, Settings
+from layerzero.memory_budget.meter import LateStream, Meter, check_device, start_meter
 from layerzero.notices import warn_once
 from layerzero.ops import Segments
 from layerzero.step.backward import ForwardPass
@@ -34,6 +35,8 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.verify.verifier import Verifier
 
+_Held = tuple[int, list[tuple[list[int], int]], int, list[int]]
+"""Fields of `Learned` on one rank, without `sizes`."""
 _logger = logging.getLogger(__name__)
 _CHECKSUMS = 4
 """A gather in forward and in backward, a reduction, and a comparison of what rests."""
@@ -47,13 +50,8 @@ class Learner(Extension):
     steps = 5
     """Number of steps before the choice."""
 
-    def __init__(
-        self, root: RootState, placement: Placement, budget: int, meter: Meter | None = None
-    ) -> None:
+    def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
         """Not collective.
-
-        Args:
-            meter: None: what measures on the model's device.
 
         Raises:
             ValueError: the shards alone need more.
@@ -63,13 +61,12 @@ class Learner(Extension):
         self._root_ref = weakref.ref(root)
         self._placement = placement
         self._budget = budget
-        self._meter = meter or make_meter(root.device)
         self._record: _Record | None = None
-        self._steps: list[Timeline] = []
         self._num_steps = 0
         self._versions: list[list[int]] = []
         self._refusal = ""
         self._slack = _checksums(root)
+        check_device(root.device)
         self._refuse_without_steps(root)
         _apply(root, Settings())
         if root.reducer.accumulation.may_decide:
@@ -106,8 +103,9 @@ class Learner(Extension):
             if changed:
                 self._end_step(peak)
             if self._num_steps == self.steps:
+                own = self._record.held()
                 self._stop()
-                self._choose()
+                self._choose(self._everyones(own))
                 root.extensions.remove(self)
 
     def begin_action(self, action: str, unit: str) -> None:
@@ -127,15 +125,17 @@ class Learner(Extension):
                 "memory_budget: memory that a compiled module allocates on the CPU cannot be "
                 "measured; leave out memory_budget or torch.compile"
             )
-        self._meter.start(_held_by_engine(root))
+        meter = self._start_meter(root)
         # The model may go while it learns.
-        self._stops = weakref.finalize(root, self._meter.stop)
-        numbers = {unit.label: unit.index for unit in root.units}
-        self._record = _Record(self._meter, numbers, root)
+        self._stops = weakref.finalize(root, meter.stop)
+        self._record = _Record(meter, root)
         self._usual = root.streams.reduce
         if isinstance(self._usual, FinishingStream):
             root.streams.reduce = LateStream()
         self._versions = _versions(root)
+
+    def _start_meter(self, root: RootState) -> Meter:
+        return start_meter(root.device, _held_by_engine(root))
 
     def _stop(self) -> None:
         root = self._root
@@ -149,12 +149,10 @@ class Learner(Extension):
 
     def _end_step(self, peak: int) -> None:
         assert self._record is not None, "called after a step"
-        timeline = self._record.take()
         self._num_steps += 1
-        if self._num_steps == 1:
-            return  # It made the optimizer's state, and found batches that no step had touched.
-        self._steps.append(timeline)
-        if peak > self._budget:
+        # The first one made the optimizer's state, and found batches that no step had touched.
+        self._record.end_step(is_learned=self._num_steps > 1)
+        if self._num_steps > 1 and peak > self._budget:
             self._stop()
             self._refuse(_too_small(self._budget, peak))
 
@@ -178,7 +176,7 @@ class Learner(Extension):
 
     # Choosing ---------------------------------------------------------------------------------
 
-    def _choose(self) -> None:
+    def _choose(self, everyones: Sequence[_Held]) -> None:
         root = self._root
         for unit in root.units:
             if unit.forward_prefetch is not None or unit.backward_prefetch is not None:
@@ -186,24 +184,38 @@ class Learner(Extension):
                     f"{unit.label}: memory_budget chooses what is prefetched; set no list of "
                     "modules to prefetch"
                 )
-        timeline = self._agreed(Timeline.highest(self._steps))
-        self._steps = []
-        costs = self._costs()
-        settings = choose(timeline, costs, self._budget)
+        inside: dict[frozenset[int], int] = {}
+        for _, held, _, _ in everyones:
+            for full, peak in held:
+                units = frozenset(full)
+                inside[units] = max(inside.get(units, 0), peak + self._slack)
+        fewest = zip(*(saved for _, _, _, saved in everyones), strict=True)
+        sizes = tuple(unit.nbytes for unit in root.units)
+        learned = Learned(
+            outside=max(outside for outside, *_ in everyones) + self._slack,
+            inside=inside,
+            ahead=max(ahead for _, _, ahead, _ in everyones),
+            sizes=sizes,
+            # A unit that only some ranks run has another place in the step of each rank.
+            saved=tuple(
+                0 if unit.is_optional else min(each)
+                for unit, each in zip(root.units, fewest, strict=True)
+            ),
+        )
+        settings = learned.choose(self._budget)
         _apply(root, settings)
-        self.choice = self._described(timeline, costs, settings)
+        self.choice = MemoryChoice(
+            budget_bytes=self._budget,
+            bound_bytes=learned.bound(settings),
+            least_bytes=learned.bound(Settings()),
+            most_bytes=max(map(learned.bound, learned.ladder())),
+            kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
+            forward_prefetch=settings.forward_depth,
+            backward_prefetch=root.scheduler.backward_prefetch,
+            saved_bytes=sum(sizes[unit] * learned.saved[unit] for unit in settings.kept),
+        )
         if self._placement.is_first:
             _logger.info("%s", self.choice)
-
-    def _agreed(self, timeline: Timeline) -> Timeline:
-        """The highest bytes of all ranks; in one segment if their steps differ."""
-        text = repr((timeline.events, timeline.is_whole)).encode()
-        digest = hashlib.blake2b(text, digest_size=7).digest()
-        number = int.from_bytes(digest, "big")
-        highest, lowest = self._highest([number, -number])
-        if highest != -lowest:
-            timeline = timeline.in_one_segment()
-        return timeline.with_peaks(self._highest([each + self._slack for each in timeline.peaks]))
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of all ranks, for each number. Collective; blocks the host."""
@@ -214,57 +226,89 @@ class Learner(Extension):
         table = gather_along(table, root.tensor_parallel_groups, name)
         return [int(number) for number in table.view(-1, len(numbers)).amax(0).tolist()]
 
-    def _costs(self) -> Costs:
+    def _everyones(self, own: _Held) -> list[_Held]:
+        """What each rank held. Collective; blocks the host."""
         root = self._root
-        sizes = [unit.nbytes for unit in root.units]
-        # A unit that only some ranks run has another place in the step of each rank.
-        return Costs(sizes, frozenset(unit.index for unit in root.units if unit.is_optional))
+        across = root.tensor_parallel_groups
 
-    def _described(self, timeline: Timeline, costs: Costs, settings: Settings) -> MemoryChoice:
-        root = self._root
-        *_, last = ladder(timeline, costs)
-        gathers = {unit: timeline.gathers[unit] for unit in settings.kept}
-        return MemoryChoice(
-            budget_bytes=self._budget,
-            bound_bytes=timeline.bound(settings, costs.sizes),
-            least_bytes=timeline.peak,
-            most_bytes=timeline.bound(last, costs.sizes),
-            kept=tuple(root.units[index].fqn for index in sorted(settings.kept)),
-            forward_prefetch=settings.forward_depth,
-            backward_prefetch=root.scheduler.backward_prefetch,
-            saved_bytes=sum(costs.sizes[unit] * number for unit, number in gathers.items()),
-        )
+        def name(group: ShardGroup) -> Operation:
+            make = root.operations.next
+            if group in across:
+                make = root.operations.next_tensor_parallel
+            return make("memory budget", "the model", group)
+
+        groups = [*self._placement.groups, *across]
+        found = gather_bytes(json.dumps(own).encode(), groups, name, root.device)
+        return [json.loads(each) for each in found]
 
 
 class _Record:
-    """The events of the step that runs, and the most bytes before each."""
+    """The steps so far: the most bytes in their passes and outside of them, and their gathers."""
 
-    def __init__(self, meter: Meter, numbers: dict[str, int], root: RootState) -> None:
+    has_reduced: bool
+    """Whether the step that runs has."""
+
+    def __init__(self, meter: Meter, root: RootState) -> None:
         self._meter = meter
-        self._numbers = numbers
+        self._sizes = [unit.nbytes for unit in root.units]
+        self._units = {unit.label: unit.index for unit in root.units}
         self._context = weakref.proxy(root.context)
-        self._events: list[Event] = []
-        self._peaks: list[int] = [0]
+        self._full: frozenset[int] = frozenset()
+        """The units that are full now."""
+        self._inside: dict[frozenset[int], int] = {}
+        """The most bytes in passes, by the units that were full."""
+        self._outside = self._ahead = self._peak = self._since = 0
+        self._saved: list[int] = []
+        self._begin()
 
-    @property
-    def has_reduced(self) -> bool:
-        return any(event.action == "reduce" for event in self._events)
+    def _begin(self) -> None:
+        self.has_reduced = False
+        self._peak = self._since = 0
+        self._was_in_backward: bool | None = None
+        """Whether the last gather was; None before the first."""
+        self._gathers: Counter[tuple[int, bool]] = Counter()
 
     def note(self, action: str, label: str) -> None:
+        """A gather or reduction begins, or a unit was freed."""
         self.look()
-        self._events.append(Event(action, self._numbers[label], self._context.in_backward))
-        self._peaks.append(0)
+        if self._gathers:
+            self._inside[self._full] = max(self._inside.get(self._full, 0), self._since)
+        else:
+            self._outside = max(self._outside, self._since)
+        self._since = 0
+        self.has_reduced |= action == "reduce"
+        unit = self._units[label]
+        if action == "reshard":
+            self._full -= {unit}
+        elif action == "unshard":
+            self._full |= {unit}
+            in_backward = self._context.in_backward
+            if in_backward == self._was_in_backward:  # The first one of a pass is never ahead.
+                self._ahead = max(self._ahead, self._sizes[unit])
+            self._was_in_backward = in_backward
+            self._gathers[unit, in_backward] += 1
 
     def look(self) -> int:
         """The most bytes since the step began."""
-        self._peaks[-1] = max(self._peaks[-1], self._meter.look())
-        return max(self._peaks)
+        self._since = max(self._since, self._meter.look())
+        self._peak = max(self._peak, self._since)
+        return self._peak
 
-    def take(self) -> Timeline:
-        """The step that has ended; the next one begins."""
-        taken = Timeline.of(self._events, self._peaks)
-        self._events, self._peaks = [], [0]
-        return taken
+    def end_step(self, is_learned: bool) -> None:
+        """A step has ended, and the next one begins. `is_learned`: False: forget it."""
+        units, gathers = range(len(self._sizes)), self._gathers
+        if is_learned:
+            saved = [min(gathers[unit, False], gathers[unit, True]) for unit in units]
+            self._saved = list(map(min, self._saved or saved, saved))
+            self._outside = max(self._outside, self._since)
+        else:
+            self._inside.clear()
+            self._outside = self._ahead = 0
+        self._begin()
+
+    def held(self) -> _Held:
+        inside = [([*full], peak) for full, peak in self._inside.items()]
+        return self._outside, inside, self._ahead, self._saved
 
 
 def _apply(root: RootState, settings: Settings) -> None:

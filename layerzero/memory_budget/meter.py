@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _python_dispatch as dispatch
@@ -27,22 +27,19 @@ from layerzero.memory_budget.storages import CountingMode, StorageCount, begin_r
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 
-class Meter(Protocol):
-    """Measures while it runs. `stop` may be called twice, and after the model is gone."""
+class Meter(NamedTuple):
+    """Measures until it is stopped."""
 
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        """`tensors`: what the engine holds."""
-
-    def look(self) -> int:
-        """The most bytes that lived since the last look."""
-
-    def stop(self) -> None: ...
+    look: Callable[[], int]
+    """Returns the most bytes that lived since the last look."""
+    stop: Callable[[], None]
+    """May be called after the model is gone."""
 
 
-def make_meter(device: torch.device) -> Meter:
-    """Raises NotImplementedError if the device's module has no statistics of its memory."""
+def check_device(device: torch.device) -> None:
+    """Raise NotImplementedError if the device's module has no statistics of its memory."""
     if device.type == "cpu":
-        return HostMeter()
+        return
     module = torch.get_device_module(device)
     names = ("max_memory_allocated", "reset_peak_memory_stats")
     missing = [name for name in names if not hasattr(module, name)]
@@ -51,58 +48,38 @@ def make_meter(device: torch.device) -> Meter:
             f"memory_budget: torch.{device.type} has no {' and no '.join(missing)}, so "
             "live memory cannot be measured; leave memory_budget out"
         )
-    return DeviceMeter(module, device)
 
 
-class DeviceMeter:
-    """What the caching allocator has given out."""
+def start_meter(device: torch.device, tensors: Iterable[torch.Tensor]) -> Meter:
+    """Measure what the caching allocator of the device has given out; on the CPU, what the steps of
+    this thread hold.
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module = module
-        self._device = device
+    Args:
+        tensors: what the engine holds.
+    """
+    if device.type == "cpu":
+        count = StorageCount()
+        mode = _TouchingMode(count)
+        begin_resizes(count)
+        for tensor in tensors:
+            count.note(tensor)
+        _insert(mode)
+        count.restart()
 
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.look()
+        def stop() -> None:
+            end_resizes(count)
+            _remove(mode)
 
-    def look(self) -> int:
-        peak = int(self._module.max_memory_allocated(self._device))
-        self._module.reset_peak_memory_stats(self._device)
+        return Meter(count.restart, stop)
+    module = torch.get_device_module(device)
+
+    def look() -> int:
+        peak = int(module.max_memory_allocated(device))
+        module.reset_peak_memory_stats(device)
         return peak
 
-    def stop(self) -> None:
-        return None
-
-
-class HostMeter:
-    """What the steps of this thread hold in memory of the CPU."""
-
-    def __init__(self) -> None:
-        self._count = _PeakOnly()
-        self._mode: _TouchingMode | None = None
-
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._mode = _TouchingMode(self._count)
-        begin_resizes(self._count)
-        for tensor in tensors:
-            self._count.note(tensor)
-        _insert(self._mode)
-        self.look()
-
-    def look(self) -> int:
-        return self._count.restart()
-
-    def stop(self) -> None:
-        if self._mode is not None:
-            end_resizes(self._count)
-            _remove(self._mode)
-            self._mode = None
-
-
-class _PeakOnly(StorageCount):
-    """Does not note what lived at the peak."""
-
-    def _note_peak(self) -> None:
-        return None
+    look()
+    return Meter(look, lambda: None)
 
 
 class _TouchingMode(CountingMode):

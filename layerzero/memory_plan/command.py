@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +18,11 @@ from torch import nn
 
 from layerzero.build.device import current_accelerator
 from layerzero.config import MixedPrecision, parse_nbytes, size_text
-from layerzero.memory_plan.plan import MemoryPlan, plan_memory
-from layerzero.memory_plan.pretrained import UnknownModel, batch_of, model_of
+from layerzero.memory_plan.plan import plan_memory
 
 _PROGRAM = "python -m layerzero.plan"
+_DEFAULT_LENGTH = 2048
+_NAMES_OF_LENGTH = ("max_target_positions", "max_position_embeddings", "n_positions")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -86,7 +88,10 @@ def _run(options: argparse.Namespace) -> None:
     }
     chosen = []
     for num_ranks in options.ranks:
-        plan = _choose(module, num_ranks, memory, options, arguments)
+        for size in _sizes(num_ranks, options):
+            plan = plan_memory(module, world_size=num_ranks, zero3_size=size, **arguments)
+            if plan.peak_bytes <= memory:
+                break
         chosen.append(plan)
         print(f"{plan}\n")
     print(f"{'ranks':>6}  {'zero3_size':>10}  {'at rest':>10}  {'at the peak':>11}")
@@ -99,48 +104,83 @@ def _run(options: argparse.Namespace) -> None:
         print(f"recommended zero3_size, for devices of {size_text(memory)}: {sizes}")
 
 
-def _choose(
-    module: nn.Module,
-    num_ranks: int,
-    memory: int,
-    options: argparse.Namespace,
-    arguments: dict[str, Any],
-) -> MemoryPlan:
-    """The plan of the smallest size that fits, from that of a node on; else of the largest."""
+def _sizes(num_ranks: int, options: argparse.Namespace) -> list[int]:
+    """The sizes of which the smallest that fits is recommended, from that of a node on."""
     if options.zero3_size is not None:
-        sizes = [options.zero3_size]
-    else:
-        first = options.ranks_per_node if num_ranks > options.ranks_per_node else 1
-        doubled = [first << times for times in range(num_ranks.bit_length())]
-        sizes = [size for size in doubled if size < num_ranks and num_ranks % size == 0]
-        sizes.append(num_ranks)
-    for size in sizes:
-        plan = plan_memory(module, world_size=num_ranks, zero3_size=size, **arguments)
-        if plan.peak_bytes <= memory:
-            break
-    return plan
+        return [options.zero3_size]
+    first = options.ranks_per_node if num_ranks > options.ranks_per_node else 1
+    doubled = [first << times for times in range(num_ranks.bit_length())]
+    return [*(size for size in doubled if size < num_ranks and num_ranks % size == 0), num_ranks]
 
 
 def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     if ":" in options.model:
         return _imported(options.model)
     try:
-        module = model_of(options.model)
-        batch = batch_of(module, options.batch_size, options.length)
+        module = _pretrained(options.model)
+        batch = _batch_of(module, options.batch_size, options.length)
     except ImportError:
         raise ValueError(
             f"--model {options.model}: a transformers config needs transformers; or pass "
             "package.module:callable"
         ) from None
-    except UnknownModel as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--model {options.model}: no config that transformers can make a model and a batch "
-            f"of, nor package.module:callable: {error}"
+            f"of, nor package.module:callable: {str(error).splitlines()[0]}"
         ) from None
     numbers = sum(parameter.numel() for parameter in module.parameters())
     shapes = (f"{name} {[*value.shape]}" for name, value in batch.items() if name != "use_cache")
     print(f"{type(module).__name__}, {numbers / 1e6:,.1f} M parameters; {', '.join(shapes)}\n")
     return module, batch
+
+
+def _pretrained(path: str) -> nn.Module:
+    """The model of a transformers config (a folder, a config.json or a name) on the meta device,
+    for training: of the first class in the config's `architectures`."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(path)
+    name, *_ = config.architectures or [None]
+    if not hasattr(transformers, str(name)):
+        raise ValueError(
+            f"its class (architectures) is {name}, which transformers "
+            f"{transformers.__version__} does not have"
+        )
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, name)(config)
+    return model.train()
+
+
+def _batch_of(model: Any, batch_size: int, length: int | None) -> dict[str, Any]:
+    """Keyword arguments of a training step on text, on the meta device; with labels where the
+    forward takes some.
+
+    Args:
+        length: tokens of a sequence; None: 2048, or as many as the model has positions for.
+    """
+
+    def integers(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int64, device="meta")
+
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"no batch is known for {type(model).__name__}, which takes "
+            f"{model.main_input_name!r}; pass package.module:callable that returns (module, batch)"
+        )
+    if length is None:
+        text = config.get_text_config()
+        known = (getattr(text, name, None) for name in _NAMES_OF_LENGTH)
+        length = min([_DEFAULT_LENGTH, *filter(None, known)])
+    batch: dict[str, Any] = {"input_ids": integers(batch_size, length)}
+    if "labels" in takes:
+        is_of_sequences = type(model).__name__.endswith("SequenceClassification")
+        batch["labels"] = integers(*(batch_size,) if is_of_sequences else (batch_size, length))
+    elif config.is_encoder_decoder:
+        batch["decoder_input_ids"] = batch["input_ids"]
+    if "use_cache" in takes:
+        batch["use_cache"] = False
+    return batch
 
 
 def _imported(path: str) -> tuple[nn.Module, Any]:

@@ -7,7 +7,7 @@ Replaced is what would leave the process (transport.py), and what needs values o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
-from layerzero.flat.placement import ShardGroup
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.memory_budget.learner import Learner
+from layerzero.memory_budget.meter import Meter
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
@@ -42,23 +43,17 @@ ROOT = "the root"
 class PlannedModel(ZeRO3):
     """A `ZeRO3` made of a plan, without an exchange between ranks."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        topology: Topology,
-        count: StorageCount,
-        on_accelerator: bool,
-    ) -> None:
+    def __init__(self, prepared: Prepared, topology: Topology, count: StorageCount) -> None:
         nn.Module.__init__(self)
         module, plan, arguments = prepared
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
-        make = functools.partial(_PlannedRoot, count=count, on_accelerator=on_accelerator)
+        make = functools.partial(_PlannedRoot, count=count)
         parts = Parts(make_root=make, name_in_state_dicts=module_state.install)
         builder = Builder(plan, topology, arguments, parts, materializer, digests)
         root = builder.join(builder.build_units())
         if arguments.verify is not None:
-            verifier = _PlannedVerifier(root, count, on_accelerator)
+            verifier = _PlannedVerifier(root, count)
             root.extensions.add(verifier)
             root.context.transport = verifier
         for feature in plan.features:
@@ -71,7 +66,7 @@ class PlannedModel(ZeRO3):
         self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
             self.__dict__["_learner"] = _PlannedLearner(
-                root, topology.placement, arguments.memory_budget, _PlannedMeter(count)
+                root, topology.placement, arguments.memory_budget, count
             )
 
     @property
@@ -145,10 +140,8 @@ class _Moments(Extension):
 
 
 class _PlannedRoot(RootState):
-    def __init__(
-        self, *arguments: Any, count: StorageCount, on_accelerator: bool, **named: Any
-    ) -> None:
-        self._planned: dict[str, Any] = {"count": count, "on_accelerator": on_accelerator}
+    def __init__(self, *arguments: Any, count: StorageCount, **named: Any) -> None:
+        self._count = count
         super().__init__(*arguments, **named)
         exchange = self.reducer.exchange_presence
 
@@ -161,7 +154,7 @@ class _PlannedRoot(RootState):
         self.reducer.exchange_presence = exchange_alone
 
     def _make_streams(self, on_gloo: bool) -> Streams:
-        return PlannedStreams(self.device, on_gloo, **self._planned)
+        return PlannedStreams(self.device, on_gloo, self._count)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
         return PlannedOperations(self.device, self.streams)
@@ -173,16 +166,15 @@ class _PlannedVerifier(Verifier):
     Every step is one that is checked, which holds the most.
     """
 
-    def __init__(self, root: RootState, count: StorageCount, on_accelerator: bool) -> None:
+    def __init__(self, root: RootState, count: StorageCount) -> None:
         self._storages = count
-        self._on_accelerator = on_accelerator
         super().__init__(root, every=1)
 
     def _watch_steps(self) -> None:
         """No real optimizer's step concerns it."""
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
-        if self._on_accelerator:
+        if self._root.streams.are_apart:
             self._storages.mark([checksums], "other")
             return checksums
         return [0] * checksums.numel()
@@ -196,27 +188,24 @@ class _PlannedLearner(Learner):
 
     steps = 2
 
+    def __init__(
+        self, root: RootState, placement: Placement, budget: int, count: StorageCount
+    ) -> None:
+        super().__init__(root, placement, budget)
+        self._count = count
+
+    def _start_meter(self, root: RootState) -> Meter:
+        self._count.restart()
+        return Meter(self._count.restart, lambda: None)
+
     def _weights_changed(self) -> bool:
         return True
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-
-class _PlannedMeter:
-    """Reads the count of the planned rank."""
-
-    def __init__(self, count: StorageCount) -> None:
-        self._count = count
-
-    def start(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.look()
-
-    def look(self) -> int:
-        return self._count.restart()
-
-    def stop(self) -> None:
-        return None
+    def _everyones(self, own: Any) -> list[Any]:
+        return [own]
 
 
 def _exchange_of(root: RootState) -> Exchange:

@@ -56,7 +56,7 @@ class PlannedRank:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._hollow(), self._count.of_kind("other"):
             topology = topology_of(request, prepared, rank)
-            self.model = PlannedModel(prepared, topology, self._count, request.on_accelerator)
+            self.model = PlannedModel(prepared, topology, self._count)
             self._mark_engine()
 
     def run(self, batch: Batch) -> Usage:
@@ -68,18 +68,53 @@ class PlannedRank:
         """
         with self._hollow():
             args, kwargs = _allocated(batch)
-            step = _Step(self.model, self._count, self._optimizer, self._on_accelerator)
-            step(args, kwargs)
+            optimizer = self._make_optimizer()
+            self._step(optimizer, args, kwargs)
             self.model.refuse_skipped()
             while self.model.learns:
-                step(args, kwargs)
+                self._step(optimizer, args, kwargs)
             gc.collect(_YOUNG)
             self._count.restart()
-            step(args, kwargs)
+            self._step(optimizer, args, kwargs)
             at_peak, moment = sums(self._count.at_peak()), self._count.peak_moment
             del args, kwargs
             gc.collect(_YOUNG)
             return Usage(self._count.by_kind(), at_peak, moment, self._padding())
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        if not parameters:
+            raise ValueError(
+                "plan_memory: no parameter requires grad; the plan is of a training step"
+            )
+        # Elsewhere torch chooses its multi-tensor implementation, which has larger temporaries.
+        foreach = True if self._on_accelerator else None
+        if self._optimizer == "adamw":
+            return torch.optim.AdamW(parameters, foreach=foreach)
+        if self._optimizer == "sgd":
+            return torch.optim.SGD(parameters, foreach=foreach)
+        return _StateOnly(parameters, float(self._optimizer))
+
+    def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
+        count, model = self._count, self.model
+        count.now_at(ROOT, "forward")
+        with _values_are_refused(), _one_sequence_a_row(kwargs):
+            output = model(*args, **kwargs)
+            for handle in model.handles:
+                if handle.post_forward_shard is not None:
+                    count.mark([handle.post_forward_shard], "compute shards")
+            loss = _scalar_of(output)
+            loss.backward()
+        parameters = list(model.parameters())
+        count.mark((each.grad for each in parameters if each.grad is not None), "gradients")
+        count.now_at("", "optimizer step")
+        with count.of_kind("optimizer temporaries"):
+            optimizer.step()
+        state = (each for of in optimizer.state.values() for each in find_tensors(of))
+        count.mark(state, "optimizer state")
+        count.now_at("", "zero_grad")
+        optimizer.zero_grad()
 
     @contextmanager
     def _hollow(self) -> Iterator[None]:
@@ -119,54 +154,6 @@ def _made_on_the_cpu() -> AbstractContextManager[object]:
     """Where tensors are made by default; costs time only if somebody has chosen otherwise."""
     here = torch.get_default_device()
     return nullcontext() if here.type == "cpu" else torch.device("cpu")
-
-
-class _Step:
-    """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
-
-    def __init__(
-        self, model: PlannedModel, count: StorageCount, optimizer: Optimizer, on_accelerator: bool
-    ) -> None:
-        self._model = model
-        self._count = count
-        trainable = [each for each in model.parameters() if each.requires_grad]
-        if not trainable:
-            raise ValueError(
-                "plan_memory: no parameter requires grad; the plan is of a training step"
-            )
-        self._optimizer = _make_optimizer(optimizer, trainable, on_accelerator)
-
-    def __call__(self, args: Any, kwargs: Any) -> None:
-        count, model = self._count, self._model
-        count.now_at(ROOT, "forward")
-        with _values_are_refused(), _one_sequence_a_row(kwargs):
-            output = model(*args, **kwargs)
-            for handle in model.handles:
-                if handle.post_forward_shard is not None:
-                    count.mark([handle.post_forward_shard], "compute shards")
-            loss = _scalar_of(output)
-            loss.backward()
-        parameters = list(model.parameters())
-        count.mark((each.grad for each in parameters if each.grad is not None), "gradients")
-        count.now_at("", "optimizer step")
-        with count.of_kind("optimizer temporaries"):
-            self._optimizer.step()
-        state = (each for of in self._optimizer.state.values() for each in find_tensors(of))
-        count.mark(state, "optimizer state")
-        count.now_at("", "zero_grad")
-        self._optimizer.zero_grad()
-
-
-def _make_optimizer(
-    optimizer: Optimizer, parameters: list[nn.Parameter], on_accelerator: bool
-) -> torch.optim.Optimizer:
-    # Elsewhere torch chooses its multi-tensor implementation, which has larger temporaries.
-    foreach = True if on_accelerator else None
-    if optimizer == "adamw":
-        return torch.optim.AdamW(parameters, foreach=foreach)
-    if optimizer == "sgd":
-        return torch.optim.SGD(parameters, foreach=foreach)
-    return _StateOnly(parameters, float(optimizer))
 
 
 class _StateOnly(torch.optim.Optimizer):

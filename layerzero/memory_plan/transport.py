@@ -164,21 +164,19 @@ class _OnDevice(InlineStream):
 class PlannedStreams(Streams):
     """The streams of a planned model."""
 
-    def __init__(
-        self, device: torch.device, on_gloo: bool, on_accelerator: bool, count: StorageCount
-    ) -> None:
+    def __init__(self, device: torch.device, on_gloo: bool, count: StorageCount) -> None:
         """
         Args:
             device: where the tensors seem to be: the CPU.
-            on_accelerator: the planned device has streams.
+            on_gloo: whether it is the CPU that is planned.
         """
         super().__init__(device)
-        self._is_apart = on_accelerator
-        if on_accelerator:
-            self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
-        elif on_gloo:
+        self._is_apart = not on_gloo
+        if on_gloo:
             self.reduce = reduce = _Reducing(count)
             self.unshard = _Gathering(reduce)
+        else:
+            self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
 
     @property
     def are_apart(self) -> bool:

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_486,
+    "": 46_333,
     "flat": 2_860,
     "step": 4_625,
     "comm": 1_521,
