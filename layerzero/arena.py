@@ -153,8 +153,6 @@ class Arena(Extension):
             self._inputs.add(lease.buffer)
         return lease
 
-    # What leases call, on any thread ---------------------------------------------------------
-
     def reserve(self, lease: Lease, is_behind: bool) -> None:
         """Choose the place: in the order of the host, which is the same in every step."""
         buffer, is_behind = lease.buffer, is_behind and self._has_thread
@@ -197,8 +195,6 @@ class Arena(Extension):
         if place is not None and buffer in self._inputs and self._context.streams.are_apart:
             self._context.before_free()  # See Note [Who wrote there before].
 
-    # Passes -----------------------------------------------------------------------------------
-
     def before_forward(self, unit: Any, forward_pass: Any) -> None:
         root = self._root_ref()
         assert root is not None, "a forward of it begins"
@@ -223,8 +219,6 @@ class Arena(Extension):
         self._events = []
         self._in_flight.clear()
         self._passes.append(Pass(is_backward, dict(self._taken), self._events))
-
-    # Layout -----------------------------------------------------------------------------------
 
     @property
     def _borders(self) -> list[int]:

@@ -251,9 +251,6 @@ def _device(mesh: DeviceMesh | None) -> torch.device | str:
     return mesh.device_type if mesh is not None else current_accelerator() or "cpu"
 
 
-# Units --------------------------------------------------------------------------------------
-
-
 class _Together(nn.Module):
     """The modules of a list, under numbers."""
 
@@ -311,9 +308,6 @@ def _name(state: _State, top: nn.Module) -> None:
         handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
         for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
             rename(sharded, fqn)
-
-
-# Methods ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -533,7 +527,7 @@ def _follow_flags(root: RootState) -> None:
             flags[unit] = waits, in_shards
     root.reducer.unit_flags = flags
     syncs = any(not flags.get(s.unit, (False,))[0] for s in states if s.unit.handles)
-    root.reducer.requires_sync = syncs
+    root.reducer.set_requires_sync(syncs)
 
 
 def _follow_hooks(root: RootState) -> None:

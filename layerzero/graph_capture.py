@@ -171,8 +171,6 @@ class CapturedStep:
         self._units = [unit for root in self._roots for unit in root.units]
         return outputs
 
-    # The state on the host --------------------------------------------------------------------
-
     def _grads(self) -> list[Tensor | None]:
         return [*map(attrgetter("grad"), self._params)]
 
@@ -201,8 +199,6 @@ class CapturedStep:
                 if name != "params"
             ],
         }
-
-    # Recording --------------------------------------------------------------------------------
 
     def _record(self, inputs: tuple[Any, ...]) -> Any:
         """Record the step on these inputs, whose memory replays read, and run it."""
@@ -280,8 +276,6 @@ class CapturedStep:
         if optimizer is self._stepping:
             self._stepping = None
             self._begin()
-
-    # Replaying --------------------------------------------------------------------------------
 
     def _replay(self, args: tuple[Any, ...]) -> Any:
         """Run the recorded step on other inputs. Returns what it returned then, written anew."""

@@ -291,15 +291,15 @@ class ZeRO3(Joinable, ModuleWrapper):
         """
         root = self._root_state
         before = root.reducer.requires_sync
-        root.reducer.requires_sync = False
+        root.reducer.set_requires_sync(False)
         try:
             yield
         finally:
-            root.reducer.requires_sync = before
+            root.reducer.set_requires_sync(before)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""
-        self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
+        self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients accumulated inside `no_sync`, without another backward.

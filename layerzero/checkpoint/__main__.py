@@ -108,9 +108,6 @@ def _resolve(path: Path) -> Path:
         raise _Refused(str(error)) from error
 
 
-# inspect --------------------------------------------------------------------------------------
-
-
 def _inspect(options: argparse.Namespace) -> int:
     """Print the checkpoint or weights at a path; of a folder of checkpoints, the latest.
 
@@ -209,9 +206,6 @@ def _totals(places: Iterable[Location]) -> dict[str, dict[str, int]]:
 
 def _nbytes_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-# verify ---------------------------------------------------------------------------------------
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -218,9 +218,6 @@ def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> 
         )
 
 
-# Experts with the same names on every rank of the expert axis ------------------------------------
-
-
 def _find_lists(root: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, tuple[nn.Module, Numbers]]:
     """Modules, such as ModuleLists, whose members have local numbers (`expert_numbers`), by name,
     with the global numbers; gives the parameters inside global names.

@@ -35,8 +35,7 @@ def adopt(flat: FlatParam, unit: str) -> None:
             own = flat.part_of(flat.main_shard.data, index)
             own.copy_(values[index])
             parameter.data = own
-    flat.was_assigned = True
-    flat.note_rewrite()
+    flat.note_rewrite(by_assignment=True)
     flat.expect()
 
 

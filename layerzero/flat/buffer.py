@@ -47,6 +47,10 @@ class Buffer:
         self.lease = lease
         self._is_large = is_worth_huge_pages(tensor)
 
+    def follow(self) -> None:
+        """The tensor lies in another storage."""
+        self.storage = self.tensor.untyped_storage()
+
     def allocate(self) -> None:
         if self.lease is not None and self.lease.take(self.storage):
             return

@@ -262,7 +262,7 @@ class FlatParam:
     def move_full(self, memory: torch.Tensor) -> None:
         """Have the full buffer and its views, which stay the same objects, lie in `memory`."""
         self.full.data = memory
-        self.buffer.storage = self.full.untyped_storage()
+        self.buffer.follow()
         for index, unsharded in enumerate(self.unsharded_params):
             unsharded.data = self.view_of(self.full.data, index)
 
@@ -313,11 +313,19 @@ class FlatParam:
         if self.has_compute_shard:
             self._is_gathered = False
 
-    def note_rewrite(self) -> None:
-        """The engine writes the main shard through `.data`."""
-        self.post_forward_shard = None
+    def note_rewrite(self, by_assignment: bool = False) -> None:
+        """The engine writes the main shard through `.data`, perhaps because the program did."""
+        self.drop_post_forward_shard()
         self._is_gathered = False
         self.num_rewrites += 1
+        self.was_assigned = self.was_assigned or by_assignment
+
+    def drop_post_forward_shard(self) -> None:
+        self.post_forward_shard = None
+
+    def share_placement(self, placements: dict[Placement, Placement]) -> None:
+        """Have one object for equal placements."""
+        self.placement = placements.setdefault(self.placement, self.placement)
 
     def expect(self) -> None:
         """Note where the sharded parameters are; see `FlatParamHandle.reset_sharded_params`."""

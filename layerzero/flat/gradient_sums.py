@@ -99,8 +99,6 @@ class GradientSums(GradientBuffer):
             piece = self._placement.world_slices[world.rank]
         return layout.runs_in(piece * flat.numel(), flat.numel())
 
-    # A pass ---------------------------------------------------------------------------------
-
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
         if self._sum is self._earlier.area:
             if keep_accumulating:
@@ -183,8 +181,6 @@ class GradientSums(GradientBuffer):
         self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
         self.present = set(before.present)
 
-    # What waits of one parameter, between passes ---------------------------------------------
-
     def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(start in the flattened gradient, flat view) of each part of what waits of it."""
         if index in self._local:
@@ -219,8 +215,6 @@ class GradientSums(GradientBuffer):
         self.undo()
         if area is not None:
             area.free()
-
-    # After the first hop, and on the host ---------------------------------------------------
 
     def add_sharded(self, chunk: torch.Tensor) -> torch.Tensor:
         """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""

@@ -148,8 +148,6 @@ def describe_group(
     )
 
 
-# Timeouts -------------------------------------------------------------------------------------
-
 _given: WeakKeyDictionary[dist.ProcessGroup, dict[str, timedelta]]
 _given = WeakKeyDictionary()
 """Original timeouts, by device type, of the process groups whose timeout we have raised."""

@@ -62,9 +62,8 @@ class PairInput:
         """
         numel = layout.chunk_numel
         self.memory = torch.empty(numel // 2 + numel, dtype=dtype, device=device)
-        self._buffer = Buffer(self.memory)
-        if make_lease is not None:
-            self._buffer.lease = make_lease(self._buffer.nbytes)
+        nbytes = self.memory.untyped_storage().nbytes()
+        self._buffer = Buffer(self.memory, None if make_lease is None else make_lease(nbytes))
         self._received, self._sent = self.memory[:numel], self.memory[numel // 2 :]
         self._own: torch.Tensor | None = None
         self.tables = [_table(layout, chunk, sources) for chunk in (rank, 1 - rank)]

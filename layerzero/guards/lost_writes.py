@@ -207,9 +207,6 @@ def _digest(handle: FlatParamHandle) -> torch.Tensor:
     return torch.stack(sums)
 
 
-# Equal draws --------------------------------------------------------------------------------------
-
-
 class _Head(NamedTuple):
     """How the first random part of a shard begins."""
 

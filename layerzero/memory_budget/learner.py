@@ -116,8 +116,6 @@ class Learner(Extension):
         if self._record is not None and action == "reshard":
             self._record.note(action, unit)
 
-    # Measuring --------------------------------------------------------------------------------
-
     def _start(self) -> None:
         root = self._root
         if root.device.type == "cpu" and any(_is_compiled(unit) for unit in root.units):
@@ -173,8 +171,6 @@ class Learner(Extension):
             raise ValueError(
                 f"{_too_small(self._budget, least)} for the shards and its largest unit alone"
             )
-
-    # Choosing ---------------------------------------------------------------------------------
 
     def _choose(self, everyones: Sequence[_Held]) -> None:
         root = self._root
@@ -319,7 +315,7 @@ def _apply(root: RootState, settings: Settings) -> None:
     scheduler.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if in_backward else None
     scheduler.recorder.forget()  # Units may stay full that did not.
     # It would count units that are kept; the choice bounds what is ahead.
-    root.context.limiter.budget = GatherBudget()
+    root.context.limiter.set_budget(GatherBudget())
 
 
 def _versions(root: RootState) -> list[list[int]]:

@@ -224,9 +224,6 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# Experts: units whose `process_group` is the ranks that have the same ones ----------------------
-
-
 def _with_ranks(policy: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
     """`policy`, whose process groups are `Ranks`, and whose experts have no numbers, which give
     names to them. It may return a sequence of global ranks for a `process_group`."""

@@ -121,8 +121,6 @@ class AdamW(torch.optim.AdamW):
         self._shown: list[dict[nn.Parameter, dict[str, Any]]] = []
         self._kept: list[Any] = []
 
-    # Arguments ------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Not collective.
 
@@ -156,8 +154,6 @@ class AdamW(torch.optim.AdamW):
                 )
         check_options("AdamW", [last], _FIXED)
 
-    # Copies and state dicts ------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
 
@@ -181,8 +177,6 @@ class AdamW(torch.optim.AdamW):
         """
         super().load_state_dict(state_dict)
         self._flats = None
-
-    # Steps ----------------------------------------------------------------------------------
 
     def _rows_of(self, pairs: Pairs) -> torch.Tensor:
         """Rows for `flat_step_`: 8 columns, the sign of the gradient, the flag, and the step."""
@@ -365,8 +359,6 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             # In C: the host's time should not grow with the number of parameters.
             all(map(is_, map(_drop_grad, group["params"], repeat(None)), repeat(None)))
-
-    # Clipping -------------------------------------------------------------------------------
 
     def clip_grad_norm_(
         self,

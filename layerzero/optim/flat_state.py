@@ -123,8 +123,6 @@ class FlatState:
     def unit(self) -> Unit | None:
         return None if self._unit is None else self._unit()
 
-    # Memory ---------------------------------------------------------------------------------
-
     def _make(self, members: list[int], old: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Make states for these of its parameters, with the values that `old` has."""
         self._members = members
@@ -199,8 +197,6 @@ class FlatState:
         """Take over the state of its parameters from `old`, wherever it lies."""
         self._make([i for i, each in enumerate(self._all) if old.get(each)], old)
 
-    # Gradients ------------------------------------------------------------------------------
-
     def _collect(
         self, wanted: Container[nn.Parameter] | None = None
     ) -> tuple[list[int] | None, list[torch.Tensor]]:
@@ -241,8 +237,6 @@ class FlatState:
         ):
             return [gradient.flat]
         return [each.detach() for each in parts if each.numel()]
-
-    # The step -------------------------------------------------------------------------------
 
     def begin(
         self,

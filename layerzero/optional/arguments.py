@@ -155,9 +155,6 @@ def names_of_optional(root: Unit) -> list[str]:
     return [] if kept is None else list(kept.names)
 
 
-# Names --------------------------------------------------------------------------------------------
-
-
 class _Names:
     """Names of the modules of one model. A wrapper has the name of the module inside it."""
 
@@ -223,9 +220,6 @@ def _common_mean(mean: OptionalMean, is_used: bool, nested: Sequence[OptionalMea
             "pass the same to each"
         )
     return means.pop()
-
-
-# Checks -------------------------------------------------------------------------------------------
 
 
 def _check_units(

@@ -107,8 +107,6 @@ class OptionalUnits(AgreedReductions, Extension):
         for unit in self._units:
             unit.set_optional(is_active and unit.index in self.region_of)
 
-    # Forward ----------------------------------------------------------------------------------
-
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         part = unit.label if unit.index else ""
         self._exchange.name(f" in a call of {part!r} outside the model's forward" if part else "")
@@ -202,8 +200,6 @@ class OptionalUnits(AgreedReductions, Extension):
             return any(tensor.requires_grad for tensor in find_tensors(outputs))
         return _is_inside_function()
 
-    # Backward ---------------------------------------------------------------------------------
-
     def before_backward(self, order: tuple[int, ...]) -> None:
         self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -217,8 +213,6 @@ class OptionalUnits(AgreedReductions, Extension):
             for each in forwards:
                 self._reached_by.pop(each, None)
         self._free_unreachable()
-
-    # Reductions -------------------------------------------------------------------------------
 
     def concerns(self, unit: Unit) -> bool:
         return unit.is_optional
@@ -242,8 +236,6 @@ class OptionalUnits(AgreedReductions, Extension):
     def commit(self) -> None:
         self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
         self._may_have = set()
-
-    # Freeing ----------------------------------------------------------------------------------
 
     def _free_finished(self, unit: Unit) -> None:
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it

@@ -107,8 +107,6 @@ class ParallelManager:
         self.offload: OffloadPolicy | None = policies.get("offload")
         self.mesh, self.data_mesh, self.expert_mesh = make_meshes(self.sizes, backend)
 
-    # The mesh -------------------------------------------------------------------------------
-
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank is in the first pipeline stage, which takes the inputs."""
@@ -150,8 +148,6 @@ class ParallelManager:
             f"ParallelManager({self.sizes.world} ranks on {self.mesh.device_type}: {cut}; "
             f"rank {dist.get_rank()}{f' is {here}' if here else ''})"
         )
-
-    # Models ---------------------------------------------------------------------------------
 
     def parallelize(
         self,
@@ -255,8 +251,6 @@ class ParallelManager:
             return replace(plan, defaults=defaults)
         except ValueError as error:
             raise ValueError(f"arguments of ParallelManager and of the plan: {error}") from None
-
-    # Sequences ------------------------------------------------------------------------------
 
     def context_parallel(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]

@@ -119,8 +119,6 @@ class ZeRO3PipelineStage(PipelineStage):
         """Reshard all units. Not collective."""
         self._root.scheduler.free_all()
 
-    # Called by schedules --------------------------------------------------------------------
-
     def clear_runtime_states(self) -> None:
         """Begin a step of the schedule; discard one that was interrupted."""
         super().clear_runtime_states()

@@ -44,9 +44,6 @@ def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
     equalize(model.parameters(), mesh)  # Gradients of these are equal on all ranks.
 
 
-# Checks -----------------------------------------------------------------------------------------
-
-
 def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -109,9 +106,6 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
             f"heads (out_features={projection.out_features}, head_dim={head_dim}"
             f"{''.join(', ' + each for each in details)}); choose a tp_size that divides them"
         )
-
-
-# What torch drops -------------------------------------------------------------------------------
 
 
 class _Slot(NamedTuple):

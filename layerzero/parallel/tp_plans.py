@@ -123,9 +123,6 @@ def _refuse_experts(model: nn.Module) -> None:
             )
 
 
-# A mapping --------------------------------------------------------------------------------------
-
-
 def _imported(path: str) -> Any:
     """The object at an import path, such as "recipes.plans.LLAMA"; what it returns if a function.
 
@@ -227,9 +224,6 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
             if is_shared and all(_join(name, holder) in styles for holder in inside):
                 added[name] = _of_llama("shared_input")
     return added
-
-
-# Llama ------------------------------------------------------------------------------------------
 
 
 def _llama(model: nn.Module, own: Mapping[str, str], sequence_parallel: bool) -> Styles:

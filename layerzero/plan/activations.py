@@ -121,9 +121,6 @@ def split_act_ckpt(value: Any) -> tuple[Any, Mapping[str, Any]]:
     return mode, arguments
 
 
-# Applying it ------------------------------------------------------------------------------------
-
-
 def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -> None:
     """Apply `choice` to one module that can be called."""
     if choice.mode == "composable":

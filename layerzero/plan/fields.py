@@ -104,8 +104,6 @@ class PlanFields:
             pairs.append(("num_to_backward_prefetch", "backward_prefetch"))
         refuse_twice("plan", pairs, given, self.defaults, ", in defaults,")
 
-    # Derived settings -----------------------------------------------------------------------
-
     @property
     def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:
         """The parsed patterns of `apply_modules`, each with its options."""

@@ -261,8 +261,6 @@ class _Resolver:
         """Names of matched modules that user code has sharded already."""
         return {fqn for row in self._unit_rows for fqn in row.notes.get(_SHARDED, ())}
 
-    # Hook modules ---------------------------------------------------------------------------
-
     def match_hooks(self, hooks: Mapping[str, str]) -> None:
         """Hook modules from a mapping keyed by unit patterns; a later pattern wins."""
         for owner, text in hooks.items():
@@ -316,8 +314,6 @@ class _Resolver:
                     f"hook_modules: {row.pattern!r} matches {names(row.fqns)}, but gathers "
                     "nothing: expected modules with a forward, with units inside them"
                 )
-
-    # Checks ---------------------------------------------------------------------------------
 
     def drop_containers(self) -> None:
         """Drop units that no call would unshard; their parameters go to the unit around them."""

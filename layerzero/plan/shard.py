@@ -243,9 +243,6 @@ def _checkpoint_activations(plan: ShardingPlan, resolved: Resolved) -> None:
             checkpoint_activations(unit.module, choice)
 
 
-# A shard group of one rank ------------------------------------------------------------------
-
-
 def _keep_whole(
     plan: ShardingPlan,
     mesh: Mesh,

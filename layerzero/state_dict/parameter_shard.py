@@ -164,8 +164,6 @@ class ParameterShard(torch.Tensor):
             return first
         return first.like(result)
 
-    # What torch.distributed.checkpoint calls ------------------------------------------------
-
     def _boxes(self) -> list[Box]:
         found = list(boxes(self.extent, *self.range))
         if not found and not self.numel():

@@ -36,22 +36,32 @@ class ForwardPass:
         self.first_start: dict[Unit, int] = {}
         """Start of each unit's first call with autograd on."""
         self.order: Order = ()
-        """Order in which it gathered units; set when it has ended."""
+        """Order in which it gathered units."""
+
+    def ended(self, order: Order) -> None:
+        self.order = order
 
 
 class ForwardCall:
     """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
     graph."""
 
-    __slots__ = ("end", "forward_pass", "graph_task", "start", "unit")
+    __slots__ = ("_graph_task", "end", "forward_pass", "start", "unit")
 
     def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
         self.unit = unit
         self.forward_pass = forward_pass
         self.start = start
         self.end = start
-        self.graph_task: int | None = None
-        """Autograd's id of the backward pass that has reached this call last."""
+        self._graph_task: int | None = None
+
+    def ended(self, time: int) -> None:
+        self.end = time
+
+    def is_reached_first(self, graph_task: int) -> bool:
+        """Whether the backward pass with this id of autograd has not reached the call before."""
+        before, self._graph_task = self._graph_task, graph_task
+        return before != graph_task
 
 
 class Sentinel:
@@ -173,9 +183,8 @@ class Backward:
     def on_output_gradient(self, call: ForwardCall) -> None:
         """The gradient of an output of `call` has arrived: the backward of the call begins."""
         graph_task = torch._C._current_graph_task_id()
-        if call.graph_task == graph_task:
+        if not call.is_reached_first(graph_task):
             return  # The gradient of another output of the same call.
-        call.graph_task = graph_task
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass.order)
         self._finish_done(current, call.end, call.unit)

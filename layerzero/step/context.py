@@ -47,6 +47,9 @@ class RateLimiter:
         self.budget = budget
         self.reset()
 
+    def set_budget(self, budget: GatherBudget) -> None:
+        self.budget = budget
+
     def reset(self) -> None:
         """Nothing is resident."""
         self.num_units = self.nbytes = 0
@@ -151,6 +154,9 @@ class RuntimeContext:
             return  # On CPU a wait would block the host until peers take part.
         streams.join()
         streams.fork()
+
+    def note_upload(self, copied: Event) -> None:
+        self.shard_uploaded = copied
 
     def wait_for_uploads(self) -> None:
         """Block the host until the device has read all main shards on the host; then they may be

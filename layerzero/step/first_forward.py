@@ -47,7 +47,7 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
                 "it, or, if checkpoints omit it, write its values yourself"
             )
     for unit in waiting:
-        unit.awaits_values, unit.awaited_buffers = False, ()
+        unit.mark_loaded()
 
 
 def _missing(units: Sequence[Unit]) -> Iterator[str]:

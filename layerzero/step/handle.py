@@ -111,7 +111,7 @@ class FlatParamHandle(FlatParam):
             written = stream.record_event()
             if self.params_on is not None:
                 # The device reads host memory here; the host must not write it before that is done.
-                context.shard_uploaded = written
+                context.note_upload(written)
             if self.placement.owns_compute_shard:
                 # Usually the gather that follows waits for `written`. If the compute shard is the
                 # full buffer no gather follows, and compute itself has to wait.

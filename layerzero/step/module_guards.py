@@ -160,9 +160,6 @@ def note_shape(error: BaseException, label: str) -> None:
         error.args = (text, *error.args[1:])
 
 
-# torch.compile with CUDA graphs ---------------------------------------------------------------
-
-
 def check_compile(unit: Unit, arguments: Mapping[str, Any]) -> None:
     """Check the keyword arguments of a `compile()` of the unit's module.
 

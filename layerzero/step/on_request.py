@@ -31,12 +31,7 @@ def keep(unit: Unit) -> None:
         if unit is not None:  # It may have another root by now.
             root_of(unit).backward.on_unsharded_gradient(unit)
 
-    if not unit.is_watched:
-        unit.is_watched = True
-        for handle in unit.handles:
-            for unsharded in handle.unsharded_params:
-                if unsharded.requires_grad:
-                    unsharded.register_post_accumulate_grad_hook(on_gradient)
+    unit.watch_gradients(on_gradient)
 
 
 @remembers_failure
@@ -56,7 +51,7 @@ def reduce_waiting(root: RootState) -> None:
         return
     reducer.kept.hide()
     syncs = reducer.requires_sync
-    reducer.requires_sync = True
+    reducer.set_requires_sync(True)
     try:
         # A fixed order, because no backward gives one that all ranks share.
         for unit in reversed(root.units):
@@ -69,4 +64,4 @@ def reduce_waiting(root: RootState) -> None:
         root.abort(error)
         raise
     finally:
-        reducer.requires_sync = syncs
+        reducer.set_requires_sync(syncs)

@@ -158,8 +158,6 @@ class KeptStep:
         """Whether the step is left out, or earlier micro-batches wait."""
         return self.is_skipping or bool(self._placed) or self._is_stepping
 
-    # A pass ---------------------------------------------------------------------------------
-
     def skip(self) -> None:
         """Leave the step out, once the pass is complete."""
         self._skips_next = True
@@ -183,8 +181,6 @@ class KeptStep:
         self.num_waiting = total if waiting else 0
         self._waiting_units = waiting
         return total
-
-    # In `.grad` -----------------------------------------------------------------------------
 
     def show(self) -> None:
         """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
@@ -224,8 +220,6 @@ class KeptStep:
             elif isinstance(shown, WaitingGradient):
                 shown.drop()
         return bool(placed)
-
-    # When the program gives the step up -----------------------------------------------------
 
     def give_up_if_cleared(self) -> None:
         """Give the step up if the program has cleared all sums, or any gradient of a step that is

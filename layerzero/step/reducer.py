@@ -71,6 +71,9 @@ class GradientReducer:
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
+    def set_requires_sync(self, requires_sync: bool) -> None:
+        self.requires_sync = requires_sync
+
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
         micro-batches wait after the first hop."""

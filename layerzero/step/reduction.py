@@ -247,8 +247,6 @@ class Reduction:
                 return chunk
         return None
 
-    # Between device and host ----------------------------------------------------------------
-
     def _add_up_on_host(self, chunk: torch.Tensor, stream: CommStream) -> torch.Tensor:
         """`GradientSums.add_sharded` for a sum on the host; `stream` produces the chunk.
 

@@ -125,8 +125,8 @@ class RootState:
         placements: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self.context, index)
-            for handle in unit.handles:  # One object for equal placements.
-                handle.placement = placements.setdefault(handle.placement, handle.placement)
+            for handle in unit.handles:
+                handle.share_placement(placements)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
                 self.expect_lists(max(map(len, lists)))
@@ -139,8 +139,6 @@ class RootState:
         """
         self.has_forward_checks = True
         self.scheduler.make_room_for(depth)
-
-    # Small services -------------------------------------------------------------------------
 
     @property
     def is_wrapped(self) -> bool:
@@ -183,8 +181,6 @@ class RootState:
             self.structure.end_first_values()
         if self.join is not None:
             self.join.before_call(what)
-
-    # Forward --------------------------------------------------------------------------------
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:
@@ -252,7 +248,7 @@ class RootState:
             if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
                 self.scheduler.free_after_forward(call.unit, grad_enabled)
             self.clock += 1
-            call.end = self.clock
+            call.ended(self.clock)
             if grad_enabled:
                 call.forward_pass.first_start.setdefault(call.unit, call.start)
                 if not self.context.in_backward:
@@ -263,7 +259,7 @@ class RootState:
                 errors = [check() for check in self.extensions.after_forward]
                 for error in filter(None, errors):
                     raise error
-                self._forward_pass.order = self.scheduler.end_forward(grad_enabled)
+                self._forward_pass.ended(self.scheduler.end_forward(grad_enabled))
         except BaseException as error:
             if is_outermost:
                 self.abort(error)
@@ -282,8 +278,6 @@ class RootState:
         self._leave(call)
         if self._call_depth == 0 and not self.context.in_backward:
             self.abort(error)
-
-    # After an error -------------------------------------------------------------------------
 
     def abort(self, error: BaseException | None = None) -> None:
         """Return to the state between steps, after an error or an interrupt.
@@ -314,7 +308,7 @@ class RootState:
             unit.reset()
             unit.keep_starts(0, self._start)
         self.context.limiter.reset()
-        self.context.replaced = []
+        self.context.replaced.clear()
         for after_abort in self.extensions.after_abort:
             after_abort()
 

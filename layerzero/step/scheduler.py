@@ -85,20 +85,16 @@ class UnshardScheduler:
         model's until the next call of this."""
         self.agreed, self.recorder = agreed, recorder or self._own_recorder
 
-    # Orders ---------------------------------------------------------------------------------
-
     def make_room_for(self, depth: int) -> None:
         """Raise the default budget for prefetch lists of this length; never the user's own."""
         budget = self._limiter.budget
         if self._budget_is_default and budget.max_units is not None:
-            self._limiter.budget = GatherBudget(max_units=max(budget.max_units, depth + 2))
+            self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
 
     def ordered_units(self) -> list[Unit]:
         """Units in the order of the longest recorded forward, then the others as wrapped."""
         first = [self._units[index] for index in dict.fromkeys(self.last_order)]
         return first + [unit for unit in self._units if unit not in first]
-
-    # All units ------------------------------------------------------------------------------
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
@@ -202,7 +198,7 @@ class UnshardScheduler:
         kept = []
         for unit in self._units:
             for handle in unit.handles:
-                handle.post_forward_shard = None  # No backward needs it any more.
+                handle.drop_post_forward_shard()  # No backward needs it any more.
                 if handle.has_compute_shard and unit.state is ShardState.SHARDED:
                     kept.append(handle)
         if kept:
@@ -237,8 +233,6 @@ class UnshardScheduler:
         if self.last is not None:
             self.last.free(_LAST, regathered_this_step=True)
             self.last = None
-
-    # One unit -------------------------------------------------------------------------------
 
     def unshard_for_call(self, unit: Unit, in_backward: bool) -> None:
         """Unshard `unit` for a forward call; in a backward pass the call is a recomputation."""

@@ -124,8 +124,6 @@ class Structure:
             present = (each for each in modules if not self.ignored.has(each[1]))
             check_compiled(present, handles[0].gradients.device)
 
-    # In C -----------------------------------------------------------------------------------
-
     def _take_snapshot(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         dicts = [module.__dict__ for _, module in modules]
         self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
@@ -155,8 +153,6 @@ class Structure:
             if unit.shows_unsharded:
                 for handle in unit.handles:
                     yield from zip(handle.sharded_params, handle.unsharded_params, strict=True)
-
-    # By name --------------------------------------------------------------------------------
 
     def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""

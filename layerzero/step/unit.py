@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -171,7 +171,7 @@ class Unit:
     """Whether it may be gathered before it is needed."""
     tied_owners: tuple[Unit, ...] = ()
     """Units that hold tied parameters which modules inside this unit use, too."""
-    is_watched = False
+    _is_watched = False
     """Whether gradients of its unsharded parameters are reported from outside its forward, too."""
     state_dict_hooks: list[RemovableHandle]
     """Handles of the state-dict hooks on the modules that show its parameters."""
@@ -223,8 +223,6 @@ class Unit:
         if self.has_joined:
             self.context.before_deletion()
 
-    # What users see -------------------------------------------------------------------------
-
     @property
     def module(self) -> nn.Module:
         module = self._module_ref()
@@ -267,8 +265,6 @@ class Unit:
             f"{self.num_parameters} parameters, {self.state.value}{held})"
         )
 
-    # State ----------------------------------------------------------------------------------
-
     def set_training_state(self, new: TrainingState) -> None:
         if new not in self.training_state.successors:
             check_transition(self.label, self.training_state, new)
@@ -306,7 +302,8 @@ class Unit:
         # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
 
-    # Forward calls --------------------------------------------------------------------------
+    def mark_loaded(self) -> None:
+        self.awaits_values, self.awaited_buffers = False, ()
 
     def enter_forward(self) -> None:
         """A forward call begins; inside a backward pass it is a recomputation."""
@@ -326,8 +323,6 @@ class Unit:
         failed, and their backward never runs."""
         if self.open_starts:
             self.open_starts = {start for start in self.open_starts if first <= start <= last}
-
-    # Parameters -----------------------------------------------------------------------------
 
     @property
     def is_stale(self) -> bool:
@@ -404,8 +399,6 @@ class Unit:
             context.limiter.release(self.nbytes)
         self._set_shard_state(ShardState.SHARDED)
 
-    # Why it stays unsharded -----------------------------------------------------------------
-
     @property
     def holds(self) -> Hold:
         """The reasons to keep it unsharded; without any it is freed after its use."""
@@ -449,10 +442,8 @@ class Unit:
                 self.follow_requires_grad()  # A forward may freeze what it used.
             replaced = self.views.hide_unsharded()
             if replaced:
-                self.context.replaced += replaced
+                self.context.replaced.extend(replaced)
             self.shows_unsharded = False
-
-    # Gradients ------------------------------------------------------------------------------
 
     def follow_requires_grad(self, lays_out: bool = False) -> None:
         """Where `requires_grad` of either form of a parameter was changed, change the other's.
@@ -488,6 +479,14 @@ class Unit:
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
 
+    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
+        for handle in () if self._is_watched else self.handles:
+            for unsharded in handle.unsharded_params:
+                if unsharded.requires_grad:
+                    unsharded.register_post_accumulate_grad_hook(on_gradient)
+        self._is_watched = True
+
     def drop_unsharded_gradients(self) -> None:
         for handle in self.handles:
             for unsharded in handle.unsharded_params:
@@ -499,7 +498,7 @@ class Unit:
         self._holds = 0
         for handle in self.handles:
             handle.gradients.undo()
-            handle.post_forward_shard = None
+            handle.drop_post_forward_shard()
         self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()

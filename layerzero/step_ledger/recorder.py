@@ -73,8 +73,6 @@ class Recorder(Extension):
         self._stop = threading.Event()
         self.record = Record(rank, 0.0, 0.0)
 
-    # Enter and leave --------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Join the model, and start the clock."""
         self._root.extensions.add(self)
@@ -118,8 +116,6 @@ class Recorder(Extension):
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"]):
             self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-
-    # Jobs, their collectives, and waits for them ----------------------------------------------
 
     def begin_action(self, action: str, unit: str) -> None:
         if action.startswith("wait_for_"):
@@ -188,8 +184,6 @@ class Recorder(Extension):
             return None
         now = self.clock.now if self._on_device else None
         return _HopTimer(Hop(number, verb, group.ranks), self.record.jobs[index].hops, now)
-
-    # The compute lane -----------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         self._running.clear()  # Of a pass that failed.

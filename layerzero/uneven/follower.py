@@ -31,8 +31,6 @@ class Follower(AgreedReductions):
         self._state, self._runs = state, runs
         self._reduced: set[Unit] = set()
 
-    # Gathers ----------------------------------------------------------------------------------
-
     def before_use(self, unit: Unit) -> None:
         if unit.state is ShardState.SHARDED and self.is_open:
             self._request(2 * unit.index)
@@ -55,8 +53,6 @@ class Follower(AgreedReductions):
         in_backward = self._context.in_backward
         regathered = not self._reducer.requires_sync if in_backward else self._state.makes_graph
         gather_with_others(unit, is_used=False, regathered=regathered)
-
-    # Reductions -------------------------------------------------------------------------------
 
     def concerns(self, unit: Unit) -> bool:
         return True

@@ -28,8 +28,6 @@ class JoinedOptimizers:
     ) -> None:
         self.all, self.scalers = tuple(optimizers), tuple(scalers)
 
-    # Options: numbers in param groups, such as the learning rate -------------------------------
-
     def options(self) -> list[int]:
         """The options of all param groups, each as the bits of a float64."""
         return [bits_of(number) for number, _ in self._numbers()]
@@ -46,8 +44,6 @@ class JoinedOptimizers:
                 for name in sorted(key for key in group if key != "params"):
                     yield from _numbers_of(group, name)
 
-    # Gradients --------------------------------------------------------------------------------
-
     def gradient_states(self, looks: bool) -> list[int]:
         """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
         return [_state_of(_parameters_of(each), looks) for each in self.all]
@@ -61,8 +57,6 @@ class JoinedOptimizers:
         for optimizer, found in zip(self.all, zip(*states, strict=True), strict=False):
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
-
-    # Scalers ----------------------------------------------------------------------------------
 
     def scaler_request(
         self,

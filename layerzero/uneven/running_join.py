@@ -87,8 +87,6 @@ class RunningJoin(Extension):
     def is_open(self) -> bool:
         return not (self.state.is_abandoned or self.state.has_ended)
 
-    # Requests -----------------------------------------------------------------------------------
-
     def come_to(self, request: Request, what: str = "") -> None:
         """This rank wants to do this next: follow others until all ranks have chosen it.
 
@@ -140,8 +138,6 @@ class RunningJoin(Extension):
                 self._root.abort(error)
         self.state.raise_everywhere(error)
 
-    # Passes that not all ranks run ----------------------------------------------------------------
-
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
@@ -177,8 +173,6 @@ class RunningJoin(Extension):
             for unit in self._units:
                 if unit.is_held(_FIRST):
                     unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
-
-    # What a rank runs -----------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         if self.state.is_abandoned or not self.state.is_enabled():
@@ -277,8 +271,6 @@ class RunningJoin(Extension):
         else:
             self.come_to(Request(Kind.CALL), what)
 
-    # What others run ------------------------------------------------------------------------------
-
     def _take_part(self, request: Request) -> None:
         """Take part in what other ranks run, with nothing of this rank's own."""
         state, root = self.state, self._root
@@ -321,12 +313,12 @@ class RunningJoin(Extension):
     def _follow_backward(self, request: Request) -> None:
         reducer = self._root.reducer
         before = reducer.requires_sync
-        reducer.requires_sync = bool(request.requires_sync)
+        reducer.set_requires_sync(bool(request.requires_sync))
         try:
             own = self._forwards.get(request.which)
             self._backward.run_without_graph(ForwardPass(own.start if own else self._root.clock))
         finally:
-            reducer.requires_sync = before
+            reducer.set_requires_sync(before)
 
     def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module

@@ -96,9 +96,6 @@ def _tensor(value: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([value - _MODULUS if value >= _MODULUS // 2 else value], device=device)
 
 
-# Optimizers -----------------------------------------------------------------------------------
-
-
 def _chosen(root: RootState, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     """The optimizers that were given, or all that have parameters of the model.
 
@@ -148,9 +145,6 @@ def _states_by_parameter(
             items = state.items() if isinstance(state, Mapping) else ()
             found.setdefault(id(parameter), []).extend((str(key), item) for key, item in items)
     return found
-
-
-# Elements -------------------------------------------------------------------------------------
 
 
 def _sum_of(parameter: nn.Parameter, info: ParameterInfo, states: list[tuple[str, Any]]) -> int:

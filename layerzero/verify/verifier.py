@@ -96,8 +96,6 @@ class Verifier(Transport, Extension):
         assert root is not None, "it runs a pass"
         return root
 
-    # What is sent and received ------------------------------------------------------------
-
     def weights_written(self) -> None:
         self._void_written()
         self._sent.clear()
@@ -195,14 +193,10 @@ class Verifier(Transport, Extension):
 
         return check_and_add
 
-    # What is kept ---------------------------------------------------------------------------
-
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer, of any model, has stepped."""
         if self._records:
             self._resting.after_step(optimizer)
-
-    # Checks ---------------------------------------------------------------------------------
 
     def before_write(self, reductions: object) -> bool:
         """See Note [A check is before delivery]. Collective; blocks the host.

@@ -17,16 +17,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_333,
-    "flat": 2_860,
-    "step": 4_625,
+    "": 46_172,
+    "flat": 2_862,
+    "step": 4_610,
     "comm": 1_521,
     "watch": 1_038,
     "build": 2_446,
-    "guards": 695,
+    "guards": 692,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_474
+TOUR = 16, 4_487
 """Files in README's tour of a training step, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""

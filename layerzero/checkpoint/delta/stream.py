@@ -152,8 +152,6 @@ class DeltaStream:
         """Bytes of the snapshot."""
         return sum(chunk.snapshot.nbytes for chunk in self._chunks)
 
-    # Rounds -----------------------------------------------------------------------------------
-
     def _changes(self) -> Iterator[Patch]:
         if self._pending is not None:
             # What an interrupted round left is sent again.
@@ -213,8 +211,6 @@ class DeltaStream:
 
     def _link(self, number: int, after: int) -> Link:
         return Link(self.name, self._chain, self.sender, self._anchor, number, after)
-
-    # The model --------------------------------------------------------------------------------
 
     def _refresh(self, verb: str) -> None:
         """Check that the model is between steps, and find this rank's pieces.

@@ -130,9 +130,6 @@ def _text_of(value: Any) -> str:
     return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
-# On all ranks ---------------------------------------------------------------------------------
-
-
 def raise_together(root: RootState, error: Exception | None, rows: Sequence[str] = ()) -> None:
     """Raise on all ranks if any has an error, or if their rows differ.
 

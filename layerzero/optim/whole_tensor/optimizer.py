@@ -126,8 +126,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """
         return self._members[parameter].tensor is not None
 
-    # Construction -----------------------------------------------------------------------------
-
     def _agree_on(
         self, given: arguments.Given, bucket_bytes: int | str
     ) -> tuple[torch.optim.Optimizer, int]:
@@ -221,8 +219,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             assert self._inner is not None, "it is made"
             del self._inner.param_groups[len(self.param_groups) :]
             raise
-
-    # Stepping ---------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Collective over the ranks of the model.
@@ -346,8 +342,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for parameter, member in self._members.items():
             if member.tensor is not None and member.tensor in states:
                 self.state[parameter] = states[member.tensor]
-
-    # State dicts ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: whole states of the tensors that it owns, and all groups.
