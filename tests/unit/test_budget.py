@@ -16,13 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 47_635,
+    "": 47_628,
     "flat": 2_911,
     "step": 4_753,
     "comm": 1_524,
     "watch": 1_092,
     "build": 2_647,
-    "guards": 606,
+    "guards": 599,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 LOADED_FILES = 89
