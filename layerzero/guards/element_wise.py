@@ -9,7 +9,6 @@ of any other class one sentence says what it must not need.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -53,19 +52,6 @@ _REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
 }
 """Optimizers with which ranks would take different paths: the reason, for the message, and whether
 each parameter, if whole, is enough for them."""
-
-
-class _ShardedParams(NamedTuple):
-    """The sharded parameters that an optimizer has of one model."""
-
-    owner: Owner
-    ndim: int
-    """Largest number of dimensions of an original parameter."""
-
-    @property
-    def are_parts(self) -> bool:
-        """Whether other ranks hold some of the elements; otherwise only shapes differ."""
-        return self.owner.placement.num_main_shards > 1 or self.owner.is_tensor_parallel
 
 
 @attach.on_sharded_params
@@ -124,27 +110,31 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     has_empty_groups = not all(group["params"] for group in optimizer.param_groups)
     if is_known and not has_empty_groups:
         return  # Early: with one optimizer per parameter, the search below would be quadratic.
-    sharded_params = _sharded_params_of(optimizer)
-    if sharded_params is None:
+    marked = [each for each in _parameters(optimizer) if get_info(each) is not None]
+    known = owner_of_each()
+    owner = next((known[id(each)] for each in marked if id(each) in known), None)
+    if owner is None:
         return
+    # Otherwise this rank has all elements, and only shapes differ.
+    are_parts = owner.placement.num_main_shards > 1 or owner.is_tensor_parallel
     name = type(optimizer).__name__
     whole = _whole_of(optimizer, "model.parameters()")
     element_wise = "one that treats each element by itself, such as torch.optim.AdamW or SGD"
     for cls, (why, whole_is_enough) in _REFUSED.items():
-        if isinstance(optimizer, cls) and sharded_params.are_parts:
+        if isinstance(optimizer, cls) and are_parts:
             instead = f"{whole}, which steps it on whole tensors, or " if whole_is_enough else ""
             raise NotImplementedError(
                 f"{cls.__name__} {why}. It was given this rank's shards of a model. Use {instead}"
                 f"{element_wise}; or leave the model unsharded (DistributedDataParallel)"
             )
     if not is_narrowed(optimizer):
-        _warn_of_decay(optimizer, sharded_params)
-    if not is_known and (sharded_params.are_parts or sharded_params.ndim > 1):
+        _warn_of_decay(optimizer, owner)
+    if not is_known and (are_parts or any(original_ndim(each) > 1 for each in marked)):
         warn_once(
             f"{name} was given sharded parameters, which are this rank's parts. If it uses "
             "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "
             f"trains differently than unsharded: use {whole}, or {element_wise}",
-            is_first=sharded_params.owner.issues_warnings,
+            is_first=owner.issues_warnings,
         )
 
 
@@ -154,7 +144,7 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     return owner in _ELEMENT_WISE or issubclass(owner, (AdamW, WholeTensorOptimizer))
 
 
-def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedParams) -> None:
+def _warn_of_decay(optimizer: torch.optim.Optimizer, owner: Owner) -> None:
     """Warn if groups were made by `parameter.ndim`: one has all shapes, and another is empty."""
     empty = {g.get("weight_decay") for g in optimizer.param_groups if not g["params"]}
     held = {g.get("weight_decay") for g in optimizer.param_groups if g["params"]}
@@ -169,19 +159,10 @@ def _warn_of_decay(optimizer: torch.optim.Optimizer, sharded_params: _ShardedPar
         'cannot distinguish matrices from vectors: use parameter.layerzero.ndim, layout="rows", or '
         f"layerzero.optim.decay_groups(model, weight_decay={decay})",
         f"decay groups: {name}",
-        is_first=sharded_params.owner.issues_warnings,
+        is_first=owner.issues_warnings,
     )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _sharded_params_of(optimizer: torch.optim.Optimizer) -> _ShardedParams | None:
-    marked = [each for each in _parameters(optimizer) if get_info(each) is not None]
-    known = owner_of_each()
-    owners = [known[id(sharded_param)] for sharded_param in marked if id(sharded_param) in known]
-    if not owners:
-        return None
-    return _ShardedParams(owners[0], max(original_ndim(sharded_param) for sharded_param in marked))

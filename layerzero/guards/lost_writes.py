@@ -16,6 +16,9 @@ Note [Equal draws]
     with one seed on all ranks (`nn.init.normal_(p)` over `model.parameters()`,
     `model.apply(init)`), draws equal numbers for unequal parts, and nothing fails. The first
     training forward has all parts side by side in the full buffers, so nothing is sent to find it.
+    Each rank's first numbers are those of its first part that is drawn, so the beginnings of all
+    parts are compared: their order, because scales differ with shapes. Normal and uniform numbers
+    of one stream are ordered otherwise; both are what the generator gives first after its seed.
     Only flat parameters that have changed since they were wrapped are looked at: values built
     before may well repeat.
 """
@@ -23,10 +26,9 @@ Note [Equal draws]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from itertools import islice, repeat
 from operator import attrgetter, is_
-from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,10 +40,14 @@ from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
-_NUM_COMPARED = 8
-"""Elements at the beginning of each part that must be equal, and not all the same number."""
+_WINDOW = 16
+"""Elements whose order is compared: a block of torch's normal numbers on the CPU."""
+_MOST_WINDOWS = 8
+"""Windows that are compared of each part: `trunc_normal_` draws some elements again."""
 _NUM_SAMPLES = 64
 """Elements of a shard by which it is recognised."""
+_DRAWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of which torch draws random numbers."""
 _MOST_SHARDS = 16
 """Shards that are looked at: what all ranks do shows in a few."""
 _grad_of = attrgetter("grad")
@@ -74,11 +80,11 @@ class LostWrites(Extension):
 
     def _refuse_gradients(self) -> None:
         names = []
+        for handle in (handle for unit in self._units for handle in unit.handles):
+            for fqn, unsharded in zip(handle.fqns, handle.unsharded_params, strict=True):
+                if unsharded.grad is not None:
+                    names.append(fqn)
         for unit in self._units:
-            for handle in unit.handles:
-                for fqn, unsharded in zip(handle.fqns, handle.unsharded_params, strict=True):
-                    if unsharded.grad is not None:
-                        names.append(fqn)
             unit.drop_unsharded_gradients()
         raise RuntimeError(
             f"the last backward computed gradients of {some(map(repr, names))} that could not be "
@@ -124,7 +130,7 @@ class FirstForward(Extension):
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
         self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
-        self._draws = EqualDraws([handle for unit in units for handle in unit.handles])
+        self._draws = EqualDraws(units)
         self._has_evaluated = False
         self._begin()
 
@@ -207,56 +213,57 @@ def _digest(handle: FlatParamHandle) -> torch.Tensor:
     return torch.stack(sums)
 
 
-class _Head(NamedTuple):
-    """How the first random part of a shard begins."""
-
-    shard: int
-    fqn: str
-    values: tuple[float, ...]
-
-
 class EqualDraws:
     """Looks at flat parameters in the first training forward."""
 
-    def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         """Notes what the shards of these hold. Does not block the host."""
-        self._samples = {handle: _sample(handle) for handle in handles if _num_shards(handle) > 1}
-        self._seen: dict[FlatParamHandle, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._samples = {
+            handle: None if unit.awaits_values else _sample(handle)  # None: no values yet.
+            for unit in units
+            for handle in unit.handles
+            if handle.placement.num_main_shards > 1
+            and handle.main_shard.numel()
+            and handle.main_shard.dtype in _DRAWN
+        }
+        self._windows: dict[FlatParamHandle, torch.Tensor] = {}
 
     def note(self, handle: FlatParamHandle) -> None:
         """`handle` is unsharded, in the first training forward. Does not block the host."""
-        if handle in self._samples and handle not in self._seen:
-            full = handle.full.data
+        if handle in self._samples and handle not in self._windows:
+            full, heads = handle.full.data, _heads(handle)
             # Slices: indices would have to be copied to the device, which blocks the host.
-            heads = [full[place : place + _NUM_COMPARED] for _, _, place in _parts(handle)]
-            if heads:
-                self._seen[handle] = _sample(handle), torch.stack(heads)
+            found = [full[at : at + numel].view(-1, _WINDOW) for _, _, at, numel in heads]
+            if found:
+                self._windows[handle] = torch.cat(found)
 
     def found(self) -> str | None:
-        """What to warn of, the same on ranks whose shards have changed alike. Blocks the host."""
-        # Each rank's first draw gives the same numbers, and each flat parameter's may: until then
-        # ranks have drawn equally many, unless one had fewer random parameters in its shards.
-        first_of_all: dict[int, _Head] = {}
-        for handle, sample in self._samples.items():
-            if handle not in self._seen or not handle.full.dtype.is_floating_point:
+        """What to warn of, the same on ranks whose shards have changed alike and that have one
+        seed. Blocks the host."""
+        holders: dict[tuple[object, ...], list[tuple[int, str]]] = {}
+        for handle, windows in self._windows.items():
+            sample = self._samples[handle]
+            if sample is not None and torch.equal(_sample(handle), sample):
                 continue
-            now, heads = self._seen[handle]
-            if torch.equal(now, sample):
-                continue
-            firsts: dict[int, _Head] = {}
-            for (shard, index, _), head in zip(_parts(handle), heads.tolist(), strict=True):
-                if len(set(head)) > 1:  # Else a constant, such as zeros.
-                    firsts.setdefault(shard, _Head(shard, handle.fqns[index], tuple(head)))
-            for shard, head in firsts.items():
-                first_of_all.setdefault(shard, head)
-            text = _equal_heads(firsts.values())
-            if text is not None:
-                return text
-        return _equal_heads(first_of_all.values())
-
-
-def _num_shards(handle: FlatParamHandle) -> int:
-    return handle.layout.padded_numel // max(handle.main_shard.numel(), 1)
+            firsts = {order: order[:1] for order in _first_orders(handle.main_shard)}
+            orders = iter(_orders(windows))
+            for shard, index, _, numel in _heads(handle):
+                for order in enumerate(islice(orders, numel // _WINDOW)):
+                    if order[1]:
+                        held = holders.setdefault(firsts.get(order, order), [])
+                        held.append((shard, handle.fqns[index]))
+        for held in holders.values():
+            # Twice in one shard are copies; one generator does not repeat its numbers.
+            if 1 < len(dict(held)) == len(held):
+                (shard, fqn), (other, other_fqn) = held[:2]
+                return (
+                    f"{fqn!r} in shard {shard} and {other_fqn!r} in shard {other} were written "
+                    "after wrapping, and begin with the same numbers, or both with what the "
+                    "generator gives first. Ranks that draw with one seed draw the same numbers "
+                    "for different parts of the model. If they did, initialise before wrapping, "
+                    "with param_init_fn, or inside summon_full_params()"
+                )
+        return None
 
 
 def _sample(handle: FlatParamHandle) -> torch.Tensor:
@@ -264,28 +271,33 @@ def _sample(handle: FlatParamHandle) -> torch.Tensor:
     return shard[:: max(shard.numel() // _NUM_SAMPLES, 1)].clone()
 
 
-def _parts(handle: FlatParamHandle) -> Iterator[tuple[int, int, int]]:
-    """(shard, parameter, place in the full buffer) of each part that is long enough."""
-    numel = handle.main_shard.numel()
-    for index, (start, length) in enumerate(
-        zip(handle.layout.starts, handle.layout.numels, strict=True)
-    ):
-        end = -(-(start + length) // numel)
-        for shard in range(start // numel, min(end, _MOST_SHARDS)):
-            first, last = max(start, shard * numel), min(start + length, (shard + 1) * numel)
-            if last - first >= _NUM_COMPARED:
-                yield shard, index, first
+def _heads(handle: FlatParamHandle) -> Iterator[tuple[int, int, int, int]]:
+    """(shard, parameter, place in the full buffer, elements) of the windows with which the first
+    two rows of each part begin: rows may be copies."""
+    size = handle.main_shard.numel()
+    for index, start in enumerate(handle.layout.starts):
+        end, row = start + handle.layout.numels[index], handle.shapes[index][1:].numel()
+        for shard in range(start // size, min(-(-end // size), _MOST_SHARDS)):
+            first, last = max(start, shard * size), min(end, (shard + 1) * size)
+            for at in (first, first + row):
+                numel = min(last - at, _MOST_WINDOWS * _WINDOW) // _WINDOW * _WINDOW
+                if numel > 0:
+                    yield shard, index, at, numel
 
 
-def _equal_heads(heads: Iterable[_Head]) -> str | None:
-    first_with: dict[tuple[float, ...], _Head] = {}
-    for head in heads:
-        other = first_with.setdefault(head.values, head)
-        if other is not head:
-            return (
-                f"{other.fqn!r} in shard {other.shard} and {head.fqn!r} in shard {head.shard} were "
-                "written after wrapping, and begin with the same numbers. Ranks that draw with one "
-                "seed draw the same numbers for different parts of the model. If they did, "
-                "initialise before wrapping, with param_init_fn, or inside summon_full_params()"
-            )
-    return None
+def _orders(windows: torch.Tensor) -> list[tuple[int, ...]]:
+    """How the numbers of each window are ordered, whatever their scale; () where some are equal, or
+    all rise or fall, as random ones do not."""
+    values, orders = windows.float().sort(dim=1)
+    rises = orders[:, 1:] > orders[:, :-1]
+    is_random = (values[:, 1:] > values[:, :-1]).all(1) & rises.any(1) & ~rises.all(1)
+    pairs = zip(orders.tolist(), is_random.tolist(), strict=True)
+    return [tuple(order) if each else () for order, each in pairs]
+
+
+def _first_orders(like: torch.Tensor) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The number and the order of each window of what `normal_` and `uniform_` give first."""
+    for draw in (torch.Tensor.normal_, torch.Tensor.uniform_):
+        generator = torch.Generator(like.device).manual_seed(torch.initial_seed())
+        first = draw(like.new_empty(_MOST_WINDOWS, _WINDOW), generator=generator)
+        yield from enumerate(_orders(first))

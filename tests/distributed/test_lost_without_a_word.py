@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 import layerzero
-from layerzero import MixedPrecision, ZeRO3, notices
+from layerzero import MixedPrecision, MixedPrecisionPolicy, ZeRO3, notices
 from tests.harness.checks import recorded_warnings
 from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, full_gradients, seeded
 
@@ -268,6 +269,68 @@ def test_equal_numbers_drawn_for_unequal_parts_warn_once() -> None:
         assert len(told) == warns, (how, options, told)
         for text in told:
             assert "begin with the same numbers" in text and "summon_full_params" in text
+
+
+class Regular(nn.Module):
+    """Values that a program has on purpose: copies, equal rows, and rows that rise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        expert = torch.randn(24, 24)
+        self.fused = nn.Parameter(expert.repeat(8, 1, 1))
+        self.experts = nn.ParameterList(expert.clone() for _ in range(5))
+        self.steps = nn.Parameter(torch.arange(24.0).repeat(24, 1))
+        self.ramp = nn.Parameter(torch.linspace(0, 1, 576).view(24, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.fused.mean(0) + sum(self.experts) + self.steps + self.ramp)
+
+
+def _drawn_into_shards(
+    how: str, is_reversed: bool = False, dtype: torch.dtype | None = None
+) -> list[str]:
+    """Warnings of the first training forward: meta device, shard, values, without `to_empty`."""
+    build = Regular if how == "regular" else lambda: Transformer(tied=False)
+    full = seeded(build).state_dict()
+    with torch.device("meta"):
+        model: Any = build()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*getattr(model, "layers", ()), model):
+        layerzero.fully_shard(module, mp_policy=policy)
+    torch.manual_seed(1 + (dist.get_rank() if how == "other seeds" else 0))
+    modules = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))]
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+        if how in ("loaded", "regular"):
+            model.load_state_dict(full)
+        elif how == "full":
+            with model.summon_full_params():
+                for module in modules:
+                    module.reset_parameters()
+        else:
+            for module in reversed(modules) if is_reversed else modules:
+                if isinstance(module, nn.Linear) and how.endswith("_"):
+                    getattr(nn.init, how)(module.weight)
+                else:
+                    module.reset_parameters()
+    x = torch.ones(3, 24, dtype=torch.float32 if how == "regular" else torch.int64)
+    with mock.patch.object(notices, "_issued", set()), recorded_warnings() as told:
+        model(x).sum().backward()
+    return told
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_equal_numbers_are_noticed_whatever_is_drawn_in_which_order(world_size: int) -> None:
+    """Scales that differ with shapes, numbers that are drawn again, and two kinds of them."""
+    draws = ("reset", "xavier_uniform_", "kaiming_normal_", "trunc_normal_")
+    cases: list[tuple[Any, ...]] = [(how, flag) for how in draws for flag in (False, True)]
+    cases += [(how, True, torch.bfloat16) for how in draws]
+    for case in (*cases, *((how,) for how in ("other seeds", "full", "loaded", "regular"))):
+        told = _drawn_into_shards(*case)
+        assert len(told) == (case[0] in draws and dist.get_rank() == 0), (case, told)
+        assert all("begin with the same numbers" in text for text in told)
 
 
 @on_ranks(2)

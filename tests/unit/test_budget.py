@@ -17,13 +17,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_172,
+    "": 46_165,
     "flat": 2_862,
     "step": 4_610,
     "comm": 1_521,
     "watch": 1_038,
     "build": 2_446,
-    "guards": 692,
+    "guards": 685,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_487
