@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,7 +211,7 @@ def place(
     Args:
         table: global ranks, one row for each shard group.
     """
-    members = tuple(sorted(rank for row in table for rank in row))
+    members = tuple(sorted(itertools.chain.from_iterable(table)))
     if len(table) == 1:
         return Placement(group_of(members), None, 1, members)
     row = next(row for row in table if rank in row)

@@ -15,6 +15,7 @@ from layerzero.flat.tensor_parallel import TensorParallelSplit
 
 _ATTRIBUTE = "layerzero"
 _SHARDED_PARAM = "_layerzero_sharded_param"
+_BEFORE_USE = "_layerzero_before_use"
 _PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -111,19 +112,30 @@ def describe_place(parameter: nn.Parameter) -> None:
 _num_marked = 0
 
 
-def set_sharded_param(parameter: nn.Parameter, sharded_param: nn.Parameter) -> None:
+def set_sharded_param(
+    parameter: nn.Parameter,
+    sharded_param: nn.Parameter,
+    before_use: Callable[[], None] | None = None,
+) -> None:
     """Record which sharded parameter stands for a full one: the original, or a gathered copy.
 
     An optimizer that holds the full one is given the sharded one instead (optim/attach.py), and
     `rewrap` uses the sharded one again.
+
+    Args:
+        before_use: called each time before somebody gets the sharded one.
     """
     global _num_marked
     _num_marked += 1
     setattr(parameter, _SHARDED_PARAM, sharded_param)
+    if before_use is not None:
+        setattr(parameter, _BEFORE_USE, before_use)
 
 
 def sharded_param_of(parameter: torch.Tensor) -> nn.Parameter | None:
     """The parameter that `set_sharded_param` recorded; None if there is none."""
+    if before_use := getattr(parameter, _BEFORE_USE, None):
+        before_use()
     return getattr(parameter, _SHARDED_PARAM, None)
 
 
@@ -138,7 +150,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     Copies the class as well, if that is derived from `nn.Parameter`.
     """
     # "_is_param" is torch's mark on parameters that are tensor subclasses.
-    left_out = (_ATTRIBUTE, _SHARDED_PARAM, "_is_param", *_PLACE)
+    left_out = (_ATTRIBUTE, _SHARDED_PARAM, _BEFORE_USE, "_is_param", *_PLACE)
     target.__dict__.update({k: v for k, v in source.__dict__.items() if k not in left_out})
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:
         target.__class__ = type(source)  # type: ignore[assignment]

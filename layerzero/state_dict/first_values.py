@@ -9,9 +9,9 @@ A whole parameter gets memory with its first operation. Once the whole parameter
 exceed the largest unit's bytes, the oldest is freed: this rank's part of it is kept. One that is
 used again after that is gathered, so what draws the values must be the same on every rank.
 
-The first forward, state dict or checkpoint (`Structure.check`) ends this. Whole parameters that a
-program kept are then of no use: optimizers and hooks have the sharded ones (`set_sharded_param`,
-`register_hook`), everything else raises.
+The first forward, optimizer or checkpoint ends this (`Structure.check`, `set_sharded_param`). A
+state dict shows the parts as they are, and values may be loaded into them. Whole parameters that a
+program kept are then of no use: optimizers and hooks have the sharded ones, everything else raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,14 +27,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from layerzero.flat import unset_values
+from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import copy_attributes, info_of, set_info, set_sharded_param
+from layerzero.flat.tensor_parallel import local_of
 from layerzero.state_dict.summon import gather_flat
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit
 
-_detach = torch.ops.aten.detach.default
+_detach, _view = torch.ops.aten.detach.default, torch.ops.aten.view.default
 
 
 def begin(module: Any, recurse: bool) -> None:
@@ -65,16 +67,29 @@ class _Whole:
         self.was_freed = False
         self.shape = handle.shapes[index]
         self.nbytes = prod(self.shape) * self.sharded.element_size()
-        self.parameter = made = cast(Any, WholeParameter(self))
+        self.split = split = handle.splits[index]
+        made: Any = WholeParameter(self, is_parameter=split is None)
+        if split is not None:
+            # DTensors draw for whole parameters themselves; `made` is the part before them.
+            made = nn.Parameter(split.wrap(made), self.sharded.requires_grad)
+        self.parameter = made
         copy_attributes(handle.unsharded_params[index], made)
         set_info(made, info_of(self.sharded))
-        set_sharded_param(made, self.sharded)
+        set_sharded_param(made, self.sharded, values.end_all)
         self.names = {*made.__dict__}
+
+    def check(self) -> None:
+        if self.values.has_ended:
+            raise RuntimeError(
+                f"{info_of(self.sharded).fqn!r} was taken before its model was used for the first "
+                "time, when it was the whole parameter; read it from its module, or from "
+                "parameters(), again"
+            )
 
     def take(self, full: torch.Tensor) -> None:
         """Keep this rank's part."""
         start, stop = info_of(self.sharded).range
-        part = full.detach().reshape(-1)[start:stop].view(self.sharded.shape)
+        part = local_of(full).reshape(-1)[start:stop].view(self.sharded.shape)
         with torch.inference_mode(False), torch.no_grad():
             self.sharded.copy_(part)
 
@@ -87,15 +102,21 @@ class _Whole:
         self.free()
         own, shown = self.parameter, self.unit.views.shown_for(self.sharded)
         self.sharded.requires_grad_(own.requires_grad)
-        for name in own.__dict__.keys() - self.names:
-            setattr(self.sharded, name, own.__dict__[name])
+        name = info_of(self.sharded).fqn
+        if kind := kind_of_hooks(own):
+            raise RuntimeError(
+                f"{name!r}: {kind} before the model's first use has no effect on a DTensor; call "
+                "it after an optimizer was made, or after the first forward"
+            )
+        for key in own.__dict__.keys() - self.names:
+            setattr(self.sharded, key, own.__dict__[key])
         for other in shown:
             if other is own:
                 continue
-            if other is None or isinstance(other, WholeParameter) or other.shape != self.shape:
+            if other is None or isinstance(other, WholeParameter) or other.shape != own.shape:
                 raise RuntimeError(
-                    f"{info_of(self.sharded).fqn!r} was replaced or removed after to_empty: copy "
-                    "values of its shape into it, and tie or change parameters before sharding"
+                    f"{name!r} was replaced or removed after to_empty: copy values of its shape "
+                    "into it, and tie or change parameters before sharding"
                 )
             self.take(other)
         del self.parameter, self.unit, self.handle  # What a program keeps keeps no model alive.
@@ -127,20 +148,14 @@ class FirstValues:
                 if id(sharded) not in emptied:
                     continue
                 unset_values.fill(sharded.detach())
-                if handle.splits[index] is None:  # DTensors draw for whole parameters themselves.
-                    wholes.append(_Whole(self, unit, handle, index))
+                wholes.append(_Whole(self, unit, handle, index))
         self._limit = max(self._limit, sum(whole.nbytes for whole in wholes))
         shown = {whole.sharded: whole.parameter for whole in wholes}
         unit.views.show({p: shown.get(p, p) for p in unit.sharded_params})
 
     def full_of(self, whole: _Whole) -> torch.Tensor:
         """Its memory. Collective if it was freed."""
-        if self.has_ended:
-            raise RuntimeError(
-                f"{info_of(whole.sharded).fqn!r} was taken before its model was used for the first "
-                "time, when it was the whole parameter; read it from its module, or from "
-                "parameters(), again"
-            )
+        whole.check()
         self._live.pop(whole, None)
         self._live[whole] = None
         if whole.full is None:
@@ -166,7 +181,23 @@ class FirstValues:
         root = self._root_ref()
         assert root is not None, "its parameters are in use"
         flat = gather_flat(root, whole.unit, whole.handle, whole.handle.main_shard.detach())
-        return whole.handle.view_of(flat, whole.index).to(whole.sharded.device, copy=True)
+        view = local_of(whole.handle.view_of(flat, whole.index))
+        return view.to(whole.sharded.device, copy=True)
+
+    def settle(self) -> None:
+        """Keep this rank's parts, which a state dict is about to show, and which a load may write.
+        Whole parameters that are used after that are gathered."""
+        self._live.clear()
+        for wholes in self._of_unit.values():
+            for whole in wholes:
+                whole.free()
+                whole.was_freed = True
+
+    def end_all(self) -> None:
+        """End this as the first use of the model does."""
+        root = self._root_ref()
+        if root is not None and root.structure.first_values is self:
+            root.structure.end_first_values()
 
     def end(self) -> None:
         """Keep this rank's parts, and show sharded parameters."""
@@ -196,19 +227,21 @@ class WholeParameter(torch.Tensor):
             device=sharded.device,
             requires_grad=is_parameter and sharded.requires_grad,
         )
-        made._whole = whole
-        made._is_param = is_parameter  # What `isinstance(made, nn.Parameter)` asks for.
+        # The second is what `isinstance(made, nn.Parameter)` asks for.
+        made.__dict__.update(_whole=whole, _is_param=is_parameter)
         return made
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         """As torch's, without arguments."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _detach:
-            return cls(args[0]._whole, False)
+        whole = args[0]._whole if args and isinstance(args[0], WholeParameter) else None
+        if whole and (func is _detach or (func is _view and tuple(args[1]) == whole.shape)):
+            whole.check()
+            return cls(whole, False)
         taken: dict[int, Any] = {}
 
         def unwrapped(each: Any) -> Any:
@@ -227,9 +260,18 @@ class WholeParameter(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """None; once the model was used, raises: gradients go to the sharded parameter."""
-        if self._whole.values.has_ended:
-            self._whole.values.full_of(self._whole)
+        self._whole.check()
         return None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._whole.check()
+        if name != "grad" or value is not None:
+            super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
+        self._whole.check()
+        super().requires_grad_(requires_grad)
+        return self
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register it on the sharded parameter."""

@@ -74,7 +74,8 @@ def _to_empty(module_ref: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
 
 def _check_structure(unit: Unit) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        _end_first_values(unit)
+        if _settles_first_values(unit):
+            return
         root = root_if_alive(unit)
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         stands_aside = is_summoned or unit.views.shows_stand_ins
@@ -84,10 +85,13 @@ def _check_structure(unit: Unit) -> Callable[..., None]:
     return hook
 
 
-def _end_first_values(unit: Unit) -> None:
+def _settles_first_values(unit: Unit) -> bool:
+    """Whether modules show whole parameters; then the parts have their values now."""
     root = root_if_alive(unit)
-    if root is not None:
-        root.structure.end_first_values()
+    values = None if root is None else root.structure.first_values
+    if values is not None:
+        values.settle()
+    return values is not None
 
 
 def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Unit) -> None:
@@ -97,7 +101,6 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
         RuntimeError: a sharded parameter was removed, or replaced by another one.
         ValueError: the data of a sharded parameter was replaced by data of another shape.
     """
-    _end_first_values(unit)
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
     shown = (
@@ -123,7 +126,8 @@ def _show_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
         is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
         if is_summoned or unit.views.shows_stand_ins:
             return
-        _refuse_replaced(module, sharded_params, unit)
+        if not _settles_first_values(unit):
+            _refuse_replaced(module, sharded_params, unit)
         for name, sharded_param in sharded_params:
             entry = state_dict.get(prefix + name)
             # With keep_vars the caller wants the parameter itself.
@@ -146,6 +150,8 @@ def _take_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
     ) -> None:
         if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
             return
+        if root := root_if_alive(unit):
+            root.structure.end_first_values()
         if unit.state is not ShardState.SHARDED:
             unit.reshard()  # Its unsharded parameters hold the old weights.
         _refuse_replaced(module, sharded_params, unit)

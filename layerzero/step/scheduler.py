@@ -198,7 +198,8 @@ class UnshardScheduler:
         kept = []
         for unit in self._units:
             for handle in unit.handles:
-                handle.drop_post_forward_shard()  # No backward needs it any more.
+                if handle.post_forward_shard is not None:  # No backward needs it any more.
+                    handle.drop_post_forward_shard()
                 if handle.has_compute_shard and unit.state is ShardState.SHARDED:
                     kept.append(handle)
         if kept:

@@ -12,6 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
@@ -175,7 +182,7 @@ def test_ranks_that_draw_from_seeds_of_their_own_hold_parts_of_their_own_draws()
     _drawn(model, seed=dist.get_rank())
     own = [p.layerzero.range for p in model.parameters()]
     plain = _drawn(Titan(), seed=dist.get_rank())
-    model.state_dict()
+    torch.optim.SGD(model.parameters())
     pairs = zip(model.parameters(), plain.parameters(), own, strict=True)
     for part, whole, (start, stop) in pairs:
         assert_bitwise(part.detach().reshape(-1), whole.detach().reshape(-1)[start:stop])
@@ -297,6 +304,8 @@ def test_optimizers_hooks_flags_and_attributes_reach_the_shards() -> None:
             if not comes_first:
                 model(_tokens())
             optimizer = build([p for p in model.parameters() if p.requires_grad])
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            assert own == {id(p) for p in model.parameters() if p.requires_grad}, name
             before = {k: v.clone() for k, v in full_parameters(model).items()}
             _step(model, optimizer)
             after = full_parameters(model)
@@ -310,10 +319,85 @@ def test_optimizers_hooks_flags_and_attributes_reach_the_shards() -> None:
             assert not model.head.bias.requires_grad
 
 
+class Adapted(Titan):
+    """Values of the base come from a checkpoint, and those of adapters are drawn after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def draw_adapters(self) -> None:
+        torch.manual_seed(7)
+        for adapter in self.adapters:
+            adapter.reset_parameters()
+
+
+def _loads_and_draws(folder: str) -> None:
+    base = _by_hand(_drawn(Titan()))
+    dcp.save(base.state_dict(), checkpoint_id=folder)
+    expected = Adapted()
+    expected.load_state_dict(checkpoint.get_model_state_dict(base, full=True), strict=False)
+    expected.draw_adapters()
+    for shard in (_by_hand, _wrapped, _one_unit):
+        with torch.device("meta"):
+            module = Adapted()
+        model = shard(module).to_empty(device="cpu")
+        state = model.state_dict()
+        dcp.load({k: v for k, v in state.items() if "adapters" not in k}, checkpoint_id=folder)
+        model.draw_adapters()
+        model.table = torch.arange(4.0)
+        model(_tokens())
+        found = {k: v.detach() for k, v in full_parameters(model).items()}
+        wanted = {k: v.detach() for k, v in expected.named_parameters()}
+        assert_same_parameters(found, wanted, what=shard.__name__)
+
+
+def test_a_part_is_loaded_and_the_rest_is_drawn(tmp_path: Path) -> None:
+    run_ranks(2, _loads_and_draws, str(tmp_path))
+
+
+def _split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_dtensors_while_values_are_drawn() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    expected = _drawn(Titan())
+    with torch.device("meta"):
+        module = Titan()
+    model = _split(module, mesh).to_empty(device="cpu")
+    up = model.blocks[1].up.weight
+    assert isinstance(up, DTensor) and isinstance(up, nn.Parameter)
+    assert up.shape == (3 * WIDTH, WIDTH)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = dict(expected.named_parameters())[name].detach()
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+        model.blocks[2].up.bias.mul_(2)
+        expected.blocks[2].up.bias.mul_(2)
+    model.table = torch.arange(4.0)
+    model(_tokens() % 37)
+    for name, parameter in model.named_parameters():
+        full = parameter.layerzero.full_tensor()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        assert_bitwise(full, dict(expected.named_parameters())[name].detach(), name)
+    assert not isinstance(model.blocks[1].up.weight, DTensor)
+    with pytest.raises(RuntimeError, match=r"'blocks.1.up.weight' was taken before"):
+        up.data.mul_(2)
+
+
 @on_ranks(2)
 def test_whole_parameters_that_were_kept_are_of_no_use_afterwards() -> None:
     model = _drawn(_emptied())
     kept = [*model.parameters()]
+    kept[0].grad = None
     assert kept[0].grad is None
     model(_tokens()).backward()
     message = "'embed.weight' was taken before its model was used.*read it from its module"
@@ -322,6 +406,9 @@ def test_whole_parameters_that_were_kept_are_of_no_use_afterwards() -> None:
         lambda: kept[0].data.normal_(),
         lambda: kept[0].sum(),
         lambda: kept[0].grad,
+        lambda: setattr(kept[0], "grad", None),
+        lambda: setattr(kept[0], "requires_grad", False),
+        lambda: kept[0].requires_grad_(False),
     ):
         with pytest.raises(RuntimeError, match=message):
             use()

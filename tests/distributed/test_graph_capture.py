@@ -21,7 +21,8 @@ import layerzero
 from layerzero import OffloadPolicy, graph_capture
 from layerzero.graph_capture import CapturedStep
 from layerzero.optim import AdamW
-from layerzero.watch.watchdog import Watchdog, Watched
+from layerzero.watch.slow_waits import Collective
+from layerzero.watch.watchdog import Watchdog
 from tests.harness import capture_defects, captured_steps
 from tests.harness.captured_steps import PROGRAMS, SAMPLE, Program, draw_alike
 from tests.harness.fake_ranks import run_mirrored
@@ -70,7 +71,7 @@ def run(
 
     watch = Watchdog.watch
 
-    def watch_and_ask(watchdog: Watchdog, collective: Watched) -> None:
+    def watch_and_ask(watchdog: Watchdog, collective: Collective) -> None:
         watch(watchdog, collective)
         if asks:
             collective.is_reached  # noqa: B018
