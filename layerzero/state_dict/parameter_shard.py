@@ -75,6 +75,11 @@ class ParameterShard(torch.Tensor):
         shard.sharded_param = sharded_param
         return shard
 
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """`local`, as a DTensor has it: some programs gather whatever has this attribute."""
+        return self.local
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return ParameterShard, (self.local, self.extent, self.range)
 
