@@ -123,7 +123,7 @@ def set_sharded_param(
     `rewrap` uses the sharded one again.
 
     Args:
-        before_use: called each time before somebody gets the sharded one.
+        before_use: called each time before the sharded one is handed out.
     """
     global _num_marked
     _num_marked += 1

@@ -26,7 +26,7 @@ LINES = {
     "guards": 685,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_487
+TOUR = 16, 4_488
 """Files in README's tour of a training step, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
