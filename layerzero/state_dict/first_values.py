@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -93,10 +94,21 @@ class _Whole:
         with torch.inference_mode(False), torch.no_grad():
             self.sharded.copy_(part)
 
-    def free(self) -> None:
-        if self.full is not None:
-            self.take(self.full)
-            self.full, self.was_freed = None, True
+    def free(self) -> bool:
+        """Keep this rank's part alone. Returns False if a view that the program has (`w[0]`) keeps
+        the memory; then the whole stays, and so does what is written into the view."""
+        if self.full is None:
+            return True
+        self.take(self.full)
+        storage_ref = weakref.ref(self.full.untyped_storage())
+        self.full, self.was_freed = None, True
+        if (storage := storage_ref()) is None:
+            return True
+        like = self.sharded.detach()
+        self.full = torch.empty(0, dtype=like.dtype, device=like.device).set_(
+            storage, 0, self.shape
+        )
+        return False
 
     def end(self) -> None:
         self.free()
@@ -166,11 +178,10 @@ class FirstValues:
     def free_oldest(self, num_kept: int) -> None:
         """Free what exceeds the limit, but not the last `num_kept` that were used."""
         nbytes = sum(each.nbytes for each in self._live)
-        while nbytes > self._limit and len(self._live) > num_kept:
-            oldest = next(iter(self._live))
-            oldest.free()
-            nbytes -= oldest.nbytes
-            del self._live[oldest]
+        for oldest in [*self._live][:-num_kept]:
+            if nbytes > self._limit and oldest.free():
+                nbytes -= oldest.nbytes
+                del self._live[oldest]
 
     def _empty(self, whole: _Whole) -> torch.Tensor:
         full = torch.empty(whole.shape, dtype=whole.sharded.dtype, device=whole.sharded.device)
@@ -188,10 +199,9 @@ class FirstValues:
         """Keep this rank's parts, which a state dict is about to show, and which a load may write.
         Whole parameters that are used after that are gathered."""
         self._live.clear()
-        for wholes in self._of_unit.values():
-            for whole in wholes:
-                whole.free()
-                whole.was_freed = True
+        for whole in chain.from_iterable(self._of_unit.values()):
+            whole.free()
+            whole.full, whole.was_freed = None, True
 
     def end_all(self) -> None:
         """End this as the first use of the model does."""
@@ -203,11 +213,11 @@ class FirstValues:
         """Keep this rank's parts, and show sharded parameters."""
         self.has_ended = True
         of_unit, self._of_unit = self._of_unit, {}
-        for unit, wholes in of_unit.items():
-            try:
-                for whole in wholes:
-                    whole.end()
-            finally:
+        try:
+            for whole in chain.from_iterable(of_unit.values()):
+                whole.end()
+        finally:
+            for unit in of_unit:
                 unit.views.show_sharded()
 
 

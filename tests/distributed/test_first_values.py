@@ -65,6 +65,7 @@ class Titan(nn.Module):
     def init_weights(self) -> None:
         self.table = torch.arange(4.0)
         self.embed.reset_parameters()  # Writes a row by its index.
+        row = self.embed.weight[5]
         for block in self.blocks:
             block.init_weights()
         draw = nn.init.orthogonal_ if self.head.weight.dtype is torch.float32 else nn.init.normal_
@@ -76,6 +77,7 @@ class Titan(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("down.weight"):  # Again, after others.
                 parameter.data.mul_(0.5)
+        row.fill_(0.25)
         self.blocks[2].up.weight.copy_(self.blocks[0].up.weight)
         for parameter in reversed([*self.parameters()]):
             if parameter.ndim == 1:

@@ -25,7 +25,7 @@ from tests.harness.simulated_streams import Stream
 _NAMES = {
     "FlatParam.__init__": "main shard",
     "FlatParam._make_full": "full buffer",
-    "FlatParam._make_compute_shard": "compute shard",
+    "FlatParam.make_compute_shard": "compute shard",
     "FlatParam.allocate_compute_shard": "compute shard",
     "FlatParam.allocate_full": "full buffer",
     "FlatParam.keep_shard": "shard kept for backward",
