@@ -105,9 +105,8 @@ class _Whole:
         if (storage := storage_ref()) is None:
             return True
         like = self.sharded.detach()
-        self.full = torch.empty(0, dtype=like.dtype, device=like.device).set_(
-            storage, 0, self.shape
-        )
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        self.full = empty.set_(storage).view(self.shape)
         return False
 
     def end(self) -> None:
