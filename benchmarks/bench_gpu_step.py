@@ -353,9 +353,6 @@ class Clock:
         return {name: first[name] + times[name] for name in names}
 
 
-# Parts ----------------------------------------------------------------------------------------
-
-
 def _medians(times: dict[str, list[float]], skipped: int = 0) -> dict[str, float]:
     """`skipped`: of what a call of `Clock.rounds` noted, `WARMUP`."""
     return {name: median(values[skipped:]) for name, values in times.items()}

@@ -62,9 +62,6 @@ def main() -> None:
     print_result(args, measured=measured, load_before=load)
 
 
-# Shown ----------------------------------------------------------------------------------------
-
-
 def _summary(ranks: list[dict[str, Any]], world_size: int) -> dict[str, Any]:
     """Combine the ranks' results: bytes of the rank with the most.
 
@@ -129,9 +126,6 @@ def _show(result: dict[str, Any], world_size: int) -> None:
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f}"
-
-
-# On each rank ---------------------------------------------------------------------------------
 
 
 def sharded(args: argparse.Namespace) -> dict[str, Any]:

@@ -181,9 +181,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"times": times, "losses": losses, "ledger": str(ledger), "num_parameters": numel}
 
 
-# The result -------------------------------------------------------------------------------------
-
-
 def ratios(of_kinds: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """Of each round: to Megatron's DistributedDataParallel; and the control."""
     bases = means(of_kinds["ddp"], of_kinds["ddp again"])

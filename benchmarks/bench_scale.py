@@ -90,9 +90,6 @@ def main() -> None:
     print_result(args, growth_of_host_time=growth, engines=cells)
 
 
-# Measured in processes of their own -------------------------------------------------------------
-
-
 def measure_host(args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of a unit and step over the bare model, by engine and number of ranks."""
     _join(max(args.ranks))
@@ -231,9 +228,6 @@ def _join(ranks: int) -> None:
     # No gather fills a buffer here: whatever lies in it must not slow down what computes with it.
     torch.set_flush_denormal(True)
     join_fake_world(ranks)
-
-
-# The result -----------------------------------------------------------------------------------
 
 
 def _show(cells: dict[str, dict[str, Any]]) -> None:

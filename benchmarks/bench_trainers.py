@@ -171,9 +171,6 @@ class Rounds:
         return dict(zip(KINDS, values.tolist(), strict=True))
 
 
-# The loops --------------------------------------------------------------------------------------
-
-
 def plain_steps(
     model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Batch], zero_first: bool
 ) -> Iterator[None]:
@@ -326,9 +323,6 @@ def measure(trainer: str, engine: str, args: argparse.Namespace) -> dict[str, An
     rounds = Rounds(args)
     _FITS[trainer](args, engine, rounds)
     return rounds.result()
-
-
-# The result -------------------------------------------------------------------------------------
 
 
 def compared(of_kinds: dict[str, list[float]]) -> dict[str, Interval]:

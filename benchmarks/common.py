@@ -49,9 +49,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# The command line and the result ----------------------------------------------------------------
-
-
 def options(
     doc: str | None, engines: Sequence[str] = (), **defaults: Any
 ) -> argparse.ArgumentParser:
@@ -100,9 +97,6 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "commit": _commit(),
     }
-
-
-# Figures ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,9 +186,6 @@ def step_nbytes(state: str) -> tuple[float, float]:
     return 4 + 4 + states, 4 + states
 
 
-# Turns ------------------------------------------------------------------------------------------
-
-
 def interleave(
     names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
@@ -271,9 +262,6 @@ def max_over_ranks(value: float) -> float:
     values = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values.item()
-
-
-# Ranks and processes ----------------------------------------------------------------------------
 
 
 def run_on_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

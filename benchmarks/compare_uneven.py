@@ -42,9 +42,6 @@ DONE = "done"
 """A rank's last line; before it, a line of JSON for each step."""
 
 
-# Models -------------------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
@@ -141,9 +138,6 @@ CASES = {
 }
 
 
-# Training -----------------------------------------------------------------------------------------
-
-
 def train(case: Case, engine: str, rank: int) -> None:
     """One rank."""
     make, context = case.engines[engine]
@@ -187,9 +181,6 @@ def _main_of_rank(rank: str, case: str, engine: str, store: str) -> None:
     ends.wait(["0", "1"], timedelta(hours=1))
     # No `destroy_process_group`: where ranks differ, it could wait for what never comes.
     os._exit(0)
-
-
-# What happens -------------------------------------------------------------------------------------
 
 
 def run(arguments: Sequence[str], limit_s: float) -> list[tuple[list[str], str]]:

@@ -196,9 +196,6 @@ def _finder(ranges: list[dict[str, Any]]) -> Callable[[dict[str, Any]], tuple[st
     return find
 
 
-# Checks ---------------------------------------------------------------------------------------
-
-
 def check_step(step: Step, own_kernels: int = OWN_KERNELS) -> list[Failure]:
     """Everything in which one step is not as drawn; [] if all is well."""
     gathers = [work for work in step.works if work.is_gather]

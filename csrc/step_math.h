@@ -142,8 +142,6 @@ LZ_MATH void adamw_element(const StepRow<T>& row, T gradient, T& p, T& m, T& v, 
   p = add(mul(p, row.k[0]), div(mul(row.k[4], m), divisor));
 }
 
-// -- random bits, of an element's place and step alone ------------------------------------------
-
 struct StepKeys {
   uint32_t first;
   uint32_t second;
@@ -177,8 +175,6 @@ LZ_MATH uint32_t step_random(StepKeys keys, uint32_t index) {
 LZ_MATH uint32_t random_of_state(uint32_t random, int state) {
   return state == 0 ? random : (random >> 16) | (random << 16);
 }
-
-// -- states in fewer bits -------------------------------------------------------------------------
 
 // bfloat16, rounded up with the probability that makes the mean exact. Infinities stay, and NaN as
 // arithmetic makes it, whose first bit of fraction is 1.

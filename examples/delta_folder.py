@@ -205,9 +205,6 @@ def patches_of(path: Path) -> Iterator[Patch]:
             yield patch
 
 
-# The example ----------------------------------------------------------------------------------
-
-
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()

@@ -73,9 +73,6 @@ def receive_patches(channel: Connection) -> Iterator[Patch]:
         yield Patch.from_bytes(message)
 
 
-# The trainer ----------------------------------------------------------------------------------
-
-
 def train(rank: int, options: argparse.Namespace, address: Any, key: bytes, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -115,9 +112,6 @@ def train(rank: int, options: argparse.Namespace, address: Any, key: bytes, stor
         end = {"rounds": rounds, "digest": digest(full)}
         channel.send_bytes(json.dumps(end).encode())
     dist.destroy_process_group()
-
-
-# The consumer ---------------------------------------------------------------------------------
 
 
 def receive(channel: Connection, rounds: Queue, ends: Queue, options: argparse.Namespace) -> None:
@@ -190,9 +184,6 @@ def consume(options: argparse.Namespace, key: bytes, parent: Connection) -> None
             "sample": sample,
         }
     )
-
-
-# The picture ----------------------------------------------------------------------------------
 
 
 def draw(rounds: list[dict[str, float]], path: Path) -> None:

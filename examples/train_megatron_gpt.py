@@ -87,9 +87,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-# What is trained ------------------------------------------------------------------------------
-
-
 def transformer_config(options: argparse.Namespace) -> TransformerConfig:
     """A TransformerConfig without fused kernels, so that no GPU is needed."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
@@ -189,9 +186,6 @@ def scheduler_options(options: argparse.Namespace) -> dict[str, Any] | None:
         "wd_incr_steps": 8,
         "wd_incr_style": "constant",
     }
-
-
-# How ------------------------------------------------------------------------------------------
 
 
 def with_layerzero(options: argparse.Namespace, config: TransformerConfig) -> tuple[Any, Any, Any]:

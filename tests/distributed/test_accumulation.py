@@ -227,9 +227,6 @@ def test_an_evaluation_may_come_between_micro_batches() -> None:
         assert torch.equal(value, before[name]), name
 
 
-# In shards ------------------------------------------------------------------------------------
-
-
 _IN_LAYERS = ["unused_parts", "frozen_parts", "odd_shapes"]
 LAYERS = {
     "one shard group": {},
@@ -550,9 +547,6 @@ def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
         assert scaler.get_scale() == 2.0
 
 
-# Kept between micro-batches -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("with_root", [False, True])
 @on_ranks(2)
 def test_the_first_unit_stays_between_micro_batches(with_root: bool) -> None:
@@ -597,9 +591,6 @@ def test_weights_changed_between_micro_batches_are_not_stale() -> None:
     # The reference adds the first passes of both ranks before the second.
     backward_of_all_ranks(reference, step, terms=terms)
     assert_same_gradients(model, reference, terms)
-
-
-# auto -----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

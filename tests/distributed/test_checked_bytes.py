@@ -151,9 +151,6 @@ def test_ten_thousand_flipped_bits(ranks: KeptRanks, request: pytest.FixtureRequ
     assert sum(found.values()) >= 0.95 * (sum(two.values()) + sum(four.values()))
 
 
-# What is no corruption --------------------------------------------------------------------------
-
-
 def _model(make: Optimizer = _adamw, **given: Any) -> tuple[ZeRO3, Any, Callable[[], None]]:
     given = {"verify": "always", "timeout": TIMEOUT, **given}
     model = ZeRO3(_module(), auto_wrap_policy={Block}, **given)
@@ -328,9 +325,6 @@ def test_copies_on_tensor_parallel_ranks_are_compared() -> None:
         optimizer.step()
         optimizer.zero_grad()
     raise AssertionError("copies that differ were not found in 40 steps")
-
-
-# Other backends ---------------------------------------------------------------------------------
 
 
 def _flips_the_second() -> Callable[..., None]:

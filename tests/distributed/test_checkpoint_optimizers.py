@@ -493,9 +493,6 @@ def test_names_are_checked_and_one_optimizer_needs_none(
     assert {group["optimizer"] for group in found["optimizer_groups"]} == {"matrices", "rest"}
 
 
-# Ranks that have different parts of a model -----------------------------------------------------
-
-
 def _parts_of(kind: str, split: int, seed: int) -> tuple[ZeRO3, dict[str, torch.optim.Optimizer]]:
     if kind == "tensor-parallel":
         model = tensor_parallel(seed, split)[0]

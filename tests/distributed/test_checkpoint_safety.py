@@ -407,9 +407,6 @@ def test_a_rank_that_dies_in_the_background_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["step"] == 1
 
 
-# Two runs that save to one folder, as when ranks outlive a launcher that was killed ---------------
-
-
 def _save_beside_another(root: Path) -> str:
     """Each rank is a run of its own; the first one's save goes on while the second one's comes."""
     groups = [dist.new_group([rank]) for rank in range(2)]

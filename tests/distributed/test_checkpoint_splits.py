@@ -163,9 +163,6 @@ def test_any_split_loads_into_any_other(
         ranks(world_size, _read, str(tmp_path), splits, expected)
 
 
-# Experts ------------------------------------------------------------------------------------------
-
-
 def _values_and_states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """What this rank has, in full."""
     values = checkpoint.get_model_state_dict(model, full=True)
@@ -254,9 +251,6 @@ def test_checkpoints_of_experts_load_at_any_split(
             into.update(own)
     ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
     ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)
-
-
-# ParallelManager ----------------------------------------------------------------------------------
 
 
 def _managed(seed: int, sizes: dict[str, int]) -> tuple[ZeRO3, torch.optim.Optimizer]:

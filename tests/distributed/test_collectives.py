@@ -207,7 +207,6 @@ def test_the_profiler_shows_what_happens_to_which_unit() -> None:
     assert not any(name.startswith("LayerZeRO3.prefetch") for name in names)
 
 
-# Reductions that the engine sums ----------------------------------------------------------------
 # Their bits, and what they hold: see Note [Parts arrive where others have left].
 
 NUMEL = 1001
@@ -307,9 +306,6 @@ def test_a_pass_that_fails_on_four_ranks_leaves_no_message_over() -> None:
     assert all(each.grad is None for each in model.parameters())
     for mine, other in zip(gradients(), expected, strict=True):
         assert torch.equal(mine, other)
-
-
-# Dtypes that a backend does not have travel as bytes ----------------------------------------------
 
 
 NCCL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool}

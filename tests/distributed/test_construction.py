@@ -34,8 +34,6 @@ from tests.harness.reference import (
     seeded,
 )
 
-# Names and values ---------------------------------------------------------------------------------
-
 
 @on_ranks(3)
 def test_names_and_values_are_the_original_ones() -> None:
@@ -146,9 +144,6 @@ def test_attributes_of_a_parameter_are_on_its_shard() -> None:
         assert dict(model.named_parameters())["head.weight"].shared is True
 
 
-# Where values come from ---------------------------------------------------------------------------
-
-
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
@@ -182,9 +177,6 @@ def test_param_init_fn_is_called_with_each_module_that_has_meta_tensors() -> Non
         for name, value in [*full_parameters(wrapped).items(), *wrapped.named_buffers()]:
             assert value.device.type == "cpu" and bool((value == 0.25).all()), name
         assert _names(wrapped) == _names(case.build()), case_name
-
-
-# What is left alone -------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -260,9 +252,6 @@ def test_a_module_without_parameters_can_be_wrapped() -> None:
     assert {unit.fqn for unit in layerzero.units(wrapped)} >= {"block"}
 
 
-# Groups -------------------------------------------------------------------------------------------
-
-
 def _in_pairs() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     index = dist.get_rank() // 2
@@ -283,9 +272,6 @@ def test_a_process_group_or_an_axis_of_a_mesh_may_be_part_of_the_world() -> None
     whole = init_device_mesh("cpu", (4,))
     batches = batches_of(CASES["mlp"], 4, steps=1)
     assert_trains_alike(zero3(Mlp, Block, process_group=whole), seeded(Mlp), batches)
-
-
-# Memory -------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

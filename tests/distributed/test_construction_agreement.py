@@ -246,9 +246,6 @@ def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
     ZeRO3(module, mesh, sync_module_states=True, param_init_fn=init)
 
 
-# Values -------------------------------------------------------------------------------------------
-
-
 def _told(module: nn.Module, *args: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

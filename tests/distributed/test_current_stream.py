@@ -24,9 +24,6 @@ from layerzero.watch.watchdog import Watchdog
 CPU = torch.device("cpu")
 
 
-# What the backend is asked for ----------------------------------------------------------------
-
-
 class Recorder:
     """A process group that keeps the options it is given."""
 
@@ -53,9 +50,6 @@ def test_backends_known_to_use_the_current_stream_are_asked_to(backend, has_work
     with mock.patch.object(dist, "all_to_all_single", return_value=None) as exchange:
         collectives.reduce_scatter(whole, group, Operation("sum", "a", 2), deterministic=True)
     assert exchange.call_args.kwargs["async_op"] is has_work
-
-
-# What the watchdog makes of a collective without a work ---------------------------------------
 
 
 class Event:
@@ -123,9 +117,6 @@ def test_an_error_of_the_call_names_the_collective() -> None:
         pytest.raises(ValueError, match=r"all-gather of a \(#1\)"),
     ):
         pending.start(fail)
-
-
-# Streams --------------------------------------------------------------------------------------
 
 
 class WithoutPriorities:

@@ -579,9 +579,6 @@ def test_a_sink_that_fails_has_everything_sent_again() -> None:
         assert_bitwise(tensors[name], value, name)
 
 
-# Sinks, as in the examples: a folder, and a wire that breaks --------------------------------------
-
-
 def model_and_stream(width: int = 5, **options: Any) -> tuple[ZeRO3, DeltaStream]:
     torch.manual_seed(0)
     model = ZeRO3(Mlp(width=width), auto_wrap_policy={Block})

@@ -430,9 +430,6 @@ def test_the_manager_makes_the_mesh_of_experts() -> None:
         train(model, seeded(Model), 1)
 
 
-# Errors ---------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_experts_that_do_not_fit_are_refused_on_every_rank() -> None:
     mesh, rank = expert_mesh(2), dist.get_rank()

@@ -295,9 +295,6 @@ def test_bad_input_is_refused_with_names() -> None:
     again.step()
 
 
-# Modes, dtypes, scalers, and parameters that come and go ------------------------------------------
-
-
 @needs_fma
 @pytest.mark.slow
 @on_ranks(4)
@@ -618,9 +615,6 @@ def test_every_state_trains() -> None:
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         assert losses[-1] < 0.7 * losses[0], (state, losses)
-
-
-# Whatever a program does between backward, clip and step -----------------------------------------
 
 
 _HUGE = 1e30

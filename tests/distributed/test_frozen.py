@@ -578,9 +578,6 @@ def test_hooks_that_would_never_run_are_refused_by_name() -> None:
         assert_same_values(model, reference)
 
 
-# Parameters of classes of their own keep these, or are refused by name ----------------------------
-
-
 class Scaled(nn.Parameter):
     """A parameter that knows how it is used."""
 

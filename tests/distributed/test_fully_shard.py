@@ -125,8 +125,6 @@ def assert_alike(
     return own, theirs
 
 
-# Training -----------------------------------------------------------------------------------
-
 POLICIES = {
     "float32": {},
     "bf16": {"param_dtype": BF16, "reduce_dtype": torch.float32},
@@ -246,9 +244,6 @@ def test_blocks_may_be_compiled_before_and_after() -> None:
     run_ranks(2, _compiled, timeout=180)
 
 
-# The module ---------------------------------------------------------------------------------
-
-
 def _same_module() -> None:
     plain = seeded(untied)
     names, buffers = list(plain.state_dict()), dict(plain.named_buffers())
@@ -281,9 +276,6 @@ def _same_module() -> None:
 
 def test_the_module_stays_what_it_was() -> None:
     run_ranks(2, _same_module)
-
-
-# Methods ------------------------------------------------------------------------------------
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
@@ -476,9 +468,6 @@ def test_units_may_differ_in_synchronization() -> None:
     run_ranks(2, _flags_of_some)
 
 
-# Values after sharding ------------------------------------------------------------------------
-
-
 def _meta_first() -> None:
     full = seeded(Transformer).state_dict()
     losses = []
@@ -599,9 +588,6 @@ def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
     run_ranks(2, _ignored_and_frozen)
 
 
-# Meshes -----------------------------------------------------------------------------------------
-
-
 def _four_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -657,9 +643,6 @@ def _mesh_of_four() -> DeviceMesh:
 
 def test_copies_and_smaller_groups() -> None:
     run_ranks(4, _four_ranks, timeout=120)
-
-
-# Refused --------------------------------------------------------------------------------------
 
 
 def _refused() -> None:

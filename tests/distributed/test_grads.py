@@ -142,9 +142,6 @@ def test_a_complex_parameter_has_the_gradient_of_the_reference() -> None:
     trained_alike(Complex)
 
 
-# Parameters without a gradient: on no rank, on some, in one step and not the next -----------------
-
-
 @on_ranks(2)
 def test_a_parameter_unused_on_every_rank_keeps_no_gradient_and_its_value() -> None:
     model, plain = sharded(CASES["unused_parts"]), seeded(UnusedParts)
@@ -563,9 +560,6 @@ def test_a_tied_weight_can_be_frozen_and_unfrozen_through_either_name() -> None:
         each.blocks[2].up.weight.requires_grad_(True)  # shown through either name
     assert_trains_alike(model, plain, batches)
     assert_same_values(model, plain)
-
-
-# A graph of the backward itself: gradient penalties -----------------------------------------------
 
 
 def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Tensor:

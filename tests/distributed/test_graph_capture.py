@@ -138,8 +138,6 @@ def test_a_hundred_steps_have_the_bits_of_eager_ones(
         assert not wrong, "\n".join(wrong)
 
 
-# Defects --------------------------------------------------------------------------------------
-
 DEFECTS = """
 watching_what_is_recorded, native_adamw: the watchdog watches a collective
 without_side_streams_in_the_capture, native_adamw: an allocation on unshard, which is not in the \
@@ -194,9 +192,6 @@ def test_each_defect_is_found_for_its_own_reason() -> None:
     assert not missed, "\n".join(missed)
 
 
-# One program runs everywhere ------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_on_a_cpu_every_call_is_eager() -> None:
     for program in PROGRAMS:
@@ -213,9 +208,6 @@ def test_on_a_cpu_every_call_is_eager() -> None:
 
 def _plain(step: Callable[..., Any], *sample: Any) -> Callable[..., Any]:
     return step
-
-
-# What is refused ------------------------------------------------------------------------------
 
 
 def _train(model: Any) -> None:

@@ -120,9 +120,6 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, ranks: KeptRanks) -> N
             assert "all-gather of right" in each["report"]
 
 
-# from_fsdp2.md --------------------------------------------------------------------------------
-
-
 def _ported(text: str) -> tuple[str, str]:
     """The page's script, before its diff and after it."""
     [script] = python_blocks(text)
@@ -162,8 +159,6 @@ def test_the_port_from_fsdp2_has_its_bits(tmp_path: Path) -> None:
         weights, state = ours["get_state_dict"](ours["model"], ours["optimizer"])
         ours["dcp"].load({"model": weights, "optimizer": state}, checkpoint_id=f"{tmp_path}/{root}")
 
-
-# memory.md ------------------------------------------------------------------------------------
 
 NUM_UNITS, WIDTH, VOCAB = 8, 256, 2000
 
@@ -258,9 +253,6 @@ def test_the_planned_peak_is_that_of_the_c_library(num_ranks: int, zero3_size: i
     print(f"peak {peak / 1e6:.1f} MB, planned {plan.peak_bytes / peak:.3f} of it")
     # Not arithmetic: what the page promises of a prediction.
     assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
-
-
-# README.md ------------------------------------------------------------------------------------
 
 
 def _readme(example: str, folder: Path) -> int:

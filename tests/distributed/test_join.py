@@ -167,9 +167,6 @@ def _same_weights(model: ZeRO3, expected: nn.Module) -> None:
             assert_close_in_float64(ours, theirs, name)
 
 
-# Numbers of batches and micro-batches -------------------------------------------------------------
-
-
 def _train(plan: Plan, clips: float | None, active: bool, **settings: Any) -> None:
     def trainer(model: nn.Module) -> Trainer:
         optimizer = _sgd(model)
@@ -252,9 +249,6 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
             assert device.findings == [], f"seed {seed}"
 
 
-# What a loop may do -------------------------------------------------------------------------------
-
-
 LOOPS = (
     "zeroes first",
     "zeroes in place",
@@ -299,9 +293,6 @@ def test_loops_of_all_kinds() -> None:
     for how in LOOPS:
         with named(how):
             _trains_alike(loop=functools.partial(_loop, how))
-
-
-# Models and optimizers ----------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -544,8 +535,6 @@ def test_models_are_freed_at_once() -> None:
     gc.enable()
 
 
-# What a join costs --------------------------------------------------------------------------------
-
 STEPS = (4, 2)
 """Of each rank: the second one is out after step 1."""
 
@@ -619,9 +608,6 @@ def test_a_join_adds_no_wait_for_a_device_and_no_access_that_is_not_ordered() ->
             own.update(map(str, device.host_waits))
             assert device.findings == [], device.findings
     assert waits[True] <= waits[False], waits
-
-
-# Errors -------------------------------------------------------------------------------------------
 
 
 def _error_of(function: Callable[[], object]) -> str:

@@ -74,9 +74,6 @@ def _is_regrouped(zero3_size: int, mode: str) -> bool:
     return 1 < zero3_size < dist.get_world_size() and mode != "shard"
 
 
-# Same as unsharded ----------------------------------------------------------------------------
-
-
 def _train(name: str, splits: list[tuple[int, str]], optimizer: str = "sgd_momentum") -> None:
     """Splits are (zero3_size, mode)."""
     case = CASES[name]
@@ -149,9 +146,6 @@ def test_units_wrapped_by_hand_share_their_groups() -> None:
     assert len(presence) == 2, "one for each axis"
 
 
-# A sum that does not depend on the split ------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("world_size", "low", "steps"),
     # A sum in another order shows in the first steps; long enough, once, for what builds up.
@@ -185,9 +179,6 @@ def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool, ste
     for size in (size for size in range(1, world_size) if world_size % size == 0):
         for mode in MODES if world_size == 4 else ["zero1"]:
             assert losses(size, mode) == expected, (size, mode)
-
-
-# Bytes ----------------------------------------------------------------------------------------
 
 
 def _blocks_of_linears(**options: Any) -> ZeRO3:
@@ -262,9 +253,6 @@ def test_resident_bytes_are_those_of_the_formula() -> None:
             assert _resident(mode, precision) == 2 * p / ranks, "main shard, its gradient"
             during = p / ranks + compute[mode] / size
             assert _resident(mode, precision, in_step=True) == during, "and compute shard"
-
-
-# Never stale ----------------------------------------------------------------------------------
 
 
 def _outer_gathers(model: ZeRO3, batch: torch.Tensor) -> int:
@@ -388,9 +376,6 @@ def test_changed_weights_are_never_stale(in_full: bool) -> None:
                     assert_same_parameters(full_gradients(model), gradients, what=what)
 
 
-# Kept in the shard group ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @on_ranks(6)
 def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None:
@@ -457,9 +442,6 @@ def test_what_stays_after_forward_is_checked() -> None:
         ZeRO3(seeded(Mlp), reshard_after_forward=lambda module, fqn: None)
 
 
-# Around the step ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["zero1", "replicate"])
 @on_ranks(4)
 def test_the_norm_of_gradients_is_that_of_all_owners(mode: str) -> None:
@@ -521,9 +503,6 @@ def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
     assert_same_values(model, Mlp())
 
 
-# Bad input ------------------------------------------------------------------------------------
-
-
 def _refuses(match: str, **options: Any) -> None:
     with pytest.raises(ValueError, match=match):
         ZeRO3(seeded(Mlp), timeout=timedelta(seconds=20), **options)
@@ -561,9 +540,6 @@ def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
         ZeRO3(seeded(Mlp), outer="replicate")
     model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
-
-
-# Settings, of all units and of one ---------------------------------------------------------------
 
 
 def _own(name: str) -> Any:

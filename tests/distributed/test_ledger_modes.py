@@ -120,9 +120,6 @@ def test_a_ledger_changes_no_bits_on_one_rank(ranks: KeptRanks) -> None:
     ranks(1, _same_bits, {"default": {}, "parameters": OFFLOADED["parameters"]}, HOST_USES)
 
 
-# On a device ------------------------------------------------------------------------------------
-
-
 def _recorded(
     settings: dict[str, dict[str, Any]], uses: list[Callable[..., None]]
 ) -> dict[str, list[str]]:

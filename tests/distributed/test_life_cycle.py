@@ -176,9 +176,6 @@ def test_processes_that_a_rank_starts_leave_the_engine_alone(methods: list[str])
     run_ranks(2, _children, methods, timeout=300.0)
 
 
-# Steps ------------------------------------------------------------------------------------------
-
-
 def _counts() -> dict[str, int]:
     gc.collect()
     with open("/proc/self/statm") as file:

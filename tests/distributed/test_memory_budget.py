@@ -153,9 +153,6 @@ def test_the_budget_is_held_by_many_models_in_many_modes(ranks: KeptRanks) -> No
     assert _sweep(ranks, keys, [0.4], 300) == len(keys)
 
 
-# Loops -----------------------------------------------------------------------------------------
-
-
 def _accumulating() -> tuple[list[Outcome], dict[str, Outcome]]:
     climbed = _climb("tower", {}, [0.6], micro_batches=3)
     native = {
@@ -190,9 +187,6 @@ def test_ranks_with_batches_of_other_sizes_choose_alike(ranks: KeptRanks) -> Non
     assert middle.choice is not None and middle.choice.kept
     assert free.learned < larger_free.learned <= larger.choice.least_bytes
     assert larger.held <= middle.choice.budget_bytes
-
-
-# Refusals --------------------------------------------------------------------------------------
 
 
 def _kept_blocks(module: nn.Module, fqn: str) -> Any:
@@ -256,9 +250,6 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
     assert not root.extensions.begin_action
     text = str(models[0].memory_choice)
     assert "stay full between forward and backward: " in text and "blocks.0" in text
-
-
-# Odd uses --------------------------------------------------------------------------------------
 
 
 def _steps(model: nn.Module, count: int) -> None:

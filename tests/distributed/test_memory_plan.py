@@ -103,8 +103,6 @@ def _compare(num_ranks: int, names: list[str], timeout: float = 120.0) -> list[s
     ]
 
 
-# Models and settings ----------------------------------------------------------------------------
-
 SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "2 ranks": (2, "adamw", {}),
     "bfloat16": (2, "sgd", {"mixed_precision": BFLOAT16, "limit_all_gathers": "400kB"}),
@@ -167,9 +165,6 @@ def test_the_planned_peak_is_the_measured_one_in_more_settings(in_full: bool) ->
         return
     pairs = zip(cases, more, strict=True)
     assert _compare(2, [f"{case}: {setting}" for case, setting in pairs], 300.0) == []
-
-
-# Features ---------------------------------------------------------------------------------------
 
 
 def _of_case(case: str, optimizer: str, **of: Any) -> Wish:

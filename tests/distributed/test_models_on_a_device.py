@@ -29,8 +29,6 @@ from tests.harness.simulated_device import SimulatedDevice, simulated_device
 from tests.harness.simulated_streams import COMES_NEVER
 from tests.harness.stream_uses import MOMENTUM, train, wrapped
 
-# Several models -------------------------------------------------------------------------------
-
 
 def _batch() -> Tensor:
     return torch.randn(3, WIDTH)
@@ -166,9 +164,6 @@ def test_memory_that_one_model_frees_too_early_is_missed_by_the_other() -> None:
         assert len(shared[1]) >= len(apart[1]) == 1
 
 
-# Models that are deleted ------------------------------------------------------------------------
-
-
 def _in_backward(model: ZeRO3) -> None:
     reduce = GradientReducer.reduce
 
@@ -216,9 +211,6 @@ def _findings_of_deletions() -> list[list[str]]:
 def test_a_model_may_be_deleted_while_the_device_works_for_it() -> None:
     for found in run_fake_ranks((0, 3), 4, _findings_of_deletions):
         assert found == []
-
-
-# Events in flight --------------------------------------------------------------------------------
 
 
 def _watchdogs(model: ZeRO3) -> list[Watchdog]:

@@ -230,9 +230,6 @@ def test_ranks_without_an_element_take_part() -> None:
     assert_bitwise(model.clip_grad_norm_(100.0).float(), torch.tensor(2.0).sqrt(), "norm")
 
 
-# torch's own functions ----------------------------------------------------------------------------
-
-
 def _torchs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

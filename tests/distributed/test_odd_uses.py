@@ -316,9 +316,6 @@ def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     assert losses[: len(steps)] == losses[len(steps) :]
 
 
-# Weights that are written or swapped where a step does not expect it ------------------------------
-
-
 class _Average:
     """As tutorials write it: the weights are kept as they are, and put back."""
 

@@ -67,8 +67,6 @@ def regions(model: nn.Module, *optional: nn.Module, **options: Any) -> dict[str,
     return found[0]
 
 
-# Which units --------------------------------------------------------------------------------------
-
 VISION = {f"vision{rest}": "vision" for rest in ("", ".blocks.0", ".blocks.1")}
 AUDIO = {"audio": "audio", "audio.blocks.0": "audio"}
 CHOSEN: list[tuple[Callable[[Any], Iterable[nn.Module]], dict[str, str], dict[str, Any]]] = [
@@ -239,9 +237,6 @@ def test_only_the_arguments_of_the_last_wrapping_count() -> None:
         model.vision = nn.Identity()
         layerzero.rewrap(sharded)
         assert found[-1] is None
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 def refused(
@@ -423,9 +418,6 @@ def test_what_has_no_effect_and_norms_over_all_ranks_are_warned_of() -> None:
         refused(error[dist.get_rank()], text, lambda m: [m.audio], make=lambda: with_norm("audio"))
 
 
-# Every way in trains ------------------------------------------------------------------------------
-
-
 class Sees(Towers):
     """Which of its towers run is in the batch."""
 
@@ -490,9 +482,6 @@ class TiedAndHooked(Sees):
         self.trunk.up.weight = self.vision.blocks[0].up.weight
         self.vision.gains = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
         self.vision.act = nn.Identity()
-
-
-# Without optional modules -------------------------------------------------------------------------
 
 
 @on_ranks(2)

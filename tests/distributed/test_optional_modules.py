@@ -85,9 +85,6 @@ class Draw:
         return torch.randn(2, WIDTH, generator=self._generator)
 
 
-# Every pattern ------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "mean"), [(2, "all"), (3, "participants")])
 @on_ranks(timeout=300)
@@ -139,9 +136,6 @@ def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
         calls: list[dict[str, tuple[Call, ...]]] = [{}, {"0": (Call(0, order),)}]
         samples = [Sample(torch.randn(2, WIDTH, generator=generator), each) for each in calls]
         run.step(SIMPLE, [samples], exact=True)
-
-
-# What it costs ------------------------------------------------------------------------------------
 
 
 class Cost:
@@ -252,9 +246,6 @@ def test_required_units_cost_the_same_where_the_last_unit_is_optional() -> None:
             assert cost.num_exchanges == ([6, 1] if some else [3, 0])
 
 
-# On a device --------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     """In steps whose places are known."""
@@ -287,9 +278,6 @@ def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
             loss.item()
             assert device.host_waits, "the device reports what the test itself does"
     assert len(found) == 6 and not any(found.values()), found
-
-
-# What is still an error ---------------------------------------------------------------------------
 
 
 class Parting(nn.Module):
@@ -365,9 +353,6 @@ def test_ranks_that_part_fail_at_once_and_by_name() -> None:
             assert alone in message and alone in second[case], message
 
 
-# Exceptions ---------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right() -> None:
     """One rank cannot read its image: every rank raises, and the next step is as if it had not."""
@@ -387,9 +372,6 @@ def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_righ
             run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
 
 
-# Compiled units -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_units_and_regions_train_like_one_process() -> None:
@@ -400,9 +382,6 @@ def test_compiled_units_and_regions_train_like_one_process() -> None:
     for number in range(4):
         enters = tuple(place == number for place in range(3))
         run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
-
-
-# Reentrant checkpoints ----------------------------------------------------------------------------
 
 
 class Part(nn.Module):
@@ -476,8 +455,6 @@ def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
     assert found["without gradients, True"] == 2
     assert found["without gradients, False"] == 3
 
-
-# Stages of torch's pipelines ----------------------------------------------------------------------
 
 MICRO_BATCHES = 4
 

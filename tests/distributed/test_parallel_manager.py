@@ -49,8 +49,6 @@ from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
 TIMEOUT = timedelta(seconds=25)
 
-# Meshes -----------------------------------------------------------------------------------------
-
 
 def _members(group: dist.ProcessGroup) -> list[int]:
     """Of a group, as the group itself tells by a collective."""
@@ -129,9 +127,6 @@ def test_wrong_sizes_are_refused_on_every_rank() -> None:
 def test_a_missing_process_group_is_named() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         ParallelManager()
-
-
-# Context parallelism ----------------------------------------------------------------------------
 
 
 class PartAttention(Attention):
@@ -261,9 +256,6 @@ def _torch_attention() -> None:
 
 def test_torchs_context_parallel_attention_is_used_or_refused() -> None:
     run_ranks(2, _torch_attention)
-
-
-# Models -----------------------------------------------------------------------------------------
 
 
 class _Heads(nn.Module):

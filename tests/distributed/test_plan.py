@@ -52,8 +52,6 @@ def fqns(model: ZeRO3) -> list[str]:
     return sorted(unit.fqn for unit in units(model))
 
 
-# Patterns -------------------------------------------------------------------------------------
-
 EXPERTS = [f"layers.{layer}.experts.{expert}" for layer in range(3) for expert in range(2)]
 ATTENTIONS = [f"layers.{layer}.attn" for layer in range(3)]
 LAYERS = [f"layers.{layer}" for layer in range(3)]
@@ -127,9 +125,6 @@ def test_ignored_parameters_stay_whole() -> None:
     assert module.layers[0].bank[1].ndim == 1
     assert hasattr(module.layers[0].bank[1], "layerzero")
     assert_trains_alike(model, reference, batches(2))
-
-
-# Options --------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -220,9 +215,6 @@ def test_offloading_reaches_the_engine_which_says_that_a_cpu_has_nowhere_to() ->
         trains_alike(shard_with_plan(seeded(Model), plan))
 
 
-# Hook modules ---------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
     truth = Shared(seeded(Model))
@@ -241,9 +233,6 @@ def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
             assert "layers.1.bank" in order[: order.index("layers.2.bank")]
             trains_alike(model, truth=truth)
             assert not any(full_nbytes(model).values())
-
-
-# Order ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -302,9 +291,6 @@ def test_pregather_has_everything_before_the_first_layer_runs() -> None:
     assert not any(full_nbytes(model).values())
 
 
-# Activations ----------------------------------------------------------------------------------
-
-
 def _own_checkpoint(function: Any, *args: Any, **options: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
@@ -357,9 +343,6 @@ def test_a_pattern_may_choose_other_activations_than_the_plan() -> None:
     trains_alike(model, steps=1)
     again = ["layers.0.attn.up", "layers.2.attn.up"]
     assert sorted(calls) == sorted(["embed", *(f"{fqn}.up" for fqn in ATTENTIONS), *again])
-
-
-# Models that know better ----------------------------------------------------------------------
 
 
 class Knowing(Model):
@@ -432,9 +415,6 @@ def test_optional_modules_of_a_plan_reach_the_engine() -> None:
     assert own == [({"layers.1": "layers.1"}, "all")] * 2
 
 
-# Refusals -------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_before_anything_is_changed() -> None:
     plan = ShardingPlan(apply_modules=["layers.{*}"])
@@ -483,9 +463,6 @@ def test_directives_for_what_is_sharded_or_cannot_be_called_are_skipped_with_a_w
         model = shard_with_plan(seeded(Model), plan)
     assert fqns(model) == ["", "layers.0"]
     trains_alike(model)
-
-
-# A shard group of one rank --------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -564,9 +541,6 @@ def test_a_shard_group_of_one_rank_is_plain_data_parallelism() -> None:
     assert split.module.base.weight.dtype is torch.float32
     own = sum(parameter.numel() for parameter in split.parameters())
     assert own < sum(parameter.numel() for parameter in Adapted().parameters())
-
-
-# With torch.compile ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow

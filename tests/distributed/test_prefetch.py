@@ -293,9 +293,6 @@ def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
     model(batch(), ALL)
 
 
-# Units gathered by hand: what is there is used, and not gathered again ----------------------------
-
-
 EVERY_UNIT = ["blocks.0", "blocks.1", "blocks.2", ""]
 
 

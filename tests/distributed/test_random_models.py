@@ -340,8 +340,6 @@ class _Run:
         if way == "all":
             self._zero_grad()
 
-    # In low precision -----------------------------------------------------------------------
-
     def train_under_autocast(self, others: list[str]) -> None:
         """From equal weights in each step, because a rounding in a weight may become one in a cast.
 
@@ -398,8 +396,6 @@ class _Run:
             if parameter.grad is None and gradient is not None:
                 assert not gradient.any(), name
                 parameter.grad = torch.zeros_like(parameter)
-
-    # What may happen between steps ----------------------------------------------------------
 
     def _evaluate(self) -> None:
         batch = self._batches()[0]

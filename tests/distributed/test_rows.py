@@ -136,9 +136,6 @@ def test_one_rank_has_whole_parameters() -> None:
     _check_shapes(model)
 
 
-# Rules by shape -----------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_rules_by_ndim_are_as_people_expect() -> None:
     for case in MODELS:
@@ -183,9 +180,6 @@ def test_whole_tensor_optimizers_have_the_same_bits(world_size: int) -> None:
         assert_same_parameters(found[-1], found[0], what=f"{own}: parameter")
         own_norm = global_norm(model.parameters())
         assert own_norm.isfinite()
-
-
-# Full parameters, and state -----------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -383,9 +377,6 @@ def test_deltas_are_those_of_elements() -> None:
         assert_same_parameters(found[-1], found[0], what=own)
 
 
-# Buffers of their own -----------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """Long rows of two lengths whose common multiple is long."""
 
@@ -430,9 +421,6 @@ def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
         found.append(_everything(model, optimizer))
     _assert_same(found[1], found[0], "buffers of their own")
     assert len(units(model)) == 3
-
-
-# Arguments, reports -------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -60,9 +60,6 @@ def limits(model: ZeRO3) -> set[float]:
     return {group.limit.total_seconds() for group in operations.phases._groups.values()}
 
 
-# Warnings -----------------------------------------------------------------------------------------
-
-
 WARNED_LIMIT_S = 4.0
 """The timeout where a pause lasts until the warning: the rest of it is for a busy machine."""
 
@@ -163,9 +160,6 @@ def test_no_thread_stays_without_waits() -> None:
     assert not waits()
     wrapped()
     assert waits()
-
-
-# Phases -------------------------------------------------------------------------------------------
 
 
 def _phases(kind: str, folder: Path) -> str | None:

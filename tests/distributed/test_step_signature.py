@@ -137,9 +137,6 @@ def test_every_change_changes_the_signature() -> None:
     assert model.step_signature({"a": optimizer, "b": second}) == seen[-1]
 
 
-# Tensor parallelism and experts -------------------------------------------------------------------
-
-
 def _of_other_axes(kind: str) -> list[str]:
     if dist.get_world_size() == 1:
         build = tensor_parallel.Llama if kind == "tensor parallel" else experts.Model

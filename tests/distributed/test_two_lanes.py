@@ -58,9 +58,6 @@ SUMS: list[tuple[dict[str, Any], list[str]]] = [
 """How gradients are summed, and the lanes that are compared with none."""
 
 
-# The same numbers -----------------------------------------------------------------------------
-
-
 def _trained(
     lanes: dict[str, Any], sums: dict[str, Any], layers: dict[str, Any], plain: bool
 ) -> list[torch.Tensor]:
@@ -129,9 +126,6 @@ def _experts() -> None:
         assert all(map(torch.equal, found, expected)), name
 
 
-# Which group ----------------------------------------------------------------------------------
-
-
 def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.ProcessGroup]]:
     model = ZeRO3(
         seeded(lambda: Mlp(3)),
@@ -193,9 +187,6 @@ def _groups_are_kept() -> None:
         reduction=ReductionPolicy(separate_groups=True),
     )
     assert all(group.size > 1 for group in root_state(alone).units[0].handles[0].placement.groups)
-
-
-# On the simulated device ----------------------------------------------------------------------
 
 
 def _races(settings: dict[str, Any], uses: list) -> dict[str, list[str]]:
@@ -262,9 +253,6 @@ def _found_without() -> list[int]:
             plain_steps(wrapped(reduction=policy))
         found.append(len(device.races) + len(device.early_frees))
     return found
-
-
-# How many, and how much -----------------------------------------------------------------------
 
 
 @contextmanager
@@ -381,9 +369,6 @@ def _twice_in_a_pass() -> None:
     assert unit.handles
     for parameter, value in zip(model.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, value)
-
-
-# Refusals -------------------------------------------------------------------------------------
 
 
 def _differing() -> None:

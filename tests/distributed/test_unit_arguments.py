@@ -111,9 +111,6 @@ def test_what_units_share_and_bad_values_are_refused() -> None:
         ZeRO3(Mlp(), auto_wrap_policy=policy(block1=own))
 
 
-# Hook modules ---------------------------------------------------------------------------------
-
-
 class Mixer(nn.Module):
     """Uses the parameters of a list that is no module to call, with a part that is a unit."""
 
@@ -165,9 +162,6 @@ def test_a_unit_is_gathered_by_the_forward_of_its_hook_module() -> None:
         assert order.count("mixers.1.bank") == 1, "gathered once for all its uses"
         assert_trains_alike(model, seeded(Mixers), batches())
         assert {unit.state.name for unit in units(model)} == {"SHARDED"}
-
-
-# A model of which only parts are wrapped, each by itself, has state dicts and checkpoints ---------
 
 
 State = dict[str, Any]

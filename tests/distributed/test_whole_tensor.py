@@ -160,9 +160,6 @@ def test_every_model_in_every_mode(ranks: KeptRanks) -> None:
     ranks(2, _odd_parameters, ["Shampoo", "AdamW"])
 
 
-# The shards are the truth -------------------------------------------------------------------------
-
-
 def _edits() -> None:
     pair = Pair(CASES["mlp"], KINDS["AdamW"])
     pair.train(2)
@@ -232,9 +229,6 @@ def _edits() -> None:
         verbs = [operation.verb for operation in operations]
         at = verbs.index("values to owners")
         assert "values from owners" in verbs[:at], "only in the step after `refresh`"
-
-
-# As any torch optimizer ---------------------------------------------------------------------------
 
 
 def _groups(model: nn.Module) -> list[Options]:
@@ -353,9 +347,6 @@ def test_it_does_what_the_optimizer_does_on_one_process(world_size: int) -> None
         _edits()
 
 
-# What travels -------------------------------------------------------------------------------------
-
-
 def _traffic() -> list[tuple[int, int]]:
     """Bytes that this rank sends in a step, and those of its pieces that others own."""
     found = []
@@ -426,9 +417,6 @@ def _memory(bucket: int) -> int:
         before = live_bytes()
         optimizer.step()
     return max(RecordsMemory.live) - before
-
-
-# State dicts --------------------------------------------------------------------------------------
 
 
 def _resume(kind: str) -> None:

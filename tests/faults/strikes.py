@@ -59,8 +59,6 @@ class Strike:
         path = self._folder / f"struck-{dist.get_rank()}"
         path.write_text(f"{time.monotonic()} {os.getpid()}")
 
-    # The moment -----------------------------------------------------------------------------------
-
     def _at_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.now()
         return original(*args, **kwargs)
@@ -90,8 +88,6 @@ class Strike:
         self.now()
         links.speed_up()
         return handle
-
-    # The faults -----------------------------------------------------------------------------------
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -120,9 +120,6 @@ class Step:
         )
 
 
-# Reading --------------------------------------------------------------------------------------
-
-
 def read_tests(step: Step, code: int | None, output: str, folder: Path) -> Outcome:
     """Of pytest, which wrote {folder}/tests.xml; a driver may refuse compute-sanitizer."""
     if "Device not supported" in output or "Unable to find injection" in output:
@@ -190,9 +187,6 @@ def _last_json(output: str) -> dict[str, Any] | None:
                 continue
             return value
     return None
-
-
-# Steps ----------------------------------------------------------------------------------------
 
 
 def _tests(
@@ -299,9 +293,6 @@ def bench_steps(on_cpu: bool, out: Path, link: str) -> list[Step]:
     ]
 
 
-# The machine ----------------------------------------------------------------------------------
-
-
 def machine() -> dict[str, Any]:
     """What a result was measured on. Runs in a process of its own: it makes a context."""
     import torch
@@ -355,9 +346,6 @@ def prepare(on_cpu: bool) -> tuple[dict[str, Any], Outcome]:
         round(time.monotonic() - began, 1),
         "" if is_fine else output[-_OUTPUT_CHARS:],
     )
-
-
-# Running and writing --------------------------------------------------------------------------
 
 
 def run_side_by_side(steps: Sequence[Step], deadline: float) -> Iterator[Outcome]:

@@ -222,8 +222,6 @@ class Mirror(Wires):
         self._unit_of = {id(handle): label for label, handle in of_units}
         self._handles = [handle for _, handle in of_units]
 
-    # What arrives and leaves ----------------------------------------------------------------
-
     def arriving(self, full: Tensor, shard: Tensor, group: ShardGroup) -> Tensor:
         verb = "" if self._operation is None else self._operation.verb
         handle = self._owner_of(full, lambda each: each.full)
@@ -276,8 +274,6 @@ class Mirror(Wires):
         ]
         assert len(found) == 1, f"{self._operation}: {len(found)} flat parameters of {numel}"
         return found[0]
-
-    # Counting -------------------------------------------------------------------------------
 
     def compare(self, what: str, expected: Tensor, got: Tensor) -> None:
         """Count elements that differ (NaN does), on the current stream, without waiting."""

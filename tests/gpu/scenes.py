@@ -34,9 +34,6 @@ def _device(device_type: str) -> torch.device:
     return torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
 
 
-# NCCL on its own ------------------------------------------------------------------------------
-
-
 def _group(device: torch.device) -> ShardGroup:
     backend = "nccl" if device.type == "cuda" else "fake"
     return ShardGroup(one_rank_group(device), 0, (0,), backend, timedelta(seconds=60))
@@ -162,9 +159,6 @@ def another_device(index: int) -> dict[str, int]:
         return mirror.wrong()
 
 
-# Two ranks ------------------------------------------------------------------------------------
-
-
 def one_of_two(device_type: str, rank: int, folder: str) -> int:
     """Train as one of two real ranks, each with a batch of its own; elements that differ.
 
@@ -197,9 +191,6 @@ def one_of_two(device_type: str, rank: int, folder: str) -> int:
         )
     dist.barrier()
     return wrong
-
-
-# Memory ---------------------------------------------------------------------------------------
 
 
 def empty_cache_between(
@@ -251,9 +242,6 @@ def allocations(device_type: str, steps: int) -> list[int]:
             else:
                 counts.append(0)
         return counts
-
-
-# The host -------------------------------------------------------------------------------------
 
 
 def host_goes_on(device_type: str, use: str) -> dict[str, bool]:

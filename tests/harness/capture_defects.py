@@ -41,9 +41,6 @@ def _unless_called_by(name: str, owner: type, method: str) -> _Context:
     return mock.patch.object(owner, method, calling)
 
 
-# What a capture forbids ---------------------------------------------------------------------------
-
-
 def watching_what_is_recorded() -> _Context:
     @contextmanager
     def unwatched(operations: Operations) -> Iterator[None]:
@@ -103,9 +100,6 @@ def writing_to_the_store() -> _Context:
     return at_each_reduction(lambda *_: _Board.compare(board, 0, 0, {}))
 
 
-# What a capture leaves ----------------------------------------------------------------------------
-
-
 def keeping_events_for_the_watchdog() -> _Context:
     """Streams come after events of the capture, as far as a watchdog is told."""
 
@@ -119,9 +113,6 @@ def keeping_events_for_the_watchdog() -> _Context:
 
 def without_waiting_for_the_current_stream() -> _Context:
     return mock.patch.object(Stream, "wait_stream", lambda *_: None)
-
-
-# What a replay has to do --------------------------------------------------------------------------
 
 
 def without_the_inputs() -> _Context:

@@ -90,9 +90,6 @@ def _without_waiting_for(verb: str) -> AbstractContextManager[object]:
     return mock.patch.object(Pending, "wait_for_data", skipping)
 
 
-# Waits of several streams at once -----------------------------------------------------------------
-
-
 def without_waiting_for_marks() -> AbstractContextManager[object]:
     return mock.patch.object(DeviceStream, "wait", lambda *_: None)
 
@@ -110,9 +107,6 @@ def without_the_streams_event() -> AbstractContextManager[object]:
         return _OnStream(stream, stream.record_event(), pending)
 
     return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
-
-
-# Unsharding ---------------------------------------------------------------------------------------
 
 
 def without_the_event_of_weights() -> AbstractContextManager[object]:
@@ -222,9 +216,6 @@ def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[obj
     return mock.patch.object(DeviceStream, "drain_handle", lambda _: Done())
 
 
-# Another device's streams -------------------------------------------------------------------------
-
-
 def with_the_current_device() -> AbstractContextManager[object]:
     """Not the model's: the stream of another device, where nothing is queued."""
 
@@ -239,9 +230,6 @@ def with_waits_of_the_current_device() -> AbstractContextManager[object]:
         return stream._module.current_stream()
 
     return mock.patch.object(DeviceStream, "current_stream", current_stream)
-
-
-# Reductions ---------------------------------------------------------------------------------------
 
 
 def without_memory_of_compute_for_chunks() -> AbstractContextManager[object]:
@@ -321,9 +309,6 @@ def with_one_event_for_all() -> AbstractContextManager[object]:
     return mock.patch.object(EventPool, "record", record)
 
 
-# Host memory --------------------------------------------------------------------------------------
-
-
 def without_the_host_waiting() -> AbstractContextManager[object]:
     return mock.patch.object(Streams, "wait_on_host", lambda *_: None)
 
@@ -383,9 +368,6 @@ def staging_shards_on_compute() -> AbstractContextManager[object]:
 
 def staging_sums_on_compute() -> AbstractContextManager[object]:
     return _staging_on_compute(GradientSums, "add_host_sum_to")
-
-
-# The host blocked ---------------------------------------------------------------------------------
 
 
 def at_each_reduction(block: Callable[[Tensor, Unit], object]) -> AbstractContextManager[object]:

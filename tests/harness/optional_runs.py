@@ -33,9 +33,6 @@ from tests.harness.optional_models import (
 STEPS = 5
 
 
-# Models and settings ------------------------------------------------------------------------------
-
-
 @dataclass
 class Model:
     """A plain model, and what `ZeRO3` is to be told of it."""
@@ -167,9 +164,6 @@ def random_settings(rng: random.Random, world_size: int) -> dict[str, Any]:
     }
 
 
-# Batches ------------------------------------------------------------------------------------------
-
-
 class Batches:
     """One sample for each rank and forward. Structures repeat, as those of real batches do."""
 
@@ -225,9 +219,6 @@ class Batches:
 
     def _rows(self) -> Tensor:
         return torch.randn(2, WIDTH, generator=self._generator, dtype=self._dtype)
-
-
-# Steps --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,6 @@ class SimulatedDevice(TorchDispatchMode):
         """Whether what is queued on compute next comes after all of these collectives."""
         return all(self.compute.clock.get(comm, 0) >= number for comm, number in queued.items())
 
-    # The device module -----------------------------------------------------------------------
-
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
         index = self._index_of(device)
         number = len(self._handed_out)
@@ -289,8 +287,6 @@ class SimulatedDevice(TorchDispatchMode):
         index = torch.device(device).index
         return self.index if index is None else index
 
-    # Where the engine is ---------------------------------------------------------------------
-
     @contextmanager
     def at(self, unit: str) -> Iterator[None]:
         """Uses inside are told with the unit."""
@@ -330,8 +326,6 @@ class SimulatedDevice(TorchDispatchMode):
         if self._stream.capture is None:
             self.host.on_fault(f"{what} on {self._stream.name}, which is not in the capture")
 
-    # Memory ----------------------------------------------------------------------------------
-
     @property
     def _stream(self) -> Stream:
         """Where operations on the device's memory go: its current stream, whatever the host's
@@ -360,8 +354,6 @@ class SimulatedDevice(TorchDispatchMode):
             yield
         finally:
             self._is_paused = before
-
-    # What torch does -------------------------------------------------------------------------
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -459,8 +451,6 @@ class SimulatedDevice(TorchDispatchMode):
         is_asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
         return not is_asked or not all(end.is_pinned for end in hosts)
 
-    # What Tensor's methods do without an operator ----------------------------------------------
-
     def _is_devices(self, tensor: Tensor) -> bool:
         if self._is_paused or type(tensor) not in (Tensor, torch.nn.Parameter):
             return False
@@ -538,8 +528,6 @@ class SimulatedDevice(TorchDispatchMode):
             return method(tensor, *args, **kwargs)
 
         return to
-
-    # Collectives -----------------------------------------------------------------------------
 
     def collective(self, verb: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         """`verb(output, input, ...)`, or `verb(tensor, ...)`, queued as NCCL does."""

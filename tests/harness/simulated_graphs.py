@@ -143,8 +143,6 @@ class Graph:
         self._saved.clear()
         torch.set_rng_state(self._random)
 
-    # What is recorded -------------------------------------------------------------------------
-
     def before(self, written: Iterable[Tensor]) -> None:
         """These are about to be written."""
         for tensor in written:
@@ -203,8 +201,6 @@ class Graph:
         assert not (tensor.is_conj() or tensor.is_neg()), "no model of the tests has these"
         size, stride = tensor.size(), tensor.stride()
         return _View(place, tensor.dtype, tensor.storage_offset(), size, stride)
-
-    # Replays ----------------------------------------------------------------------------------
 
     def replay(self) -> None:
         """Run what was recorded; nothing that uses memory which is gone."""

@@ -95,8 +95,6 @@ class TwinMachine:
             settings["optional_modules"] = [net.side]
         return settings
 
-    # Running ------------------------------------------------------------------------------------
-
     def run(self, num_actions: int) -> None:
         actions = [
             *[self.micro_batch] * 3,
@@ -145,8 +143,6 @@ class TwinMachine:
             follow(self.model, self.twin)
             self.terms = Terms()
             self.terms.start_from(self.twin.parameters())
-
-    # Passes -------------------------------------------------------------------------------------
 
     def _batches(self) -> list[torch.Tensor]:
         self.number += 1
@@ -201,8 +197,6 @@ class TwinMachine:
         with torch.no_grad():
             output = self.model(batches[dist.get_rank()])
             assert_bitwise(output, self.twin(batches[dist.get_rank()]), "output")
-
-    # What goes wrong ----------------------------------------------------------------------------
 
     def _fails(self, error: type[BaseException], where: str, module: str) -> None:
         """Have a pass fail on all ranks."""
@@ -269,8 +263,6 @@ class TwinMachine:
         except FloatingPointError:
             return
         raise AssertionError("a gradient is infinite")
-
-    # Between steps ------------------------------------------------------------------------------
 
     def freezes(self) -> None:
         if self.waits:

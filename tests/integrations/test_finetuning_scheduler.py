@@ -143,9 +143,6 @@ def _fit(
     return model, watch
 
 
-# Three phases ---------------------------------------------------------------------------------
-
-
 def _three_phases(
     folder: Path, strategy: Any = None, callbacks: Sequence[Callback] = (), **arguments: Any
 ) -> tuple[Regression, _Watch]:
@@ -215,9 +212,6 @@ def test_three_phases_are_those_of_one_process_with_restores_inside_phases(tmp_p
     assert_close_in_float64(parameters, full(model), "parameter")
 
 
-# Implicit schedules, early stopping, the best checkpoint ---------------------------------------
-
-
 def _implicit(
     folder: Path, kind: str | None = None
 ) -> tuple[list[float], dict[str, Tensor], list[_Epoch]]:
@@ -243,9 +237,6 @@ def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_pat
     assert epochs == alone_epochs
     assert_close_in_float64(torch.tensor(losses), torch.tensor(alone_losses), "validation losses")
     assert_close_in_float64(parameters, alone_parameters, "parameter")
-
-
-# The plan -------------------------------------------------------------------------------------
 
 
 class _Own(Regression):
@@ -299,9 +290,6 @@ def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: P
         fit(ZeRO3Strategy(deterministic=True), zero3_defaults={"deterministic": False})
     with pytest.raises(ValueError, match="unknown option 'reshard'"):
         fit(ZeRO3Strategy(), zero3_plan={"head": {"reshard": True}})
-
-
-# What configure_model changes ------------------------------------------------------------------
 
 
 class _Changed(Regression):

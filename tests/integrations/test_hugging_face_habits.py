@@ -247,9 +247,6 @@ def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: 
     run_ranks(2, _no_device_named, str(tmp_path))
 
 
-# Saving ----------------------------------------------------------------------------------------
-
-
 @on_ranks(2, timeout=120)
 def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -398,8 +395,6 @@ def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="register_save_state_pre_hook"):
         accelerator.save_state()
 
-
-# peft ------------------------------------------------------------------------------------------
 
 PROMPT = torch.arange(3, 13).view(1, -1)
 TARGETS = ["q_proj", "k_proj", "down_proj"]

@@ -62,9 +62,6 @@ def _assert_same_run(ours: Regression, theirs: Regression) -> None:
         assert_bitwise(value, expected[name], name)
 
 
-# Training -------------------------------------------------------------------------------------
-
-
 class _Operations(Callback):
     """Names of the units whose gradients were reduced, in each training step."""
 
@@ -138,9 +135,6 @@ def test_training_equals_one_process() -> None:
     mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
     assert_close_in_float64(mean, torch.tensor(model.losses), "losses")
     assert_close_in_float64(parameters, full(model), "parameter")
-
-
-# Checkpoints ----------------------------------------------------------------------------------
 
 
 class _Unmade(Regression):
@@ -324,9 +318,6 @@ def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
     _a_hook_changes_what_is_saved(tmp_path)
 
 
-# Precision and manual optimization ------------------------------------------------------------
-
-
 class _Overflow(Callback):
     """Makes the gradients of one rank infinite in the second step."""
 
@@ -486,9 +477,6 @@ def test_manual_optimization_equals_one_process() -> None:
     assert_close_in_float64(ours.mean(0), torch.tensor(_losses_of_two()), "losses")
 
 
-# The example ----------------------------------------------------------------------------------
-
-
 def _example(tmp_path: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
     import train_lightning
@@ -503,9 +491,6 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     run_ranks(RANKS, _example, tmp_path)
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
     assert losses[0] < 2.3 and losses[1] < 1.5, losses
-
-
-# Bad input ------------------------------------------------------------------------------------
 
 
 def test_a_bad_argument_is_named_with_what_to_use() -> None:

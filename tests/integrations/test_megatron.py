@@ -66,9 +66,6 @@ def _train(options: Any, engine: str = "layerzero") -> Any:
     return _example().train(options, torch.device("cpu"))
 
 
-# The same numbers -----------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _norms_in_float64() -> Iterator[None]:
     """Of both engines: then their order shows in no bit of what is clipped by them."""
@@ -204,8 +201,6 @@ def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
     assert run_ranks(4, _overflow_on_one_rank) == [[(False, 512.0)] * 2] * 4
 
 
-# Parameters -----------------------------------------------------------------------------------
-
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
 MORE = ("shared", "shared_embedding", "allreduce", "is_embedding_or_output_parameter")
 
@@ -282,9 +277,6 @@ def test_shards_of_a_16_bit_model_are_float32() -> None:
         assert wide == {"module.decoder.layers.0.mlp.linear_fc1.weight"}
 
     _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], run)
-
-
-# The data-parallel surface ---------------------------------------------------------------------
 
 
 class _Surface:
@@ -501,9 +493,6 @@ def test_a_stage_gathers_each_unit_once_a_step_unless_told_otherwise() -> None:
         assert all(count > 2 * num_units for count in reshards)
 
 
-# Checkpoints ----------------------------------------------------------------------------------
-
-
 def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
     model = surface.chunk.sharded_state_dict()
     return {
@@ -550,9 +539,6 @@ def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_pa
     )
     (tmp_path / "step").mkdir()
     run_ranks(2, _goes_on, tmp_path / "step")
-
-
-# Bad input ------------------------------------------------------------------------------------
 
 
 def _config(**changes: Any) -> Any:

@@ -142,9 +142,6 @@ def _moments(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
     return {f"{name}/{key}": v for name, own in state.items() for key, v in own.items()}
 
 
-# Parameters --------------------------------------------------------------------------------
-
-
 def _with_experts(seed: int) -> GPTModel:
     """Four experts in each layer, split over the expert-parallel ranks, unequal ones on each."""
     place, size = (
@@ -352,9 +349,6 @@ def test_building_the_sharded_state_dict_sends_and_gathers_nothing() -> None:
         model.reshard()
 
 
-# Optimizers --------------------------------------------------------------------------------
-
-
 def _groups(model: ZeRO3) -> list[dict[str, Any]]:
     """As Megatron makes them: weights decay, biases and norms do not."""
     same = dict(lr_mult=1.0, is_expert_parallel=False, is_decoupled_lr=False)
@@ -541,8 +535,6 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
         _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
 
 
-# Other sizes -------------------------------------------------------------------------------
-
 Values = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
@@ -622,9 +614,6 @@ def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -
             {name: value for name, value in got.items() if name not in tied},
             {name: value for name, value in expected.items() if name not in tied},
         )
-
-
-# What does not fit -------------------------------------------------------------------------
 
 
 class _Odd(nn.Linear):
@@ -710,9 +699,6 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
             load_optimizer_state_dict(
                 [model], optimizer, {"state": loadable, "param_groups": groups}
             )
-
-
-# Whole states ------------------------------------------------------------------------------
 
 
 def _with_whole_tensors(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:

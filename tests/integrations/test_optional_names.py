@@ -49,9 +49,6 @@ def test_names_and_patterns_stand_for_modules() -> None:
             list(optional_by_name(model, listed))
 
 
-# Lightning ------------------------------------------------------------------------------------
-
-
 def _lightning() -> None:
     from layerzero import ShardingPlan
     from tests.integrations.trainers import rows, seeded, trainer, zero3_strategy
@@ -77,9 +74,6 @@ def _lightning() -> None:
 def test_lightning() -> None:
     pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
     run_ranks(1, _lightning)
-
-
-# transformers and accelerate ------------------------------------------------------------------
 
 
 def _transformers(folder: str) -> None:
@@ -110,9 +104,6 @@ def test_transformers_and_accelerate(tmp_path: Any) -> None:
     pytest.importorskip("transformers", minversion="5")
     pytest.importorskip("accelerate")
     run_ranks(1, _transformers, str(tmp_path))
-
-
-# Megatron -------------------------------------------------------------------------------------
 
 
 def _megatron() -> None:

@@ -132,9 +132,6 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
     return checkpoint.get_model_state_dict(model, full=True)
 
 
-# Training --------------------------------------------------------------------------------------
-
-
 def _computes_otherwise(folder: str, losses: list[float]) -> None:
     """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -240,9 +237,6 @@ def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
     assert len(answer) == 5 and (Path(folder) / "checkpoint-10" / "training_args.json").exists()
 
 
-# Checkpoints -----------------------------------------------------------------------------------
-
-
 def _resumes(folder: str) -> None:
     root = Path(folder)
     tied = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -333,9 +327,6 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-# Folders ---------------------------------------------------------------------------------------
-
-
 def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
     """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
     from layerzero.integrations.transformers import pretrained_saving
@@ -422,9 +413,6 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
         if dist.get_rank() == 0:  # Here one rank may generate alone.
             alone = loaded.module.generate(prompt, **chosen, synced_gpus=False)
             assert torch.equal(alone, generated)
-
-
-# accelerate ------------------------------------------------------------------------------------
 
 
 def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int) -> list[float]:
@@ -662,9 +650,6 @@ def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
     folder = str(tmp_path)
     _accelerate(folder)
     _refuses(folder)
-
-
-# peft ------------------------------------------------------------------------------------------
 
 
 def _lora(folder: str) -> None:

@@ -186,8 +186,6 @@ def test_under_autocast_it_trains_as_in_one_process(library: Path) -> None:
     run_ranks(2, _train_in_autocast, library, timeout=120)
 
 
-# The same run on both devices --------------------------------------------------------------------
-
 LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 HOST = OffloadPolicy(params=True, grads=True)
@@ -281,9 +279,6 @@ def _both(library: Path, folder: Path, names: list[str]) -> None:
 
 def test_runs_and_their_checkpoints_equal_those_on_the_cpu(library: Path, tmp_path: Path) -> None:
     run_ranks(2, _both, library, tmp_path, list(RUNS), timeout=180)
-
-
-# What else asks for the device ------------------------------------------------------------------
 
 
 def _refused(library: Path) -> None:

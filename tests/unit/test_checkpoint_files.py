@@ -74,9 +74,6 @@ def _drawn(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-# One file past the cache ------------------------------------------------------------------------
-
-
 def _file_of(path: Path, nbytes: int, generator: random.Random) -> bytes:
     content = generator.randbytes(nbytes)
     path.write_bytes(content)
@@ -273,9 +270,6 @@ def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
             _read(tmp_path / "file", nbytes, needed=MIB + 5000)
 
 
-# Batches ----------------------------------------------------------------------------------------
-
-
 def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
     begins = itertools.accumulate(sizes, initial=begin)
     return [_transfer(at, _drawn(size)) for at, size in zip(begins, sizes, strict=False)]
@@ -393,9 +387,6 @@ def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
 
 
-# Memory of a load -------------------------------------------------------------------------------
-
-
 def test_shards_are_read_from_any_place_of_a_file(tmp_path: Path) -> None:
     half = MIB // 2
 
@@ -428,9 +419,6 @@ def test_blocks_are_aligned_for_disks_and_huge_pages() -> None:
     for nbytes in (1, PAGE_NBYTES, BATCH_NBYTES):
         memory = pages(nbytes)
         assert memory.shape == (nbytes,) and memory.data_ptr() % (2 * MIB) == 0
-
-
-# Blocks of a save -------------------------------------------------------------------------------
 
 
 def _fails_with(error: int) -> Callable[..., int]:

@@ -339,8 +339,6 @@ def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Pa
         folder.resolve(tmp_path)
 
 
-# Shards in files of torch.save --------------------------------------------------------------------
-
 OF_0_1 = (
     (ParameterShard, "layerzero.checkpoint.parameter_shard"),
     (Extent, "layerzero.checkpoint.runs"),

@@ -237,8 +237,6 @@ def test_a_patch_can_be_pickled() -> None:
     assert found.nbytes == given.nbytes == 2 * 10
 
 
-# Packed patches, and examples/delta_folder.py -----------------------------------------------------
-
 STREAM = "0123456789ab"
 
 

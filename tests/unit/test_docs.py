@@ -64,9 +64,6 @@ SOURCES = [
 ]
 
 
-# Paths ----------------------------------------------------------------------------------------
-
-
 def missing_paths(text: str) -> list[str]:
     """Paths from the root anywhere in the text, and file names in backticks, that are not there."""
     rooted = re.findall(
@@ -91,9 +88,6 @@ def test_paths_in_sources_exist() -> None:
 def test_a_path_that_is_gone_is_found() -> None:
     text = "See docs/layered.md, `step/unti.py`, `layerzero/zero3.py` and `unit.py`."
     assert missing_paths(text) == ["docs/layered.md", "step/unti.py"]
-
-
-# Members --------------------------------------------------------------------------------------
 
 
 def _assigned(tree: ast.AST) -> Iterator[str]:
@@ -202,8 +196,6 @@ def test_a_name_that_is_gone_is_found() -> None:
     assert unknown_names(text) == ["FlatHandle", "RateLimit"]
 
 
-# Notes ----------------------------------------------------------------------------------------
-
 NOTE = re.compile(r"Note\s+\[([^\]]+)\]")
 
 
@@ -238,9 +230,6 @@ def test_a_note_that_nobody_wrote_is_found() -> None:
     assert missing_notes(text) == ["Views outlive their storage"]
 
 
-# Python in pages ------------------------------------------------------------------------------
-
-
 def broken_python(text: str) -> list[str]:
     """The first line of each fenced block of Python that does not compile."""
     broken = []
@@ -261,9 +250,6 @@ def test_python_that_does_not_compile_is_found() -> None:
     assert broken_python("```python\nx = (1,\n```\n\n```python\ny = 1\n```\n") == ["x = (1,"]
 
 
-# Lines of fenced blocks -------------------------------------------------------------------------
-
-
 def long_code(text: str, limit: int) -> list[str]:
     """Lines of fenced blocks that a reader would have to scroll sideways for."""
     blocks = re.findall(r"^```.*?^```$", text, re.M | re.S)
@@ -279,8 +265,6 @@ def test_code_in_pages_needs_no_scrolling_sideways() -> None:
 def test_a_long_line_of_code_is_found() -> None:
     assert long_code("a long line\n```\nshort\nlong one\n```\n", 6) == ["long one"]
 
-
-# Error texts -----------------------------------------------------------------------------------
 
 OF_OTHERS = {"a different number of tensors was saved"}
 """Texts of torch that no test repeats."""
@@ -315,9 +299,6 @@ def test_errors_in_tables_are_those_of_sources() -> None:
 def test_an_error_that_nothing_raises_is_found() -> None:
     text = '| "the model changed after wrapping" | x |\n| ValueError: `2 ducks in a row` | y |\n'
     assert missing_texts(text) == ["2 ducks in a row"]
-
-
-# Links ----------------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
@@ -383,8 +364,6 @@ def test_a_page_out_of_nav_is_found() -> None:
     assert not_as_in_nav(config, pages) == ["a/gone.md", "a/new.md"]
 
 
-# The API reference ----------------------------------------------------------------------------
-
 API = DOCS / "reference" / "api"
 ADAPTERS = ("transformers", "accelerate", "lightning", "megatron", "megatron_checkpoint")
 API_PACKAGES = (
@@ -426,9 +405,6 @@ def test_the_list_of_api_pages_has_each_name_beside_its_page() -> None:
 def test_the_names_that_an_api_page_shows_are_found() -> None:
     page = "# T\n\n::: layerzero.units\n\n::: layerzero.a.B\n    options:\n      members: false\n"
     assert shown_names(page) == {"units", "B"}
-
-
-# The table of life_of_a_parameter.md ----------------------------------------------------------
 
 
 def imports_of(file: str) -> set[str]:

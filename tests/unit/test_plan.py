@@ -28,9 +28,6 @@ def plan(*patterns: str, **fields) -> ShardingPlan:
     return ShardingPlan(apply_modules=patterns, **fields)
 
 
-# What a plan may say --------------------------------------------------------------------------
-
-
 def test_values_are_read_as_a_file_has_them() -> None:
     read = ShardingPlan.from_dict(
         {
@@ -220,9 +217,6 @@ def test_without_pyyaml_the_error_says_what_to_do(tmp_path, monkeypatch) -> None
         ShardingPlan.from_yaml(tmp_path / "plan.yaml")
 
 
-# What it finds in a model ---------------------------------------------------------------------
-
-
 def lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
@@ -317,9 +311,6 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
     rows = table(text)
     assert rows["*attn"][1:3] == ["3", "3"]
     assert rows[r"re:layers\.\d+\.experts\.0"][1:3] == ["3", "3"]
-
-
-# What it says about what it does not find -----------------------------------------------------
 
 
 @pytest.mark.parametrize(

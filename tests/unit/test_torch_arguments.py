@@ -276,9 +276,6 @@ def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
     assert isinstance(ZeRO3(model), ZeRO3), "and the module can be wrapped still"
 
 
-# A policy for several arguments -------------------------------------------------------------------
-
-
 def _checked(**given: Any) -> Arguments:
     return check_arguments({**_defaults(), "module": nn.Linear(1, 1), **given})
 

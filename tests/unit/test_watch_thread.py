@@ -203,9 +203,6 @@ def test_nothing_is_checked_before_the_thread_is_prepared() -> None:
     assert (len(prepared), owner.checks) == (3, 3)
 
 
-# The CUDA driver ------------------------------------------------------------------------------
-
-
 class Driver:
     """libcuda, as far as it is called."""
 

@@ -58,8 +58,6 @@ def broken(check: Callable[[str], list[str]], *, in_comments: bool) -> dict[str,
     return found
 
 
-# Rule 2: say the subject ----------------------------------------------------------------------
-
 # "Whether", "How", "Which", "Where", "When" and "Why" begin a clause that is itself the noun, such
 # as a flag or a count. "What" does so too, but hides which noun: bytes, tensors, a function.
 BEGINNING = re.compile(
@@ -85,8 +83,6 @@ def test_a_docstring_without_its_noun_is_found() -> None:
     assert [unnamed_subject(text) for _, text in docstrings(source)] == [["Of"], []]
 
 
-# Rule 3: plain verbs for machines -------------------------------------------------------------
-
 WORD = re.compile(
     r"\b(?:anybody|ask(?:s|ed|ing)?|hears?|heard|know[ns]?|knew|learn(?:s|ed|t)?|meets?|met|"
     r"nobody|somebody|tells?|telling|told|want(?:s|ed)?|whoever|wish(?:es|ed)?)\b",
@@ -108,8 +104,6 @@ def test_a_machine_that_knows_is_found() -> None:
     source = "a = 1  # The rank tells\nb = 2\n# others what it\n# knows: a known size, `ask()`\n"
     assert [human_words(text) for _, text in comments(source)] == [["tells"], ["knows"]]
 
-
-# Names ----------------------------------------------------------------------------------------
 
 # Words of an earlier dialect; the glossary in docs/README.md has those of the field.
 DIALECT = re.compile(
