@@ -281,6 +281,8 @@ def _readme_on_gpus(example: str, folder: Path) -> None:
     with (
         simulated_device() as device,
         mock.patch.object(torch.cuda, "is_available", lambda: True),
+        # What optimizers of torch 2.11 ask CUDA itself.
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", bool),
         mock.patch.object(dist, "init_process_group") as init,
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(layerzero, "ZeRO3", on_cpu(ZeRO3)),
