@@ -20,9 +20,8 @@ from functools import partial
 
 import torch
 
-from layerzero.comm.exchanges import gather_along, gather_bytes
+from layerzero.comm.exchanges import Name, gather_along, gather_bytes
 from layerzero.comm.gloo.threads import FinishingStream
-from layerzero.comm.pending import Operation
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.memory_budget.choice import Learned, MemoryChoice, Settings
@@ -215,27 +214,19 @@ class Learner(Extension):
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of all ranks, for each number. Collective; blocks the host."""
-        root, what = self._root, ("memory budget", "the model")
-        table = torch.tensor(numbers, dtype=torch.int64, device=root.device)
-        table = gather_along(table, self._placement.groups, partial(root.operations.next, *what))
-        name = partial(root.operations.next_tensor_parallel, *what)
-        table = gather_along(table, root.tensor_parallel_groups, name)
+        table = torch.tensor(numbers, dtype=torch.int64, device=self._root.device)
+        table = gather_along(table, *self._everyone())
         return [int(number) for number in table.view(-1, len(numbers)).amax(0).tolist()]
 
     def _everyones(self, own: _Held) -> list[_Held]:
         """What each rank held. Collective; blocks the host."""
-        root = self._root
-        across = root.tensor_parallel_groups
-
-        def name(group: ShardGroup) -> Operation:
-            make = root.operations.next
-            if group in across:
-                make = root.operations.next_tensor_parallel
-            return make("memory budget", "the model", group)
-
-        groups = [*self._placement.groups, *across]
-        found = gather_bytes(json.dumps(own).encode(), groups, name, root.device)
+        found = gather_bytes(json.dumps(own).encode(), *self._everyone(), self._root.device)
         return [json.loads(each) for each in found]
+
+    def _everyone(self) -> tuple[list[ShardGroup], Name]:
+        """The groups that connect all ranks of the model, and how exchanges over them are named."""
+        groups = [*self._placement.groups, *self._root.tensor_parallel_groups]
+        return groups, partial(self._root.operations.next, "memory budget", "the model")
 
 
 class _Record:

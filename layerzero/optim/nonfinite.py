@@ -77,13 +77,12 @@ class NonFinite(Extension):
 def _first_of_all(root: RootState, own: str | None) -> str | None:
     """The name that the first rank with one has. Collective over the model, tensor-parallel ranks
     too; blocks the host."""
-    what, groups, across = "finite gradients", root.groups, root.tensor_parallel_groups
+    what, groups = "finite gradients", [*root.groups, *root.tensor_parallel_groups]
     flag = torch.tensor([own is not None], dtype=torch.uint8, device=root.device)
-    flags = gather_along(flag, groups, partial(root.operations.next, what, "the model"))
-    name = partial(root.operations.next_tensor_parallel, what, "the model")
-    if not gather_along(flags, across, name).any():
+    name = partial(root.operations.next, what, "the model")
+    if not gather_along(flag, groups, name).any():
         return None
-    names = gather_texts(own, root.placements[0].rank, [*groups, *across], root.device, what)
+    names = gather_texts(own, root.placements[0].rank, groups, root.device, what)
     return next(iter(names.values()), None)
 
 

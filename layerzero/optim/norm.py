@@ -196,6 +196,7 @@ def global_power(
     """
     is_max = math.isinf(norm_type)
     total = torch.zeros((), dtype=dtype, device=root.device)
+    name = partial(root.operations.next, what, "the model")
     for placement, parts_here in sharded:
         part = _share(root, parts_here, norm_type, dtype)
         if not is_max:
@@ -206,12 +207,10 @@ def global_power(
             part = torch.maximum(part, own) if is_max else part + own / count
         # Gathered, and reduced locally: the sum then runs in the order of the flat buffer, which
         # does not depend on how ranks are grouped, and a NaN survives a maximum.
-        name = partial(root.operations.next, what, "the model")
         parts = gather_along(part, placement.norm_groups, name)
         total = _sum(total, parts.amax() if is_max else parts.flatten().sum(), norm_type)
     for group in root.tensor_parallel_groups:
-        operation = root.operations.next_tensor_parallel(what, "the model", group)
-        parts = gather_small(total, group, operation)
+        parts = gather_small(total, group, name(group))
         total = parts.amax() if is_max else parts.sum()
     return total
 

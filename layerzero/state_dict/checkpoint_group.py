@@ -209,5 +209,5 @@ def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGrou
 def _sharing(root: RootState, members: set[int]) -> list[int]:
     """Global ranks of all that share the model, data-parallel and tensor-parallel. Collective."""
     own = torch.tensor(sorted(members), device=root.device)
-    name = partial(root.operations.next_tensor_parallel, "checkpoint", "ranks")
+    name = partial(root.operations.next, "checkpoint", "ranks")
     return sorted(set(gather_along(own, root.tensor_parallel_groups, name).view(-1).tolist()))

@@ -261,10 +261,10 @@ def _agree(root: RootState, placement: Placement, rows: Sequence[Any]) -> None:
     count = sum(len(indices) for _, _, indices in rows)
     own = [dist.get_rank(), count, zlib.crc32(json.dumps(rows).encode())]
     name = partial(root.operations.next, "exchange", "state dict")
-    table = gather_along(torch.tensor(own, device=root.device), placement.groups, name)
-    if placement.data_parallel is None:  # Experts may be other ones there.
-        name = partial(root.operations.next_tensor_parallel, "exchange", "state dict")
-        table = gather_along(table, root.tensor_parallel_groups, name)
+    # Experts may be other ones on tensor-parallel ranks.
+    across = root.tensor_parallel_groups if placement.data_parallel is None else ()
+    table = torch.tensor(own, device=root.device)
+    table = gather_along(table, [*placement.groups, *across], name)
     first, *others = sorted(table.view(-1, 3).tolist())
     for rank, number, digest in others:
         if digest != first[2]:

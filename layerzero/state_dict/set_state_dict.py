@@ -225,10 +225,10 @@ def _from_first(
         full = torch.empty(shape, dtype=DTYPES[dtype], device=root.device)
         if together.is_first:
             full.copy_(given[path])
+        name = partial(root.operations.next, "state dict", path)
         for group in root.tensor_parallel_groups:
-            operation = root.operations.next_tensor_parallel("state dict", path, group)
-            broadcast(full, group, operation).wait()
-        broadcast_from_first(full, root.groups, partial(root.operations.next, "state dict", path))
+            broadcast(full, group, name(group)).wait()
+        broadcast_from_first(full, root.groups, name)
         sharded_param = sharded_params.get(path, sharded_params.get(path.rpartition("[")[0]))
         if sharded_param is not None and get_info(sharded_param) is not None:
             values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())

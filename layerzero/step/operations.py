@@ -74,12 +74,14 @@ class Operations:
         device: torch.device,
         streams: Streams,
         groups: Iterable[ShardGroup],
+        tensor_parallel_groups: tuple[ShardGroup, ...] = (),
     ) -> None:
-        """`groups`: all that the model uses. Collective over those seen the first time."""
+        """All groups that the model uses. Collective over those seen the first time."""
         self._device = device
         self._streams = streams
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
-        groups = list(groups)
+        self._tensor_parallel_groups = tensor_parallel_groups
+        groups = [*groups, *tensor_parallel_groups]
         self.phases = Phases(device, groups)
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
@@ -98,6 +100,11 @@ class Operations:
         """
         if self.failure is not None:
             self.refuse()
+        if group in self._tensor_parallel_groups:
+            # Ranks with different parts of a model may need different numbers of collectives, so
+            # these are counted apart, and not compared by number.
+            self._tensor_parallel_count += 1
+            return self._named(verb, unit, self._tensor_parallel_count, group, None)
         self.count += 1
         operation = self._named(verb, unit, self.count, group, self._detector)
         if self.time_by is not None:
@@ -124,17 +131,6 @@ class Operations:
         if self._detector is not None:
             self._detector.issued.append((self.count, verb, unit))
         return Operation(verb, unit, self.count, None, self._detector, self._number_on(group))
-
-    def next_tensor_parallel(self, verb: str, unit: str, group: ShardGroup) -> Operation:
-        """`next` for one of the root's `tensor_parallel_groups`, with a counter of its own.
-
-        Ranks with different parts of a model may need different numbers of collectives for them.
-        """
-        if self.failure is not None:
-            self.refuse()
-        self._tensor_parallel_count += 1
-        # No detector: it compares collectives by number, and these are numbered separately.
-        return self._named(verb, unit, self._tensor_parallel_count, group, None)
 
     def _named(
         self, verb: str, unit: str, number: int, group: ShardGroup, detector: DesyncDetector | None

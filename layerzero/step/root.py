@@ -85,7 +85,7 @@ class RootState:
         self.placements = tuple(placements)
         groups = [group for placement in placements for group in placement.all_groups]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
-        self.operations = self._make_operations([*groups, *tensor_parallel_groups])
+        self.operations = self._make_operations(groups)
         self.context = RuntimeContext(
             device,
             self.streams,
@@ -119,7 +119,7 @@ class RootState:
         return Streams(self.device)
 
     def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return Operations(self.device, self.streams, groups)
+        return Operations(self.device, self.streams, groups, self.tensor_parallel_groups)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}

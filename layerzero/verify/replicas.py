@@ -74,7 +74,7 @@ def _over_tensor_parallel_ranks(root: RootState) -> list[str]:
         sums = word_sums(tensor for _, _, tensor in rows).to(root.device)
         places = torch.tensor([row[:2] for row in rows], device=root.device)
         own = torch.cat([places, sums[:, None]], dim=1)
-        operation = root.operations.next_tensor_parallel("comparison of replicas", _WHAT, group)
+        operation = root.operations.next("comparison of replicas", _WHAT, group)
         table = gather_small(own, group, operation).tolist()
         for place, name in enumerate(names):
             each = [row[place] for row in table]

@@ -71,14 +71,12 @@ def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: O
             for key, value in whole_states.pop(id(parameter), []):
                 on_owners += _state(value, info, key)
         by_placement[id(placement)] = placement, own, on_owners
-    total, what = 0, ("step signature", "the model")
-    name = partial(root.operations.next, *what)
+    total, name = 0, partial(root.operations.next, "step signature", "the model")
     for placement, own, on_owners in by_placement.values():
         total += _add_up(root, own, placement.norm_groups, name)
         if keeps_whole:
             whole_groups = (placement.data_parallel or placement).groups
             total += _add_up(root, on_owners, whole_groups, name)
-    name = partial(root.operations.next_tensor_parallel, *what)
     total = _add_up(root, total, root.tensor_parallel_groups, name)
     for fqn, tensor in whole:
         total += _elements(tensor.detach(), 0, fqn)
@@ -106,28 +104,28 @@ def _chosen(root: RootState, optimizer: Optimizers) -> list[torch.optim.Optimize
         return list(optimizer.values())
     if optimizer is not None:
         return [optimizer]
-    ours = {id(owner.sharded_param) for owner in owners(root)}
-    if _doubly_held(ours) is not None:
+    if any(len(holders) > 1 for holders in _holders(root).values()):
         gc.collect()  # An optimizer in a reference cycle may be alive without a user.
-    parameter = _doubly_held(ours)
-    if parameter is not None:
+    found = _holders(root)
+    for parameter, holders in found.items():
         info = get_info(parameter)
-        assert info is not None, "it is sharded"
-        raise ValueError(
-            f"step_signature: two optimizers have parameter {info.fqn!r}; pass the one that counts "
-            "as optimizer="
-        )
-    return [each for each in list(attach.attached) if ours & set(map(id, _members(each)))]
+        if info is not None and len(holders) > 1:
+            raise ValueError(
+                f"step_signature: two optimizers have parameter {info.fqn!r}; pass the one that "
+                "counts as optimizer="
+            )
+    return list(dict.fromkeys(each for holders in found.values() for each in holders))
 
 
-def _doubly_held(ours: set[int]) -> nn.Parameter | None:
-    seen: set[int] = set()
-    for each in list(attach.attached):
-        for parameter in _members(each):
-            if id(parameter) in ours and id(parameter) in seen:
-                return parameter
-            seen.add(id(parameter))
-    return None
+def _holders(root: RootState) -> dict[nn.Parameter, list[torch.optim.Optimizer]]:
+    """The optimizers that have each sharded parameter."""
+    found: dict[nn.Parameter, list[torch.optim.Optimizer]]
+    found = {owner.sharded_param: [] for owner in owners(root)}
+    for optimizer in list(attach.attached):
+        for parameter in _members(optimizer):
+            if parameter in found:
+                found[parameter].append(optimizer)
+    return found
 
 
 def _members(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

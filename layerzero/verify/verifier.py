@@ -280,11 +280,9 @@ class Verifier(Transport, Extension):
         for group in axes:
             if group.size == 1:
                 continue
-            make = self._root.operations.next
-            if group in self._root.tensor_parallel_groups:
-                make = self._root.operations.next_tensor_parallel
             own = _tensor([-1 if is_bad else 0], self._root.device)
-            words = gather_small(own, group, make("verification", _WHAT, group)).view(-1)
+            operation = self._root.operations.next("verification", _WHAT, group)
+            words = gather_small(own, group, operation).view(-1)
             is_bad = any((word & (2**64 - 1)).bit_count() > 32 for word in words.tolist())
         return is_bad
 

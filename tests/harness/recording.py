@@ -15,14 +15,16 @@ from tests.harness.internals import inner_units, root_state
 
 @contextmanager
 def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
-    """Collectives that `model` starts inside, in order of issue, on this rank."""
+    """Collectives that `model` starts inside, in order of issue, on this rank; those between
+    tensor-parallel ranks apart."""
     root = root_state(model)
     operations: list[Operation] = []
     original = root.operations.next
 
     def recording(verb: str, unit: str, group: ShardGroup) -> Operation:
         operation = original(verb, unit, group)
-        operations.append(operation)
+        if group not in root.tensor_parallel_groups:
+            operations.append(operation)
         return operation
 
     root.operations.next = recording

@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_241,
+    "": 46_222,
     "flat": 2_874,
-    "step": 4_611,
+    "step": 4_607,
     "comm": 1_521,
     "watch": 1_038,
     "build": 2_447,

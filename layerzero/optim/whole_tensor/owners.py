@@ -63,7 +63,7 @@ class OwnerGroup:
             if group.size > 1 and len(own.intersection(group.ranks)) == 1
         ]
         members = torch.tensor([*own], device=root.device)
-        name = partial(root.operations.next_tensor_parallel, "exchange", "whole tensors")
+        name = partial(root.operations.next, "exchange", "whole tensors")
         members = gather_along(members, self.axes, name)
         self.group = _group_of(root, placement, sorted(members.view(-1).tolist()), self.axes)
         self.host_group = self.group
