@@ -11,7 +11,8 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
 
 import torch
 
@@ -24,7 +25,6 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
 _logger = logging.getLogger(__name__)
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Transport:
@@ -171,7 +171,8 @@ class RuntimeContext:
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
-        inner = _NOTHING
+        # A lock that nobody else has is the cheapest context that does nothing: no Python runs.
+        inner: AbstractContextManager[object] = Lock()
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
         if self.extensions.begin_action:

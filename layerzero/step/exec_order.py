@@ -64,7 +64,7 @@ class ExecOrderRecorder:
         predicted: list[int] = []
         for position in range(start, min(start + depth, len(first))):
             unit = first[position]
-            if any(len(order) <= position or order[position] != unit for order in others):
+            if others and any(len(o) <= position or o[position] != unit for o in others):
                 break
             predicted.append(unit)
         return predicted

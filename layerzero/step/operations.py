@@ -100,16 +100,23 @@ class Operations:
         """
         if self.failure is not None:
             self.refuse()
+        unit, detector, timer = self.prefix + unit, None, None
         if group in self._tensor_parallel_groups:
             # Ranks with different parts of a model may need different numbers of collectives, so
             # these are counted apart, and not compared by number.
-            self._tensor_parallel_count += 1
-            return self._named(verb, unit, self._tensor_parallel_count, group, None)
-        self.count += 1
-        operation = self._named(verb, unit, self.count, group, self._detector)
-        if self.time_by is not None:
-            operation = operation._replace(timer=self.time_by(verb, group, self.count))
-        return operation
+            number = self._tensor_parallel_count = self._tensor_parallel_count + 1
+        else:
+            number = self.count = self.count + 1
+            detector = self._detector
+            if detector is not None:
+                detector.issued.append((number, verb, unit))
+            if self.time_by is not None:
+                timer = self.time_by(verb, group, number)
+        own = group.process_group
+        counted = self._numbers.get(own)
+        model = self._number_on(group) if counted is None else counted.number
+        watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)
+        return Operation(verb, unit, number, watchdog, detector, model, timer)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -131,17 +138,6 @@ class Operations:
         if self._detector is not None:
             self._detector.issued.append((self.count, verb, unit))
         return Operation(verb, unit, self.count, None, self._detector, self._number_on(group))
-
-    def _named(
-        self, verb: str, unit: str, number: int, group: ShardGroup, detector: DesyncDetector | None
-    ) -> Operation:
-        unit = self.prefix + unit
-        if detector is not None:
-            detector.issued.append((number, verb, unit))
-        own, counted = group.process_group, self._numbers.get(group.process_group)
-        model = self._number_on(group) if counted is None else counted.number
-        watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)
-        return Operation(verb, unit, number, watchdog, detector, model)
 
     def _number_on(self, group: ShardGroup) -> int:
         """Number of the model on the group; 0 where it was not counted."""

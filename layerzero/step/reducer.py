@@ -94,9 +94,13 @@ class GradientReducer:
         On CPU, blocks the host until earlier reductions are done that must not be in flight beside
         it.
         """
+        if torch.is_grad_enabled():  # As a pass ends, and in one that makes a graph.
+            with torch.no_grad():
+                self.reduce(unit)
+            return
         if self.agreed is not None and not self.agreed.before_reduction(unit):
             return
-        with torch.no_grad(), self._context.profile("reduce", unit.label):
+        with self._context.profile("reduce", unit.label):
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
                 self._complete_oldest()
