@@ -344,9 +344,9 @@ def settle(
     ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
     return (
         f"{label} differs between ranks: on {some_ranks(ranks)} its values are not those of the "
-        f"first rank of the group ({count} parameters and buffers differ there). The shards of "
-        "different models would be mixed; use one seed on all ranks before building the model, or "
-        "pass sync_module_states=True"
+        f"first rank of the group ({count} parameters and buffers differ there). The model is "
+        "a mixture of shards of different models; build it with one seed and the same random calls "
+        "on all ranks, or pass sync_module_states=True"
     )
 
 

@@ -156,6 +156,20 @@ def _computes_otherwise(folder: str, losses: list[float]) -> None:
     assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), losses, strict=True)) < 2**-8 * 4
 
 
+@on_ranks(2, timeout=60)
+def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_path: Path) -> None:
+    module = build("llama")
+    of_first = module.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        module.lm_head.weight.add_(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = sharded_trainer(module, lambda: arguments(tmp_path, ddp_timeout=77))
+    assert_bitwise(ours.model.lm_head.weight.layerzero.full_tensor(), of_first)
+    unit = inner_units(ours.sharded_model)[0]
+    assert unit.handles[0].placement.shard_group.limit.total_seconds() == 77
+
+
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class ZeRO3Trainer(Trainer):
         args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, instead
             of autocast; `torch_compile=True` compiles each unit.
         positional, named: arguments of `Trainer`.
-        zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`;
+        zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`,
+            `sync_module_states` to True, as with DDP, and `timeout` to a `ddp_timeout` in `args`;
             `optional_modules` may list names, or patterns as in plans.
 
     Raises:
@@ -120,7 +122,11 @@ class ZeRO3Trainer(Trainer):
             self._check_same(before)
             self.sharded_model = before.model
         else:
-            options = {"device": args.device, **self._options}
+            options = {"device": args.device, "sync_module_states": True}
+            if args.ddp_timeout != TrainingArguments.ddp_timeout:
+                # On CPU transformers does not hand it to the process group.
+                options["timeout"] = timedelta(seconds=args.ddp_timeout)
+            options |= self._options
             if args.bf16 and inside is None:
                 use_bf16(model, options)
             self.sharded_model = shard(model, **options)
