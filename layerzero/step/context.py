@@ -171,8 +171,7 @@ class RuntimeContext:
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
-        # A lock that nobody else has is the cheapest context that does nothing: no Python runs.
-        inner: AbstractContextManager[object] = Lock()
+        inner: AbstractContextManager[object] = Lock()  # Its own: a context that runs no Python.
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
         if self.extensions.begin_action:

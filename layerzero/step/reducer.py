@@ -91,15 +91,12 @@ class GradientReducer:
     def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
 
-        On CPU, blocks the host until earlier reductions are done that must not be in flight beside
-        it.
+        On CPU, blocks the host until reductions that must not be in flight beside it are done.
         """
         if torch.is_grad_enabled():  # As a pass ends, and in one that makes a graph.
-            with torch.no_grad():
-                self.reduce(unit)
-            return
+            return torch.no_grad()(self.reduce)(unit)
         if self.agreed is not None and not self.agreed.before_reduction(unit):
-            return
+            return None
         with self._context.profile("reduce", unit.label):
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
@@ -141,8 +138,7 @@ class GradientReducer:
     def deliver(self) -> None:
         """Wait for the last reductions, and prepare `commit`; run hooks of sharded parameters.
 
-        Collective. Blocks the host on CPU, with offloaded parameters, and where this rank misses a
-        gradient.
+        Collective. Blocks the host on CPU, with offloaded parameters, and if a gradient is missing.
         """
         if self.agreed is not None:
             self.agreed.reduce_the_rest()

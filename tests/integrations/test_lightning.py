@@ -449,8 +449,17 @@ class _ByNdim(Regression):
         return torch.optim.AdamW(groups, weight_decay=0.0)
 
 
+def _decays_by_ndim_as_under_ddp() -> None:
+    ours, theirs = seeded(_ByNdim), seeded(_ByNdim)
+    trainer(max_epochs=1).fit(ours, rows())
+    trainer(ddp(), max_epochs=1).fit(theirs, rows())
+    expected = full(theirs)
+    for name, value in full(ours).items():
+        assert_bitwise(value, expected[name], name)
+
+
 def _warns_at_the_users_line() -> None:
-    own = trainer(max_epochs=1)
+    own = trainer(zero3_strategy(layout="elements"), max_epochs=1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         own.fit(seeded(_ByNdim), rows())
@@ -461,6 +470,7 @@ def _warns_at_the_users_line() -> None:
 @on_ranks(RANKS)
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
     _precisions()
+    _decays_by_ndim_as_under_ddp()
     _warns_at_the_users_line()
     _goes_on(_TwoOptimizers, "full", tmp_path)
     _goes_on(_Whole, "full", tmp_path)

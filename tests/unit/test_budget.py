@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_222,
+    "": 46_228,
     "flat": 2_874,
-    "step": 4_607,
+    "step": 4_603,
     "comm": 1_521,
     "watch": 1_038,
     "build": 2_447,

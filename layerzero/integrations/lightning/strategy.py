@@ -99,7 +99,8 @@ class ZeRO3Strategy(MeshStrategy):
             process_group_backend: as for Lightning's own strategies.
         timeout: for the process group and for every collective of the engine. None: Lightning's
             default for the former, the engine's for the latter.
-        **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True;
+        **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True, and `layout`
+            to "rows", with which parameters keep their `ndim`;
             `optional_modules` may list names, or patterns as in plans.
 
     Raises:
@@ -152,7 +153,8 @@ class ZeRO3Strategy(MeshStrategy):
         self.before_restore = None
         self.before_sharding = None
         self._state_dict_type = state_dict_type
-        self._zero3_options = {"sync_module_states": True, **zero3_options, "timeout": timeout}
+        defaults = {"sync_module_states": True, "layout": "rows"}  # As in a module of before.
+        self._zero3_options = {**defaults, **zero3_options, "timeout": timeout}
         self._is_set_up = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None
 

@@ -42,7 +42,8 @@ Tensors = dict[str, torch.Tensor]
 def shard(module: nn.Module, **options: Any) -> ZeRO3:
     """`ZeRO3(module, **options)` with defaults from the transformers model. Collective.
 
-    Without an `auto_wrap_policy`, units are the classes in the model's `_no_split_modules`. Without
+    Without an `auto_wrap_policy`, units are the classes in the model's `_no_split_modules`.
+    `layout` defaults to "rows", with which parameters keep their `ndim`. Without
     a `param_init_fn`, meta tensors, buffers included, are initialised as transformers would.
     `optional_modules` may list names, or patterns as in plans.
     `generate` keeps running forwards on a rank that has finished until all ranks have.
@@ -60,6 +61,7 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
             if root.units[0] is unit and root.structure.changes():
                 rewrap(part)
     given = dict(options)
+    options.setdefault("layout", "rows")
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
     if options.get("param_init_fn") is None:
