@@ -182,7 +182,7 @@ def enter(
     unit = get_unit(model)  # type: ignore[arg-type]
     assert unit is not None, "a ZeRO3 module"
     root = root_of(unit)
-    _check(unit, root, optimizers)
+    _check(unit, root)
     if root.join is not None:
         if root.join.is_open:
             raise RuntimeError("join: the model is inside a join already; leave that one first")
@@ -214,10 +214,7 @@ def _takes_part(model: Joinable) -> bool:
     return bool(config.enable)
 
 
-def _check(unit: Unit, root: RootState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"join: expected optimizers, got {type(optimizer).__name__}")
+def _check(unit: Unit, root: RootState) -> None:
     if root.units[0] is not unit:
         raise ValueError(
             f"join: {unit.label} is inside another ZeRO3 module; join the outermost one"
