@@ -20,12 +20,10 @@ from layerzero.build.topology import Topology
 from layerzero.comm.streams import Streams
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.memory_budget.learner import Learner
-from layerzero.memory_budget.meter import Meter
-from layerzero.memory_budget.storages import StorageCount
+from layerzero.memory_budget.storages import Meter, StorageCount
 from layerzero.memory_plan.arguments import Prepared
 from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
 from layerzero.optional.arguments import OptionalModules
-from layerzero.optional.exchange import Exchange
 from layerzero.state_dict import module_state
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
@@ -58,7 +56,8 @@ class PlannedModel(ZeRO3):
             root.context.transport = verifier
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
-                feature.install(root, _exchange_of)
+                # Every rank enters those optional units that this one enters.
+                feature.install(root, lambda root: PlannedExchange(root.placements[0].rank))
         materializer.fill_the_rest(module)
         self._become(module, root)
         self.__dict__["_moments"] = moments = _Moments(root.units, count)
@@ -206,8 +205,3 @@ class _PlannedLearner(Learner):
 
     def _everyones(self, own: Any) -> list[Any]:
         return [own]
-
-
-def _exchange_of(root: RootState) -> Exchange:
-    """Every rank enters those optional units that this one enters."""
-    return PlannedExchange(root.placements[0].rank)

@@ -19,7 +19,7 @@ from layerzero.comm.gloo.threads import OnThread
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
 from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.placement import ShardGroup
-from layerzero.memory_budget.meter import LateStream
+from layerzero.memory_budget.learner import LateStream
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.optional.exchange import Exchange
 from layerzero.step.operations import Operations
