@@ -72,9 +72,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
 }
 
 

@@ -89,11 +89,6 @@ class Resolved:
                 found.append(unit)
         return found
 
-    @property
-    def problems(self) -> list[str]:
-        """All problems, errors first."""
-        return [*self.errors, *self.warnings]
-
     def raise_errors(self) -> None:
         """Raise one ValueError that lists all errors, if there are any."""
         if self.errors:

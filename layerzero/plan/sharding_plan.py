@@ -247,8 +247,8 @@ class ShardingPlan:
             "",
             *_table(resolved, units),
         ]
-        if resolved.problems:
-            lines += ["", *(f"problem: {text}" for text in resolved.problems)]
+        if problems := [*resolved.errors, *resolved.warnings]:
+            lines += ["", *(f"problem: {text}" for text in problems)]
         return "\n".join(lines)
 
 
