@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,8 +186,7 @@ def _any(value: Any, name: str, key: str) -> int:
     if isinstance(value, torch.Tensor):
         return _elements(local_of(value), 0, label)
     if isinstance(value, (bool, int, float)):
-        (bits,) = struct.unpack("<q", struct.pack("<d", float(value)))
-        return _elements(torch.tensor([bits]), 0, label)
+        return _elements(torch.tensor([float(value)], dtype=torch.float64), 0, label)
     if isinstance(value, Mapping):
         return sum(_any(each, label, str(inner)) for inner, each in value.items())
     if isinstance(value, (list, tuple)):
