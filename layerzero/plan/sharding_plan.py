@@ -164,14 +164,6 @@ class ShardingPlan:
         return merge_precision(MixedPrecision(), self.options)
 
     @property
-    def prefetched(self) -> str:
-        """A line of text about what is prefetched."""
-        return (
-            f"units prefetched along recorded orders: {self.num_forward} in forward, "
-            f"{self.num_backward} in backward"
-        )
-
-    @property
     def num_forward(self) -> int:
         """Number of units prefetched in forward."""
         if self.num_to_forward_prefetch is not None:
@@ -243,7 +235,8 @@ class ShardingPlan:
         units = resolved.units_of(module)
         lines = [
             f"{len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__}",
-            self.prefetched,
+            f"units prefetched along recorded orders: {self.num_forward} in forward, "
+            f"{self.num_backward} in backward",
             "",
             *_table(resolved, units),
         ]
