@@ -202,14 +202,10 @@ def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
 
 
 def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> None:
-    dtensors = [
-        (id(plan) in experts, original.fqn)
-        for plan in plans
-        for original in plan.originals
-        if isinstance(original.parameter, DTensor)
-    ]
-    of_experts = [fqn for is_expert, fqn in dtensors if is_expert]
-    of_others = [fqn for is_expert, fqn in dtensors if not is_expert]
+    of_experts, of_others = list[str](), list[str]()
+    for plan in plans:
+        found = of_experts if id(plan) in experts else of_others
+        found += [each.fqn for each in plan.originals if isinstance(each.parameter, DTensor)]
     if of_experts and of_others:
         raise NotImplementedError(
             f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "

@@ -21,13 +21,13 @@ from layerzero.plan.options import (
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
     engine_arguments,
+    load_yaml,
     near_matches,
 )
 from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import NamePattern
 from layerzero.plan.replicas import broadcast_buffers
 from layerzero.plan.resolve import optional_by_name
-from layerzero.plan.sharding_plan import load_yaml
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit

@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from layerzero.comm.exchanges import Name, gather_along, gather_bytes
-from layerzero.comm.gloo.threads import FinishingStream
+from layerzero.comm.gloo.threads import FinishingStream, OnThread
+from layerzero.comm.streams import Waitable
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.memory_budget.choice import Learned, MemoryChoice, Settings
-from layerzero.memory_budget.meter import LateStream, Meter, check_device, start_meter
+from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.notices import warn_once
-from layerzero.ops import Segments
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
@@ -54,7 +55,6 @@ class Learner(Extension):
 
         Raises:
             ValueError: the shards alone need more.
-            NotImplementedError: the device does not report its live memory.
         """
         self.choice = None
         self._root_ref = weakref.ref(root)
@@ -65,7 +65,6 @@ class Learner(Extension):
         self._versions: list[list[int]] = []
         self._refusal = ""
         self._slack = _checksums(root)
-        check_device(root.device)
         self._refuse_without_steps(root)
         _apply(root, Settings())
         if root.reducer.accumulation.may_decide:
@@ -132,7 +131,7 @@ class Learner(Extension):
         self._versions = _versions(root)
 
     def _start_meter(self, root: RootState) -> Meter:
-        return start_meter(root.device, _held_by_engine(root))
+        return start_meter(root.device, root.units[0].module)
 
     def _stop(self) -> None:
         root = self._root
@@ -298,6 +297,35 @@ class _Record:
         return self._outside, inside, self._ahead, self._saved
 
 
+class LateStream(FinishingStream):
+    """Runs its work on the thread that waits for it, after all that was enqueued before.
+
+    The thread of gloo's reduce stream frees what a reduction held some time after its data has
+    come. What a step holds at most differs by that from run to run; a budget must hold for the
+    latest time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: deque[OnThread] = deque()
+
+    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
+        self._last = _Late(work, self._late)
+        self._late.append(self._last)
+        return self._last
+
+
+class _Late(OnThread):
+    def __init__(self, work: Callable[[], Waitable | None], queue: deque[OnThread]) -> None:
+        super().__init__(work, threading.current_thread())
+        self._before = queue
+
+    def wait(self) -> None:
+        while not self.is_done:
+            self._before.popleft().run()
+        super().wait()
+
+
 def _apply(root: RootState, settings: Settings) -> None:
     for unit in root.units:
         unit.set_options(reshard_after_forward=unit.index not in settings.kept)
@@ -311,19 +339,6 @@ def _apply(root: RootState, settings: Settings) -> None:
 
 def _versions(root: RootState) -> list[list[int]]:
     return [handle.versions for unit in root.units for handle in unit.handles]
-
-
-def _held_by_engine(root: RootState) -> Iterator[torch.Tensor]:
-    for unit in root.units:
-        for handle in unit.handles:
-            gradients = handle.gradients
-            yield from (handle.main_shard, handle.compute_shard, handle.full)
-            yield from gradients.buffers
-            tables = () if gradients.pair is None else gradients.pair.tables
-            fields = (*vars(handle).values(), *vars(gradients).values(), *tables)
-            yield from (each.table for each in fields if isinstance(each, Segments))
-    yield from root.units[0].module.buffers()
-    yield from root.units[0].module.parameters()
 
 
 def _checksums(root: RootState) -> int:

@@ -5,6 +5,15 @@ tells when it dies, and a wrapper around `UntypedStorage.resize_` when it change
 cost of an operation does not depend on how many storages live.
 
 Not counted: what a kernel allocates and frees inside one operation, which returns no tensor on it.
+
+`start_meter` measures what lives on a device at most, from one look to the next. An accelerator's
+allocator knows. On the CPU, while an engine learns, every operation of the thread that trains is
+seen, and with it every storage that the steps make or touch. Tensors that no step touches, and that
+are not the model's, do not count.
+
+Note [Below all other modes]
+    Learning begins in one forward and ends in another, so it is no block of code; a mode that is
+    entered in between would be left in the wrong order. So ours lies below all others.
 """
 
 from __future__ import annotations
@@ -13,11 +22,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
+_PLAIN = torch.Tensor.__torch_dispatch__
 _resize = torch.UntypedStorage.resize_
 _told: list[StorageCount] = []
 """Who is told of resizes; there may be several, which end in any order."""
@@ -211,3 +224,70 @@ def sums(counted: Iterable[tuple[Counted, int]]) -> dict[str, int]:
     for each, nbytes in counted:
         found[each.kind] = found.get(each.kind, 0) + nbytes
     return found
+
+
+class Meter(NamedTuple):
+    """Measures until it is stopped."""
+
+    look: Callable[[], int]
+    """Returns the most bytes that lived since the last look."""
+    stop: Callable[[], None]
+    """May be called after the model is gone."""
+
+
+def start_meter(device: torch.device, model: nn.Module) -> Meter:
+    """Measure what the caching allocator of the device has given out; on the CPU, what the steps of
+    this thread hold, and the model."""
+    if device.type == "cpu":
+        count = StorageCount()
+        mode = _TouchingMode(count)
+        begin_resizes(count)
+        for tensor in (*model.parameters(), *model.buffers()):
+            count.note(tensor)
+        _insert(mode)
+        count.restart()
+
+        def stop() -> None:
+            end_resizes(count)
+            _remove(mode)
+
+        return Meter(count.restart, stop)
+    module = torch.get_device_module(device)
+
+    def look() -> int:
+        peak = int(module.max_memory_allocated(device))
+        module.reset_peak_memory_stats(device)
+        return peak
+
+    look()
+    return Meter(look, lambda: None)
+
+
+class _TouchingMode(CountingMode):
+    """Counts what operations are given, too: it may be older than the count."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+            return NotImplemented  # Let a subclass unwrap what it holds; that is counted then.
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self._count.note(each)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _insert(mode: _TouchingMode) -> None:
+    """See Note [Below all other modes]."""
+    above = [dispatch._pop_mode() for _ in dispatch._get_current_dispatch_mode_stack()]
+    for each in (mode, *reversed(above)):
+        dispatch._push_mode(each)
+
+
+def _remove(mode: _TouchingMode) -> None:
+    stack = dispatch._get_current_dispatch_mode_stack()
+    if not any(each is mode for each in stack):
+        return  # On another thread.
+    for _ in stack:
+        dispatch._pop_mode()
+    for each in stack:
+        if each is not mode:
+            dispatch._push_mode(each)

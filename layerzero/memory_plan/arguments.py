@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.plan import AnyGroup, Ranks, WrapPlan, plan_wrapping, ranks_of
 from layerzero.build.topology import Topology, check_sizes, place
 from layerzero.build.wrap import make_chooser
+from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.memory_plan.transport import planned_axes, planned_group
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import find_features, in_our_terms
 
@@ -268,3 +268,39 @@ def with_all_experts(experts: Mapping[int, AnyGroup], world_size: int) -> Collec
             "rank, with its own experts"
         )
     return range(world_size) if len(common) == world_size else sorted(common)
+
+
+class _Sent:
+    """A `dist.Work` that is over."""
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Nowhere:
+    """A process group whose collectives send nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Sent]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: _Sent()
+
+
+def planned_group(rank: int, ranks: Sequence[int], backend: str) -> ShardGroup:
+    """A group of these global ranks, of which this process is the one at place `rank`."""
+    group = cast("dist.ProcessGroup", _Nowhere())
+    return ShardGroup(group, rank, tuple(ranks), backend, DEFAULT_TIMEOUT)
+
+
+def planned_axes(mesh: DeviceMesh | None, backend: str) -> tuple[ShardGroup, ...]:
+    """A group for each axis of the mesh of DTensor parameters."""
+    if mesh is None:
+        return ()
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return tuple(
+        planned_group(mesh.get_local_rank(axis), dist.get_process_group_ranks(group), backend)
+        for axis, group in enumerate(groups)
+    )

@@ -1,14 +1,18 @@
 """PlannedModel: the real engine around a module without memory, on one rank of a planned world.
 
 Everything that allocates is the engine's own code: units, handles, the scheduler, the reducer.
-Replaced is what would leave the process (transport.py), and what needs values of other ranks.
+Replaced is what would leave the process, and what needs values of other ranks. Nothing is sent: a
+group (arguments.py) has the size, this rank's number and the backend of the planned one, so the
+engine allocates what it would allocate there.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,13 +21,12 @@ from layerzero.build.build import Builder, Parts
 from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
-from layerzero.comm.streams import Streams
+from layerzero.comm.gloo.threads import OnThread
+from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
 from layerzero.flat.placement import Placement, ShardGroup
-from layerzero.memory_budget.learner import Learner
-from layerzero.memory_budget.meter import Meter
-from layerzero.memory_budget.storages import StorageCount
+from layerzero.memory_budget.learner import LateStream, Learner
+from layerzero.memory_budget.storages import Meter, StorageCount
 from layerzero.memory_plan.arguments import Prepared
-from layerzero.memory_plan.transport import PlannedExchange, PlannedOperations, PlannedStreams
 from layerzero.optional.arguments import OptionalModules
 from layerzero.optional.exchange import Exchange
 from layerzero.state_dict import module_state
@@ -35,6 +38,7 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.verify.verifier import Verifier
 from layerzero.verify.wire import Checksums
+from layerzero.watch.watchdog import Watchdog
 from layerzero.zero3 import ZeRO3
 
 ROOT = "the root"
@@ -58,7 +62,8 @@ class PlannedModel(ZeRO3):
             root.context.transport = verifier
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
-                feature.install(root, _exchange_of)
+                # Every rank enters those optional units that this one enters.
+                feature.install(root, lambda root: PlannedExchange(root.placements[0].rank))
         materializer.fill_the_rest(module)
         self._become(module, root)
         self.__dict__["_moments"] = moments = _Moments(root.units, count)
@@ -208,6 +213,122 @@ class _PlannedLearner(Learner):
         return [own]
 
 
-def _exchange_of(root: RootState) -> Exchange:
-    """Every rank enters those optional units that this one enters."""
-    return PlannedExchange(root.placements[0].rank)
+class _Unwatched:
+    """Stands for a `DesyncDetector`: no rank is late."""
+
+    def __init__(self) -> None:
+        self.issued: deque[object] = deque(maxlen=1)
+        self.waiting = self.in_flight = WeakSet[Any]()  # Not all are waited for.
+
+    def begin_wait(self, _: object) -> None:
+        return None
+
+
+class PlannedOperations(Operations):
+    """Names collectives; counts no models on groups and starts no watchdog."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        super().__init__(device, streams, ())
+        self._detector = cast("Any", _Unwatched())
+
+    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
+        return None
+
+
+class PlannedExchange(Exchange):
+    """Every rank does what this one does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def name(self, addition: str) -> None:
+        pass
+
+    def __call__(self, row: Sequence[int]) -> list[list[int]]:
+        return [list(row)]
+
+
+class _Reducing(LateStream):
+    """The reduce stream on gloo: what its thread does is done when it is waited for, the latest
+    that the thread of a real model does it."""
+
+    def __init__(self, count: StorageCount) -> None:
+        super().__init__()
+        self._count = count
+        self.last: OnThread | None = None
+        """The work that runs, else what was queued last."""
+
+    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
+        def counted() -> Waitable | None:
+            # What was queued after it is not sent yet.
+            queued, self.last = self.last, item
+            with self._count.of_kind("reduction buffers"):
+                started = work()
+            self.last = queued
+            return started
+
+        item = self.last = cast("OnThread", super()._enqueue(counted))
+        return item
+
+
+class _Gathering(InlineStream):
+    """The unshard stream on gloo: whatever waits for a gather finds earlier reductions done.
+
+    Messages of a pair of ranks arrive in order.
+    """
+
+    def __init__(self, reduce: _Reducing) -> None:
+        self._reduce = reduce
+
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
+        return _Arriving(self._reduce.last, pending)
+
+
+class _Arriving(NamedTuple):
+    """A gather, and the last reduction before it."""
+
+    before: OnThread | None
+    pending: Waitable
+
+    def wait(self) -> None:
+        if self.before is not None and not self.before.is_done:
+            self.before.wait()
+        self.pending.wait()
+
+
+class _OnDevice(InlineStream):
+    """A stream of a device, as the host sees it: memory counts as free when the host frees it."""
+
+    def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
+        collectives(lambda: None)
+        return self.drain_handle()
+
+    def enqueue_wait(
+        self, pending: Waitable, on_done: Callable[[], None] | None = None
+    ) -> Waitable:
+        pending.wait()
+        return self.drain_handle()
+
+
+class PlannedStreams(Streams):
+    """The streams of a planned model."""
+
+    def __init__(self, device: torch.device, on_gloo: bool, count: StorageCount) -> None:
+        """
+        Args:
+            device: where the tensors seem to be: the CPU.
+            on_gloo: whether it is the CPU that is planned.
+        """
+        super().__init__(device)
+        self._is_apart = not on_gloo
+        if on_gloo:
+            self.reduce = reduce = _Reducing(count)
+            self.unshard = _Gathering(reduce)
+        else:
+            self.pre_unshard = self.unshard = self.reduce = self.offload = _OnDevice()
+
+    @property
+    def are_apart(self) -> bool:
+        return self._is_apart

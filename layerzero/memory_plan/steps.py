@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import warnings
@@ -185,10 +186,7 @@ def _scalar_of(output: Any) -> torch.Tensor:
             "plan_memory: no floating-point tensor in the module's output requires grad; the plan "
             "is of a training step"
         )
-    total, *others = (part.sum() for part in parts.values())
-    for other in others:
-        total = total + other
-    return total
+    return functools.reduce(torch.add, (part.sum() for part in parts.values()))
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import warn_once
 from layerzero.parallel.context import context_parallel
-from layerzero.parallel.mesh import make_meshes
-from layerzero.parallel.sizes import MeshSizes
+from layerzero.parallel.mesh import MeshSizes, make_meshes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
 from layerzero.plan.options import ZERO3_OPTIONS, near_matches, read_options

@@ -7,7 +7,6 @@ split.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -40,7 +39,8 @@ def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
                 _check_shape(model, name, part, mesh.size())
     before = _Marks.of(model)
     parallelize_module(model, mesh, dict(styles))
-    before.put_back(model)
+    for each in before:
+        each.put_back(model)
     equalize(model.parameters(), mesh)  # Gradients of these are equal on all ranks.
 
 
@@ -108,53 +108,37 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
         )
 
 
-class _Slot(NamedTuple):
-    """The module and name under which a parameter is registered."""
-
-    fqn: str
-    module: nn.Module
-    name: str
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        parameter = self.module._parameters[self.name]
-        assert parameter is not None, "slots are those of named_parameters"
-        return parameter
-
-
 class _Marks(NamedTuple):
-    """All slots of each parameter, its `requires_grad` and its attributes."""
+    """What torch drops of a parameter; it does not hold the parameter, which would stay alive."""
 
-    parameters: list[tuple[list[_Slot], bool, dict[str, Any]]]
+    names: list[str]
+    """Several, if modules share it."""
+    requires_grad: bool
+    attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Marks:
-        slots: defaultdict[int, list[_Slot]] = defaultdict(list)
-        for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(prefix, recurse=False):
-                slots[id(parameter)].append(_Slot(name, module, name.rpartition(".")[2]))
-        return cls(
-            [
-                (shared, shared[0].parameter.requires_grad, dict(vars(shared[0].parameter)))
-                for shared in slots.values()
-            ]
-        )
+    def of(cls, model: nn.Module) -> list[_Marks]:
+        found: dict[int, _Marks] = {}
+        for name, each in model.named_parameters(remove_duplicate=False):
+            marks = cls([], each.requires_grad, dict(vars(each)))
+            found.setdefault(id(each), marks).names.append(name)
+        return list(found.values())
 
     def put_back(self, model: nn.Module) -> None:
-        for slots, requires_grad, attributes in self.parameters:
-            first = slots[0]
-            for other in slots[1:]:
-                _check_tie(first, other)
-                other.module.register_parameter(other.name, first.parameter)
-            first.parameter.requires_grad_(requires_grad)
-            vars(first.parameter).update(attributes)
+        first = model.get_parameter(self.names[0])
+        for other in self.names[1:]:
+            _check_tie(model, self.names[0], other)
+            module, _, name = other.rpartition(".")
+            model.get_submodule(module).register_parameter(name, first)
+        first.requires_grad_(self.requires_grad)
+        vars(first).update(self.attributes)
 
 
-def _check_tie(first: _Slot, other: _Slot) -> None:
-    placements = [getattr(slot.parameter, "placements", None) for slot in (first, other)]
+def _check_tie(model: nn.Module, *names: str) -> None:
+    placements = [getattr(model.get_parameter(name), "placements", None) for name in names]
     if placements[0] != placements[1]:
         raise ValueError(
-            f"{first.fqn!r} and {other.fqn!r} are tied, but the tensor-parallel plan "
+            f"{names[0]!r} and {names[1]!r} are tied, but the tensor-parallel plan "
             f"places them differently: {placements[0]} and {placements[1]} (None: not split); give "
             "both modules styles that split the same dimension, and build the model again, because "
             "it has been changed"

@@ -55,7 +55,7 @@ class ActivationCheckpointing:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not is_mode(self.mode):
+        if self.mode not in get_args(ActivationMode):
             raise ValueError(
                 f"act_ckpt: expected one of {list(get_args(ActivationMode))}, got {self.mode!r}"
             )
@@ -77,10 +77,6 @@ class ActivationCheckpointing:
         object.__setattr__(self, "arguments", taken)
 
 
-def is_mode(value: object) -> bool:
-    return isinstance(value, str) and value in get_args(ActivationMode)
-
-
 def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
     """Parse a mode, (mode,), (mode, arguments), or a mapping or object that has both.
 
@@ -93,17 +89,8 @@ def read_act_ckpt(value: Any) -> ActivationCheckpointing | None:
         return None
     if isinstance(value, ActivationCheckpointing):
         return value
-    mode, arguments = split_act_ckpt(value)
-    return ActivationCheckpointing(mode=mode, arguments=arguments)
-
-
-def split_act_ckpt(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The mode and the arguments of any of these forms, unchecked.
-
-    Raises:
-        TypeError: none of these forms.
-    """
-    mode, arguments = None, None
+    mode: Any = None
+    arguments: Any = None
     if isinstance(value, str):
         mode = value
     elif isinstance(value, Mapping):
@@ -118,7 +105,7 @@ def split_act_ckpt(value: Any) -> tuple[Any, Mapping[str, Any]]:
     arguments = {} if arguments is None else arguments
     if not isinstance(mode, str) or not isinstance(arguments, Mapping):
         raise TypeError(_EXPECTED.format(value))
-    return mode, arguments
+    return ActivationCheckpointing(mode=mode, arguments=arguments)  # type: ignore[arg-type]
 
 
 def checkpoint_activations(module: nn.Module, choice: ActivationCheckpointing) -> None:

@@ -7,11 +7,13 @@ Options come in three levels: the plan's fields, its `defaults`, and a module's 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,9 +72,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
 }
 
 
@@ -204,10 +203,10 @@ def _read_backward_prefetch(value: Any) -> BackwardPrefetch | None:
 def _read_timeout(value: Any) -> timedelta | None:
     if value is None or isinstance(value, timedelta):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ValueError(f"timeout: expected seconds > 0, a timedelta or None, got {value!r}")
-    if not value <= LONGEST_TIMEOUT.total_seconds():  # Not so of NaN, too.
-        raise ValueError(f"timeout: expected seconds of at most 100 years, got {value!r}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= LONGEST_TIMEOUT.total_seconds():
+        expected = "seconds > 0 and of at most 100 years, a timedelta or None"
+        raise ValueError(f"timeout: expected {expected}, got {value!r}")
     return timedelta(seconds=value)
 
 
@@ -274,3 +273,42 @@ def merge_precision(base: MixedPrecision, options: Mapping[str, Any]) -> MixedPr
     """`base` with one level of options applied to it."""
     base = options.get("mixed_precision", base)
     return replace(base, **{name: options[name] for name in PRECISION_OPTIONS if name in options})
+
+
+def load_yaml(path: Path) -> Any:
+    """The content of a YAML file as plain data; no other objects are constructed.
+
+    Raises:
+        ImportError: PyYAML is not installed.
+        ValueError: not YAML, or a duplicate key (PyYAML would silently take the last one).
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or pass the plan's fields to "
+            "ShardingPlan.from_dict"
+        ) from error
+
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader that raises for duplicate keys."""
+
+    def construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        # Keys that a merge key (<<) brings in may be overridden, so they do not count.
+        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [loader.construct_object(key, deep=True) for key in nodes]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                line = nodes[index].start_mark.line + 1
+                raise ValueError(f"{path}: line {line}: the key {key!r} occurs twice")
+        loader.flatten_mapping(node)
+        return dict(loader.construct_pairs(node, deep=True))
+
+    UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct_mapping)
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"{path}: not YAML: {error}; put quotes around a pattern that starts with '*' or '{{', "
+            "or has braces inside [...] or {...}"
+        ) from None

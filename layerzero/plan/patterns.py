@@ -16,29 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 _REGEX_PREFIX = "re:"
 _MOST_NUMBERS = 10_000
 _NUMBER = re.compile(r"\{(?:\*|([0-9]+)-([0-9]+))\}")
+_WILDCARD = re.compile(f"{_NUMBER.pattern}|[*?]")
 _LANGUAGE = (
     "a pattern is a name in which {*} matches a number, {0-4} a number in a range, * any "
     "characters and ? one character; or 're:' and a regular expression"
 )
-
-
-class Match(NamedTuple):
-    """What the wildcards of a pattern matched, in order, and the underlying `re.Match`."""
-
-    captures: tuple[str, ...]
-    regex: re.Match[str] | None
-
-
-class _Token(NamedTuple):
-    regex: str
-    is_number: bool
-    is_wildcard: bool
-    text: str
 
 
 @dataclass(frozen=True)
@@ -49,7 +35,6 @@ class NamePattern:
     """The pattern as the user wrote it."""
     is_regex: bool
     _compiled: re.Pattern[str]
-    _tokens: tuple[_Token, ...]
 
     @classmethod
     def parse(cls, text: str) -> NamePattern:
@@ -66,19 +51,14 @@ class NamePattern:
                 compiled = re.compile(text.removeprefix(_REGEX_PREFIX), re.DOTALL)
             except re.error as error:
                 raise ValueError(f"pattern {text!r}: not a regular expression: {error}") from None
-            return cls(text, True, compiled, ())
-        tokens = tuple(_tokenize(text))
-        compiled = re.compile("".join(token.regex for token in tokens), re.DOTALL)
-        return cls(text, False, compiled, tokens)
+            return cls(text, True, compiled)
+        return cls(text, False, re.compile("".join(_regexes(text)), re.DOTALL))
 
-    def match(self, name: str) -> Match | None:
+    def match(self, name: str) -> re.Match[str] | None:
         """Match the whole of `name`; None if it does not match."""
-        found = self._compiled.fullmatch(name)
-        if found is None:
-            return None
-        return Match(tuple(group or "" for group in found.groups()), found)
+        return self._compiled.fullmatch(name)
 
-    def fill(self, match: Match, owner: NamePattern) -> str:
+    def fill(self, match: re.Match[str], owner: NamePattern) -> str:
         """This pattern with its wildcards replaced by what those of `owner` matched, in order.
 
         With a regular expression as `owner`, `\\1` and `\\g<name>` stand for its groups instead.
@@ -87,30 +67,24 @@ class NamePattern:
             ValueError: it has more wildcards than `owner`, or names a group that `owner` lacks.
         """
         if owner.is_regex:
-            assert match.regex is not None
             try:
-                return match.regex.expand(self.text)
+                return match.expand(self.text)
             except (re.error, IndexError) as error:
                 raise ValueError(
                     f"{self.text!r} refers to a group that {owner.text!r} does not have: {error}"
                 ) from None
-        captures = iter(match.captures)
-        parts = []
-        for token in self._tokens:
-            if not token.is_wildcard:
-                parts.append(token.text)
-                continue
-            part = next(captures, None)
-            if part is None:
-                raise ValueError(
-                    f"{self.text!r} has more wildcards than {owner.text!r}, whose matches fill "
-                    "them in order"
-                )
-            parts.append(part)
-        return "".join(parts)
+        captures = iter(match.groups(""))
+        try:
+            return _WILDCARD.sub(lambda _: next(captures), self.text)
+        except StopIteration:
+            raise ValueError(
+                f"{self.text!r} has more wildcards than {owner.text!r}, whose matches fill them in "
+                "order"
+            ) from None
 
 
-def _tokenize(text: str) -> Iterator[_Token]:
+def _regexes(text: str) -> Iterator[str]:
+    """Of each part of a pattern."""
     position = 0
     after_number = False
     while position < len(text):
@@ -118,7 +92,7 @@ def _tokenize(text: str) -> Iterator[_Token]:
         number = _NUMBER.match(text, position)
         if number is not None:
             _refuse_adjacent(text, position, number.end(), after_number)
-            yield _Token(_number_regex(text, number), True, True, number[0])
+            yield _number_regex(text, number)
             position = number.end()
             after_number = True
             continue
@@ -127,9 +101,9 @@ def _tokenize(text: str) -> Iterator[_Token]:
                 f"pattern {text!r}: unexpected {character!r} at {position}; {_LANGUAGE}"
             )
         if character in "*?":
-            yield _Token("(.*)" if character == "*" else "(.)", False, True, character)
+            yield "(.*)" if character == "*" else "(.)"
         else:
-            yield _Token(re.escape(character), False, False, character)
+            yield re.escape(character)
         position += 1
         after_number = False
 

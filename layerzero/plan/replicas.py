@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from layerzero.comm.exchanges import broadcast_from_first
 from layerzero.flat.tensor_parallel import local_of
@@ -70,11 +71,9 @@ def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -
         if buffer is not None:
             by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
     for dtype, alike in by_dtype.items():
-        flat = torch.cat([buffer.reshape(-1).to(root.device) for buffer in alike])
+        flat = _flatten_dense_tensors([buffer.to(root.device) for buffer in alike])
         name = f"buffers in {dtype}".replace("torch.", "")
         broadcast_from_first(
             flat, root.groups, partial(root.operations.next, "synchronisation", name)
         )
-        parts = flat.split([buffer.numel() for buffer in alike])
-        for buffer, value in zip(alike, parts, strict=True):
-            buffer.copy_(value.view(buffer.shape))
+        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))

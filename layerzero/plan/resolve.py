@@ -13,7 +13,6 @@ from layerzero.build.wrap import UnitPlan, has_forward, plan_units
 from layerzero.flat.names import WRAPPER_NAMES
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some, warn_once
-from layerzero.plan.fields import PlanFields
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import NamePattern
 from layerzero.step.unit import get_unit
@@ -90,11 +89,6 @@ class Resolved:
                 found.append(unit)
         return found
 
-    @property
-    def problems(self) -> list[str]:
-        """All problems, errors first."""
-        return [*self.errors, *self.warnings]
-
     def raise_errors(self) -> None:
         """Raise one ValueError that lists all errors, if there are any."""
         if self.errors:
@@ -150,10 +144,11 @@ def _named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
-def resolve(plan: PlanFields, model: nn.Module, *, has_own_units: bool = False) -> Resolved:
+def resolve(plan: Any, model: nn.Module, *, has_own_units: bool = False) -> Resolved:
     """Match all patterns. Changes nothing; collects problems instead of raising them.
 
     Args:
+        plan: a `ShardingPlan`, which lies above this file.
         has_own_units: the model may make units later (its own `fully_shard`).
     """
     resolver = _Resolver(plan, model)
@@ -173,7 +168,7 @@ def resolve(plan: PlanFields, model: nn.Module, *, has_own_units: bool = False) 
 class _Resolver:
     """Matches the patterns of one plan; `resolve` calls each public method once, in order."""
 
-    def __init__(self, plan: PlanFields, model: nn.Module) -> None:
+    def __init__(self, plan: Any, model: nn.Module) -> None:
         root = model.module if isinstance(model, ZeRO3) else model
         self.result = Resolved()
         self._plan = plan

@@ -79,34 +79,11 @@ def shard_with_plan(
     if plan.pregather:
         root_of(root_unit).scheduler.unshards_all_before_forward = True
     depths = plan.num_forward, plan.num_backward
-    has_lists = _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths])
-    if not has_lists:
+    if not _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths]):
         scheduler = root_of(root_unit).scheduler
         scheduler.forward_depth, scheduler.backward_depth = depths
         scheduler.make_room_for(max(depths))
-    if _is_first(mesh, root_unit.module) and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", _applied(plan, root_unit.module, bool(own), bool(has_lists)))
     return sharded
-
-
-def _applied(plan: ShardingPlan, module: nn.Module, by_model: bool, has_lists: bool) -> str:
-    """How a plan was applied, for the log.
-
-    Args:
-        by_model: whether the model sharded itself (`fully_shard`).
-        has_lists: whether it set its prefetch lists itself.
-    """
-    options = {name: value for name, value in plan.options.items() if value is not None}
-    lines = [
-        f"shard_with_plan: {type(module).__name__}"
-        + (f" by its own fully_shard; {options}" if by_model else f", {options or 'all defaults'}")
-    ]
-    lines += [f"{pattern.text}: {own}" for pattern, own in plan.patterns if own]
-    lines += [f"optional: {', '.join(plan.optional)}"] if plan.optional else []
-    lines += ["pregather: all units before each forward"] if plan.pregather else []
-    own_lists = "prefetch lists set by the model's set_modules_to_prefetch"
-    lines.append(own_lists if has_lists else plan.prefetched)
-    return "\n  ".join(lines)
 
 
 def _check_optional(root_unit: Unit, resolved: Resolved) -> None:
@@ -265,13 +242,6 @@ def _keep_whole(
     if any(o.parameter.is_meta for unit in units for o in unit.originals):
         # Meta parameters are initialised in their original dtype. Sharding keeps main weights of
         # that dtype, as a larger group would.
-        if is_first_rank():
-            logger.info(
-                "shard_with_plan: the shard group has one rank, but the model is on the meta "
-                "device: it is still sharded over %d ranks, with main weights in the dtype of "
-                "initialisation",
-                num_ranks,
-            )
         return False
     if num_ranks > 1:
         arguments["outer"] = "replicate"

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import UnitPlan
+from layerzero.config import (
+    FLAG,
+    MixedPrecision,
+    OffloadPolicy,
+    ReshardAfterForward,
+    prefetch_depth,
+)
 from layerzero.notices import columns
-from layerzero.plan.fields import PlanFields
-from layerzero.plan.options import near_matches
+from layerzero.plan.activations import ActivationCheckpointing
+from layerzero.plan.options import (
+    GIVEN_TWICE,
+    MODULE_OPTIONS,
+    ZERO3_OPTIONS,
+    load_yaml,
+    merge_precision,
+    near_matches,
+    read_options,
+    refuse_twice,
+)
+from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import Resolved, Row, names, resolve
 from layerzero.zero3 import ZeRO3
 
-_DEEPEST = 64
-"""Lists and mappings inside each other, in a YAML file."""
+_SHORTHANDS = (
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "cast_forward_inputs",
+    "reshard_after_forward",
+    "cpu_offload",
+    "act_ckpt",
+)
+"""Fields that are options of the whole model, and so cannot be in `defaults` as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingPlan(PlanFields):
+class ShardingPlan:
     """Describes by name patterns how a model is sharded. See docs/reference/plans.md.
 
     Attributes:
@@ -59,6 +84,98 @@ class ShardingPlan(PlanFields):
             order is recorded. None: `forward_prefetch` and `backward_prefetch` of `defaults`
             decide; without them, one.
     """
+
+    apply_modules: Mapping[str, Mapping[str, Any]] | Sequence[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored_modules: Sequence[str] = ()
+    ignored_parameters: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    hook_modules: Mapping[str, str] | Sequence[str] = ()
+    ep_plan: Sequence[str] = ()
+    local_experts: bool = False
+    param_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | str | None = None
+    output_dtype: torch.dtype | str | None = None
+    cast_forward_inputs: bool | None = None
+    reshard_after_forward: ReshardAfterForward | None = None
+    cpu_offload: OffloadPolicy | Mapping[str, bool] | bool | None = None
+    act_ckpt: ActivationCheckpointing | str | Sequence[Any] | Mapping[str, Any] | None = None
+    pregather: bool = False
+    broadcast_buffers: bool = True
+    num_to_forward_prefetch: int | None = None
+    num_to_backward_prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        read: dict[str, Any] = {
+            "apply_modules": _read_apply_modules(self.apply_modules),
+            "ignored_modules": _read_patterns("ignored_modules", self.ignored_modules),
+            "ignored_parameters": _read_patterns("ignored_parameters", self.ignored_parameters),
+            "optional": _read_patterns("optional", self.optional),
+            "hook_modules": _read_hook_modules(self.hook_modules),
+            "ep_plan": _read_ep_plan(self.ep_plan),
+            "defaults": read_options("defaults", self.defaults, [*ZERO3_OPTIONS, *MODULE_OPTIONS]),
+            **read_options("plan", self._given_shorthands, _SHORTHANDS),
+        }
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+        for name in ("pregather", "broadcast_buffers", "local_experts"):
+            FLAG(name, getattr(self, name))
+        for name in ("num_to_forward_prefetch", "num_to_backward_prefetch"):
+            _check_number(name, getattr(self, name))
+        self._refuse_given_twice()
+        if self.pregather and self.optional:
+            raise ValueError(
+                f"plan: pregather and optional={list(self.optional)} are both given; pregather "
+                "gathers all units before each forward, also those that every rank skips: leave "
+                "out one of them"
+            )
+
+    @property
+    def _given_shorthands(self) -> dict[str, Any]:
+        """Fields that are options of the whole model, where they were given."""
+        given = {name: getattr(self, name) for name in _SHORTHANDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _refuse_given_twice(self) -> None:
+        given = self._given_shorthands
+        pairs = [(name, name) for name in given] + [(two, one) for one, two in GIVEN_TWICE]
+        if self.num_to_forward_prefetch is not None:
+            given["num_to_forward_prefetch"] = self.num_to_forward_prefetch
+            pairs.append(("num_to_forward_prefetch", "forward_prefetch"))
+        if self.num_to_backward_prefetch and self.defaults.get("backward_prefetch", 1) is None:
+            given["num_to_backward_prefetch"] = self.num_to_backward_prefetch
+            pairs.append(("num_to_backward_prefetch", "backward_prefetch"))
+        refuse_twice("plan", pairs, given, self.defaults, ", in defaults,")
+
+    @property
+    def patterns(self) -> list[tuple[NamePattern, Mapping[str, Any]]]:
+        """The parsed patterns of `apply_modules`, each with its options."""
+        assert isinstance(self.apply_modules, Mapping), "__post_init__ made it a mapping"
+        return [(NamePattern.parse(text), own) for text, own in self.apply_modules.items()]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the whole model."""
+        return {**self._given_shorthands, **self.defaults}
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Mixed precision of the whole model."""
+        return merge_precision(MixedPrecision(), self.options)
+
+    @property
+    def num_forward(self) -> int:
+        """Number of units prefetched in forward."""
+        if self.num_to_forward_prefetch is not None:
+            return self.num_to_forward_prefetch
+        return prefetch_depth("forward_prefetch", self.defaults.get("forward_prefetch", True))
+
+    @property
+    def num_backward(self) -> int:
+        """Number of units prefetched in backward."""
+        if self.num_to_backward_prefetch is not None:
+            return self.num_to_backward_prefetch
+        return int(self.defaults.get("backward_prefetch", True) is not None)
 
     @classmethod
     def from_dict(cls, plan: Mapping[str, Any]) -> ShardingPlan:
@@ -116,17 +233,15 @@ class ShardingPlan(PlanFields):
         resolved = resolve(self, model)
         module = model.module if isinstance(model, ZeRO3) else model
         units = resolved.units_of(module)
-        own = ""
-        if callable(getattr(module, "fully_shard", None)):
-            own = f" ({type(module).__name__}.fully_shard may override this)"
         lines = [
-            f"{len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__}{own}",
-            self.prefetched,
+            f"{len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__}",
+            f"units prefetched along recorded orders: {self.num_forward} in forward, "
+            f"{self.num_backward} in backward",
             "",
             *_table(resolved, units),
         ]
-        if resolved.problems:
-            lines += ["", *(f"problem: {text}" for text in resolved.problems)]
+        if problems := [*resolved.errors, *resolved.warnings]:
+            lines += ["", *(f"problem: {text}" for text in problems)]
         return "\n".join(lines)
 
 
@@ -162,48 +277,67 @@ def _names(row: Row, resolved: Resolved) -> Iterator[str]:
         yield f"not {names(fqns)}: {reason}"
 
 
-def load_yaml(path: Path) -> Any:
-    """The content of a YAML file as plain data; no other objects are constructed.
+def _read_apply_modules(value: Any) -> dict[str, dict[str, Any]]:
+    if isinstance(value, Mapping):
+        items = [(pattern, {} if own is None else own) for pattern, own in value.items()]
+    else:
+        items = [(pattern, {}) for pattern in _read_patterns("apply_modules", value)]
+    read: dict[str, dict[str, Any]] = {}
+    for pattern, own in items:
+        _parse("apply_modules", pattern)
+        where = f"apply_modules: {pattern!r}"
+        why_not = "it applies to the whole model: put it into defaults"
+        read[pattern] = read_options(where, own, MODULE_OPTIONS, why_not)
+    return read
 
-    Raises:
-        ImportError: PyYAML is not installed.
-        ValueError: not YAML, or a duplicate key (PyYAML would silently take the last one).
-    """
+
+def _read_hook_modules(value: Any) -> dict[str, str] | tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return _read_patterns("hook_modules", value)
+    for owner, hook in value.items():
+        _parse("hook_modules", owner)
+        _parse(f"hook_modules: {owner!r}", hook)
+    return dict(value)
+
+
+def _read_ep_plan(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, Mapping):
+        return _read_patterns("ep_plan", value)
+    units = value.get("apply_efsdp_modules") or value.get("apply_modules") or ["layers.{*}.experts"]
+    raise TypeError(
+        f"ep_plan: expected a list of patterns of units that are experts, got the mapping "
+        f"{dict(value)!r}; write ep_plan: {list(units)!r}, and the same names in apply_modules. "
+        "These units are sharded over the axis edp of expert_mesh; the model itself splits "
+        "experts over ranks and routes tokens"
+    )
+
+
+def _read_patterns(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: expected a list of patterns, got {value!r}")
+    patterns = tuple(value)
+    for pattern in patterns:
+        _parse(name, pattern)
+        if patterns.count(pattern) > 1:
+            raise ValueError(f"{name}: {pattern!r} occurs twice; remove one")
+    return patterns
+
+
+def _parse(name: str, pattern: Any) -> NamePattern:
     try:
-        yaml: Any = importlib.import_module("yaml")
-    except ImportError as error:
-        raise ImportError(
-            f"{path}: reading YAML needs PyYAML: pip install pyyaml, or pass the plan's fields to "
-            "ShardingPlan.from_dict"
-        ) from error
-
-    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that raises for duplicate keys."""
-
-        def fetch_flow_collection_start(self, token_class: Any) -> None:
-            # PyYAML's time grows with the square of the depth.
-            if self.flow_level == _DEEPEST:
-                raise RecursionError
-            super().fetch_flow_collection_start(token_class)
-
-    def construct_mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        # Keys that a merge key (<<) brings in may be overridden, so they do not count.
-        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [loader.construct_object(key, deep=True) for key in nodes]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                line = nodes[index].start_mark.line + 1
-                raise ValueError(f"{path}: line {line}: the key {key!r} occurs twice")
-        loader.flatten_mapping(node)
-        return dict(loader.construct_pairs(node, deep=True))
-
-    UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct_mapping)
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
-    except yaml.YAMLError as error:
+        parsed = NamePattern.parse(pattern)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if not pattern:
         raise ValueError(
-            f"{path}: not YAML: {error}; put quotes around a pattern that starts with '*' or '{{', "
-            "or has braces inside [...] or {...}"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{path}: lists or mappings are nested too deeply for a plan") from None
+            f"{name}: expected a pattern, got ''; the whole model is always a unit, whose options "
+            "are fields of the plan and its defaults"
+        )
+    return parsed
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name}: expected a number of units >= 0 or None, got {value!r}")

@@ -31,8 +31,6 @@ class HostClock:
     now = staticmethod(host_s)
     seconds = staticmethod(float)
 
-    def finish(self) -> None: ...
-
 
 class DeviceClock:
     """Stamps are events on the current stream of the device."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.groups import own_rank
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
-from layerzero.step_ledger.advice import advise
-from layerzero.step_ledger.clocks import read_clock
+from layerzero.step_ledger.clocks import Reading, read_clock
 from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
-from layerzero.step_ledger.merge import merge
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
-from layerzero.step_ledger.records import Record
-from layerzero.step_ledger.text import as_text
+from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
+from layerzero.step_ledger.text import advise, as_text
 from layerzero.step_ledger.trace import write_trace
 
 
@@ -166,7 +170,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
     after = read_clock(groups, root.operations, root.device)
-    records = merge(root, recorder.record, before, after)
+    records = _merge(root, recorder.record, before, after)
     result.complete(records, [(unit.label, unit.fqn) for unit in ordered_units(model)])
 
 
@@ -179,3 +183,41 @@ def _check(root: RootState) -> None:
             "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
             "around the join"
         )
+
+
+def _merge(root: RootState, record: Record, before: Reading, after: Reading) -> dict[int, Record]:
+    """The records of all ranks, on the clock of the first one. Collective over each group; blocks
+    the host.
+
+    Args:
+        before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
+    """
+    own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
+    name = partial(root.operations.next, "ledger", "the model")
+    payloads = gather_bytes(own, root.groups, name, root.device)
+    records = {}
+    for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
+        found = _moved(_read(text), *(Reading(*reading) for reading in readings))
+        records[found.rank] = found
+    return records
+
+
+def _read(text: dict[str, Any]) -> Record:
+    for job in text["jobs"]:
+        job["hops"] = [Hop(**{**hop, "ranks": tuple(hop["ranks"])}) for hop in job["hops"]]
+    for name, kind in (("jobs", Job), ("waits", Wait), ("slices", Slice)):
+        text[name] = [kind(**each) for each in text[name]]
+    return Record(**text)
+
+
+def _moved(record: Record, first: Reading, last: Reading) -> Record:
+    """The record on the clock of the first rank."""
+    elapsed = last.at - first.at
+    slope = (last.offset - first.offset) / elapsed if elapsed > 0 else 0.0
+
+    def moved(seconds: float) -> float:
+        return seconds - (first.offset + slope * (seconds - first.at))
+
+    record.resolve(moved, moved)
+    record.clock_error = max(first.error, last.error)
+    return record

@@ -40,12 +40,8 @@ def draw(explained: Explained, rank: int, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         RuntimeError: no step ran.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "ledger.plot: it needs matplotlib; pip install 'layerzero[plots]'"
-        ) from error
+    from matplotlib.figure import Figure
+
     record = explained.records[rank]
     steps = step_spans(record)
     if not steps:

@@ -86,7 +86,7 @@ class Recorder(Extension):
         """Leave the model, and resolve all times. Blocks the host on a device."""
         self.record.end = self.clock.now()
         self.abandon()
-        if self._on_device:
+        if isinstance(self.clock, DeviceClock):
             for stream in (self._root.streams.unshard, self._root.streams.reduce):
                 stream.drain_handle().wait()
             self.clock.finish()

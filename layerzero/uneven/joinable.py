@@ -22,6 +22,7 @@ from layerzero.step.unit import Unit, get_unit
 if TYPE_CHECKING:
     from layerzero.uneven.running_join import RunningJoin
 
+_SCHEDULERS = LRScheduler, ReduceLROnPlateau
 _GROUP, _EXCHANGE = "_join_group", "_join_exchange"
 
 
@@ -114,15 +115,14 @@ def join(
     if not isinstance(model, Joinable) or get_unit(model) is None:  # type: ignore[arg-type]
         raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
-    schedulers = [each for each in others if isinstance(each, (LRScheduler, ReduceLROnPlateau))]
+    schedulers = [each for each in others if isinstance(each, _SCHEDULERS)]
     scalers = [each for each in others if isinstance(each, GradScaler)]
-    if len(optimizers) + len(schedulers) + len(scalers) < len(others):
-        known = (*optimizers, *schedulers, *scalers)
-        wrong = next(each for each in others if not any(each is k for k in known))
-        raise TypeError(
-            "join: expected optimizers, learning-rate schedulers and layerzero.GradScaler, got "
-            f"{type(wrong).__module__}.{type(wrong).__name__}"
-        )
+    for each in others:
+        if not isinstance(each, (torch.optim.Optimizer, *_SCHEDULERS, GradScaler)):
+            raise TypeError(
+                "join: expected optimizers, learning-rate schedulers and layerzero.GradScaler, got "
+                f"{type(each).__module__}.{type(each).__name__}"
+            )
     if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
         warn_once(
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
@@ -182,7 +182,7 @@ def enter(
     unit = get_unit(model)  # type: ignore[arg-type]
     assert unit is not None, "a ZeRO3 module"
     root = root_of(unit)
-    _check(unit, root, optimizers)
+    _check(unit, root)
     if root.join is not None:
         if root.join.is_open:
             raise RuntimeError("join: the model is inside a join already; leave that one first")
@@ -214,10 +214,7 @@ def _takes_part(model: Joinable) -> bool:
     return bool(config.enable)
 
 
-def _check(unit: Unit, root: RootState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"join: expected optimizers, got {type(optimizer).__name__}")
+def _check(unit: Unit, root: RootState) -> None:
     if root.units[0] is not unit:
         raise ValueError(
             f"join: {unit.label} is inside another ZeRO3 module; join the outermost one"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.optim.in_backward import whole_groups
 from layerzero.optim.scaler import GradScaler, ScalerCall
@@ -30,19 +31,25 @@ class JoinedOptimizers:
 
     def options(self) -> list[int]:
         """The options of all param groups, each as the bits of a float64."""
-        return [bits_of(number) for number, _ in self._numbers()]
+        values = (value for group, name in self._options() for value in tree_leaves(group[name]))
+        return [bits_of(float(value)) for value in values if _is_number(value)]
 
     def copy_options(self, options: Sequence[int]) -> None:
         """Set all options to another rank's."""
-        for bits, (number, put) in zip(options, list(self._numbers()), strict=True):
-            if bits != bits_of(number):
-                put(number_of(bits))
+        others = iter(options)
 
-    def _numbers(self) -> Iterator[tuple[float, Callable[[float], object]]]:
+        def copy(value: Any) -> Any:
+            number = number_of(next(others))
+            return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
+
+        for group, name in self._options():
+            group[name] = tree_map_only(_is_number, copy, group[name])
+
+    def _options(self) -> Iterator[tuple[dict[str, Any], str]]:
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                for name in sorted(key for key in group if key != "params"):
-                    yield from _numbers_of(group, name)
+                for name in sorted(group.keys() - {"params"}):
+                    yield group, name
 
     def gradient_states(self, looks: bool) -> list[int]:
         """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
@@ -96,23 +103,7 @@ def _state_of(parameters: Sequence[nn.Parameter], looks: bool) -> int:
     return _IS_ZERO if is_zero else _HAS_GRADIENTS
 
 
-def _numbers_of(
-    group: dict[str, Any], name: str
-) -> Iterator[tuple[float, Callable[[float], object]]]:
-    """The numbers in an option, and a function for each that sets it."""
-    value = group[name]
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield float(value), value.fill_
-    elif isinstance(value, (bool, int, float)):
-        kind = type(value)
-        yield float(value), lambda number: group.__setitem__(name, kind(number))
-    elif isinstance(value, (tuple, list)):
-        for place, each in enumerate(value):
-            if isinstance(each, (bool, int, float)):
-                yield float(each), lambda number, place=place: _set_item(group, name, place, number)  # type: ignore[misc]
-
-
-def _set_item(group: dict[str, Any], name: str, place: int, number: float) -> None:
-    values = list(group[name])
-    values[place] = type(values[place])(number)
-    group[name] = type(group[name])(values)
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )

@@ -1,4 +1,8 @@
-"""Checks that main shards and optimizer state do not change between optimizer steps.
+"""Checks that main shards and optimizer state do not change between optimizer steps, and that ranks
+that hold copies of the same weights hold the same bits.
+
+Copies are the main shards of outer peers with `outer="replicate"`, and parameters that are
+replicated over tensor-parallel ranks.
 
 Note [Who may write]
     Checksums are taken right after a step of an optimizer, and compared before the next one. What
@@ -10,16 +14,23 @@ Note [Who may write]
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from layerzero.comm.exchanges import gather_small
 from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import ShardGroup
 from layerzero.ops import word_sums
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.checks import name_of
+from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
+
+_WHAT = "the model"
 
 
 class _Noted(NamedTuple):
@@ -74,6 +85,31 @@ class Resting:
         if stepped:
             shards = [(handle.main_shard, label) for handle, label in stepped.values()]
             self._note([*shards, *_states_of(optimizer)])
+
+    def different(self, root: RootState) -> list[str]:
+        """Which copies differ, in words. Collective over the ranks with copies; blocks the host."""
+        return [*self._over_outer_peers(root), *_over_tensor_parallel_ranks(root)]
+
+    def _over_outer_peers(self, root: RootState) -> list[str]:
+        by_group: dict[ShardGroup, list[tuple[str, torch.Tensor]]] = {}
+        for unit in root.units:
+            for handle in unit.handles:
+                outer = handle.placement.outer_group
+                if outer is not None and outer.size > 1 and handle.placement.owned_slices > 1:
+                    label = f"the main shard of {unit.label}"
+                    by_group.setdefault(outer, []).append((label, handle.main_shard))
+        found = []
+        for group, entries in by_group.items():
+            own = torch.tensor([self._checksum(each) for _, each in entries], device=root.device)
+            operation = root.operations.next("comparison of replicas", _WHAT, group)
+            table = gather_small(own, group, operation).tolist()
+            for place, (label, _) in enumerate(entries):
+                found += _difference(label, [row[place] for row in table], group)
+        return found
+
+    def _checksum(self, shard: torch.Tensor) -> int:
+        known = self.checksum_of(shard)
+        return int(word_sums([shard])) if known is None else known
 
     def _find_homes(self) -> dict[int, tuple[FlatParam, str]]:
         if not self._homes:
@@ -142,3 +178,48 @@ def _checksums(tensors: list[torch.Tensor]) -> list[int]:
         ):
             checksums[place] = checksum
     return checksums
+
+
+def _over_tensor_parallel_ranks(root: RootState) -> list[str]:
+    found = []
+    for axis, group in enumerate(root.tensor_parallel_groups):
+        if group.size == 1:
+            continue
+        names, rows = [], []
+        for unit in root.units:
+            for handle in unit.handles:
+                for fqn, split, parameter in zip(
+                    handle.fqns, handle.splits, handle.sharded_params, strict=True
+                ):
+                    if split is not None and split.placements[axis].is_replicate():
+                        info = get_info(parameter)
+                        assert info is not None
+                        start, stop = info.range
+                        names.append(fqn)
+                        rows.append((start, stop, parameter.detach()))
+        if not rows:
+            continue
+        sums = word_sums(tensor for _, _, tensor in rows).to(root.device)
+        places = torch.tensor([row[:2] for row in rows], device=root.device)
+        own = torch.cat([places, sums[:, None]], dim=1)
+        operation = root.operations.next("comparison of replicas", _WHAT, group)
+        table = gather_small(own, group, operation).tolist()
+        for place, name in enumerate(names):
+            each = [row[place] for row in table]
+            # Ranks whose other parameters have other sizes may hold another range of this one.
+            if len({tuple(entry[:2]) for entry in each}) == 1:
+                found += _difference(f"parameter {name!r}", [e[2] for e in each], group)
+    return found
+
+
+def _difference(label: str, checksums: list[int], group: ShardGroup) -> list[str]:
+    counts = Counter(checksums)
+    if len(counts) == 1:
+        return []
+    (usual, number), *_ = counts.most_common(1)
+    if number > len(checksums) // 2:
+        others = [rank for rank, each in zip(group.ranks, checksums, strict=True) if each != usual]
+        listed = " and ".join(f"rank {rank}" for rank in others)
+        return [f"comparison of replicas: {label} on {listed} differs from its other copies"]
+    listed = ", ".join(f"rank {rank}" for rank in group.ranks)
+    return [f"comparison of replicas: the copies of {label} on {listed} differ"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from torch import nn
 
 from layerzero.comm.exchanges import Name, gather_along
 from layerzero.flat.parameter_info import ParameterInfo, get_info
-from layerzero.flat.placement import Placement, ShardGroup
+from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
 from layerzero.optim import attach
 from layerzero.optim.sharded_params import owners
@@ -57,9 +56,8 @@ def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: O
     states = _states_by_parameter(each for each in optimizers if each not in keeps_whole)
     whole_states = _states_by_parameter(keeps_whole)
     is_first = all(group.is_first for group in root.tensor_parallel_groups)
-    by_placement: dict[int, tuple[Placement, int, int]] = {}
+    own, on_owners = dict.fromkeys(root.placements, 0), dict.fromkeys(root.placements, 0)
     for _, placement, parameter in owners(root):
-        _, own, on_owners = by_placement.setdefault(id(placement), (placement, 0, 0))
         info = get_info(parameter)
         assert info is not None, "it is sharded"
         own_states = states.pop(id(parameter), [])
@@ -67,16 +65,15 @@ def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: O
         if (split is None and is_first) or (split is not None and _counts(split)):
             # Of several copies along the groups that are added up, the first rank's counts.
             if placement.data_parallel is None or placement.replica == 0:
-                own += _sum_of(parameter, info, own_states)
+                own[placement] += _sum_of(parameter, info, own_states)
             for key, value in whole_states.pop(id(parameter), []):
-                on_owners += _state(value, info, key)
-        by_placement[id(placement)] = placement, own, on_owners
+                on_owners[placement] += _state(value, info, key)
     total, name = 0, partial(root.operations.next, "step signature", "the model")
-    for placement, own, on_owners in by_placement.values():
-        total += _add_up(root, own, placement.norm_groups, name)
+    for placement in root.placements:
+        total += _add_up(root, own[placement], placement.norm_groups, name)
         if keeps_whole:
             whole_groups = (placement.data_parallel or placement).groups
-            total += _add_up(root, on_owners, whole_groups, name)
+            total += _add_up(root, on_owners[placement], whole_groups, name)
     total = _add_up(root, total, root.tensor_parallel_groups, name)
     for fqn, tensor in whole:
         total += _elements(tensor.detach(), 0, fqn)
@@ -187,8 +184,7 @@ def _any(value: Any, name: str, key: str) -> int:
     if isinstance(value, torch.Tensor):
         return _elements(local_of(value), 0, label)
     if isinstance(value, (bool, int, float)):
-        (bits,) = struct.unpack("<q", struct.pack("<d", float(value)))
-        return _elements(torch.tensor([bits]), 0, label)
+        return _elements(torch.tensor([float(value)], dtype=torch.float64), 0, label)
     if isinstance(value, Mapping):
         return sum(_any(each, label, str(inner)) for inner, each in value.items())
     if isinstance(value, (list, tuple)):

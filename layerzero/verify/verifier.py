@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
 from layerzero.comm.collectives import slices_of
-from layerzero.comm.exchanges import gather_small, gather_texts
+from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.comm.ordered_sums import Add, reduce_in_order, reduce_with_peer
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.placement import ShardGroup
@@ -30,7 +30,6 @@ from layerzero.ops import checked_sum_, ordered_sum_, word_sums
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.verify.replicas import find_different
 from layerzero.verify.resting import Resting
 from layerzero.verify.wire import Checksums, Wire, kept
 
@@ -217,11 +216,9 @@ class Verifier(Transport, Extension):
         self._wait_for_streams()
         self._void_written()
         self._unchecked.clear()
-        placement = root.placements[0]
-        findings = self._changed(placement.rank)
-        findings += find_different(root, self._resting.checksum_of)
-        axes = (placement.data_parallel or placement).groups
-        self._settle(_groups(root), [*axes, *root.tensor_parallel_groups], findings)
+        findings = self._changed(root.placements[0].rank)
+        findings += self._resting.different(root)
+        self._settle(_groups(root), [*root.groups, *root.tensor_parallel_groups], findings)
 
     def _changed(self, rank: int) -> list[str]:
         return [
@@ -277,14 +274,10 @@ class Verifier(Transport, Extension):
 
     def _is_any(self, is_bad: bool, axes: Sequence[ShardGroup]) -> bool:
         """Whether it is bad on any rank. Words of 64 equal bits: one flipped changes nothing."""
-        for group in axes:
-            if group.size == 1:
-                continue
-            own = _tensor([-1 if is_bad else 0], self._root.device)
-            operation = self._root.operations.next("verification", _WHAT, group)
-            words = gather_small(own, group, operation).view(-1)
-            is_bad = any((word & (2**64 - 1)).bit_count() > 32 for word in words.tolist())
-        return is_bad
+        own = torch.tensor([-1 if is_bad else 0], device=self._root.device)
+        name = functools.partial(self._root.operations.next, "verification", _WHAT)
+        words = gather_along(own, axes, name).view(-1).tolist()
+        return any((word & (2**64 - 1)).bit_count() > 32 for word in words)
 
     def _wait_for_streams(self) -> None:
         """Order this check after all that other streams have summed."""
@@ -320,9 +313,5 @@ def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:
 
 def _groups(root: RootState) -> list[ShardGroup]:
     """All groups over which the model gathers and reduces, in one order on all their ranks."""
-    found = [group for placement in root.placements for group in placement.all_groups]
-    return list(dict.fromkeys(group for group in found if group.size > 1))
-
-
-def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    found = (group for placement in root.placements for group in placement.all_groups)
+    return list(dict.fromkeys(found))

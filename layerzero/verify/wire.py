@@ -12,12 +12,14 @@ next check compares it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from layerzero.comm.exchanges import all_to_all, gather_small
+from layerzero.comm.exchanges import all_to_all, gather_bytes
 from layerzero.comm.pending import Operation
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.operations import Operations
@@ -152,15 +154,10 @@ class Wire:
 
     def _find_in(self, group: ShardGroup) -> Iterable[str]:
         rows = [[number, *sent, *received] for number, sent, received in self._rows(group)]
-        count = torch.tensor([len(rows)], device=self._device)
-        most = int(self._gather(count, group).max())
-        if not most:
-            return
-        width = 1 + 2 * group.size
-        rows += [[-1] * width] * (most - len(rows))
-        table = self._gather(torch.tensor(rows, device=self._device), group).tolist()
-        by_rank = [{row[0]: row[1:] for row in each if row[0] >= 0} for each in table]
-        common = set.intersection(*(set(each) for each in by_rank))
+        name = partial(self._operations.next, "verification", _WHAT)
+        everyones = gather_bytes(json.dumps(rows).encode(), [group], name, self._device)
+        by_rank = [{row[0]: row[1:] for row in json.loads(each)} for each in everyones]
+        common = set.intersection(*map(set, by_rank))
         lane = self._lanes.get(group, {})
         for number in sorted(common):
             seen = lane.pop(number)
@@ -169,9 +166,6 @@ class Wire:
                     sent = by_rank[source][number][target]
                     if sent != by_rank[target][number][group.size + source]:
                         yield _text(seen.operation, group.ranks[source], group.ranks[target])
-
-    def _gather(self, values: torch.Tensor, group: ShardGroup) -> torch.Tensor:
-        return gather_small(values, group, self._operations.next("verification", _WHAT, group))
 
 
 def _on_host(parts: list[Checksums]) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerzero.step_ledger.advice import advise
 from layerzero.step_ledger.figures import Explained
 from layerzero.step_ledger.records import (
     HOST_BOUND,
@@ -17,6 +16,7 @@ from layerzero.step_ledger.records import (
     Slice,
     Wait,
 )
+from layerzero.step_ledger.text import advise
 
 
 def _job(kind: JobKind, number: int, at: float, end: float, cause: str, phase: Phase) -> Job:

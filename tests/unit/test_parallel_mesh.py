@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.parallel.mesh import device_type_of
-from layerzero.parallel.sizes import MeshSizes
+from layerzero.parallel.mesh import MeshSizes, device_type_of
 
 
 def infer(world_size: int, **given: Any) -> MeshSizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from datetime import timedelta
 from enum import Enum
@@ -193,16 +192,6 @@ def test_a_plan_is_read_from_yaml(tmp_path) -> None:
     path.write_text("param_dtype: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(ValueError, match="not YAML"):
         ShardingPlan.from_yaml(path)
-
-
-def test_deep_yaml_is_refused_at_once(tmp_path) -> None:
-    pytest.importorskip("yaml")
-    path = tmp_path / "plan.yaml"
-    path.write_text("ignored_modules: " + "[" * 100_000)
-    begin = time.process_time()
-    with pytest.raises(ValueError, match="nested too deeply"):
-        ShardingPlan.from_yaml(path)
-    assert time.process_time() - begin < 0.5, "PyYAML takes 2 seconds"
 
 
 @pytest.mark.parametrize("seconds", [0, 1e11, float("inf"), float("nan")])

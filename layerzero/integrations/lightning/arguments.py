@@ -103,14 +103,8 @@ def adapted(plugin: Precision) -> Precision:
         )
     scaler = getattr(plugin, "scaler", None)
     if isinstance(plugin, MixedPrecision) and type(scaler) is torch.amp.GradScaler:
-        plugin.scaler = GradScaler(
-            plugin.device,
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
+        plugin.scaler = GradScaler(plugin.device, enabled=scaler.is_enabled())
+        plugin.scaler.load_state_dict(scaler.state_dict())
     elif scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(
             f"ZeRO3Strategy: with a {type(scaler).__name__} ranks would not agree on an overflow; "

@@ -265,11 +265,6 @@ class ZeRO3Strategy(MeshStrategy):
         plan = replace(self.plan, defaults=options, optional=self.plan.optional or optional)
         return shard_with_plan(model, plan, group)
 
-    @property
-    def _sharded(self) -> ZeRO3:
-        assert isinstance(self.model, ZeRO3), "setup has sharded it"
-        return self.model
-
     def model_to_device(self) -> None:
         """Does nothing: `ZeRO3` moves the model, unit by unit."""
 
@@ -286,7 +281,8 @@ class ZeRO3Strategy(MeshStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """`no_sync` of the model; Lightning enters it for all micro-batches but the last."""
-        return self._sharded.no_sync()
+        assert isinstance(self.model, ZeRO3), "setup has sharded it"
+        return self.model.no_sync()
 
     def teardown(self) -> None:
         """Tear down; the model stays sharded (Note [One wrapper for the life of a model])."""

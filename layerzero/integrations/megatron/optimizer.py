@@ -219,10 +219,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for sharded_param in self.get_parameters():
-            gradient, is_counted = (
-                sharded_param.grad,
-                of_copies or self._ranks.counts(sharded_param),
-            )
+            gradient = sharded_param.grad
+            is_counted = of_copies or self._ranks.counts(sharded_param)
             if gradient is not None and gradient.numel() and is_counted:
                 by_device.setdefault(gradient.device, []).append(gradient)
         return list(by_device.values())
@@ -345,7 +343,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
         """
         trained = {id(parameter) for parameter in self.get_parameters()}
         for number, chunk in enumerate(self.chunks if state_dict is not None else ()):
-            entries = _entries_of(f"{number}" if len(self.chunks) > 1 else "", state_dict or {})
+            given = state_dict or {}
+            entries = given.get(f"model{number}", {} if number else given.get("model", given))
             by_name = {_bare(name): value for name, value in entries.items()}
             named = chunk.module.named_parameters()
             wanted = [name for name, parameter in named if id(parameter) in trained]
@@ -407,17 +406,6 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     def _scaler_state(self) -> dict[str, Any]:
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
-
-
-def _entries_of(number: str, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries of one chunk: under Megatron's key or NeMo's; of a single one, at the top level.
-
-    Args:
-        number: of the chunk; empty if there is one.
-    """
-    keys = (f"model{number}", f"model_{number}") if number else ("model", "model0", "model_0")
-    found = (state_dict[key] for key in keys if isinstance(state_dict.get(key), Mapping))
-    return next(found, {} if number else state_dict)
 
 
 def _bare(name: str) -> str:

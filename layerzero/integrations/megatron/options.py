@@ -15,7 +15,7 @@ decides (groups, device, gradient reduction and others) raise ValueError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from layerzero.integrations.engine import (
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
     NamePattern,
+    clean_name,
     engine_arguments,
     has_forward,
     load_yaml,
@@ -56,16 +57,15 @@ OPTIONS = [
     _LAYERS,
 ]
 """All valid keys."""
-_WRAPPER_PREFIX = "module."
-"""Prefix of names inside Megatron's Float16Module, which users do not write."""
+_POLICY = "auto_wrap_policy"
 
 
 def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3` from a YAML file (needs PyYAML) or a mapping.
 
-    `transformer_layers` becomes the `auto_wrap_policy`. `ignored_modules` and `ignored_parameters`
-    stay patterns, as do `optional_modules`; `for_module` replaces them by a model's modules and
-    parameters.
+    `transformer_layers` becomes the `auto_wrap_policy`. That, `ignored_modules`,
+    `ignored_parameters` and `optional_modules` stay patterns; `for_module` replaces them by a
+    model's modules and parameters.
 
     Raises:
         ImportError: PyYAML is not installed.
@@ -93,54 +93,26 @@ def for_module(
         is_first: whether this rank warns for the ranks with this chunk; None: the first rank of
             the world does.
     """
-    resolved = dict(options)
-    policy = options.get("auto_wrap_policy")
-    if isinstance(policy, LayerPolicy):
-        policy.warn_of_unused(module, is_first)
-    for key, named in (
-        ("ignored_modules", module.named_modules()),
-        ("ignored_parameters", module.named_parameters()),
-    ):
+    resolved, inner = dict(options), inside(module)
+    modules = [(clean_name(name), each) for name, each in inner.named_modules() if name]
+    if _POLICY in options:
+        # A pattern may match a ModuleList as well, which no call would unshard.
+        called = [(name, each) for name, each in modules if has_forward(each)]
+        layers = {id(each) for each in _matching(_LAYERS, options[_POLICY], called, is_first)}
+        resolved[_POLICY] = lambda module, fqn: id(module) in layers
+    parameters = [(clean_name(name), each) for name, each in inner.named_parameters()]
+    for key, named in (("ignored_modules", modules), ("ignored_parameters", parameters)):
         if key in options:
-            resolved[key] = _matching(key, options[key], dict(named), is_first)
+            resolved[key] = _matching(key, options[key], named, is_first)
     if "optional_modules" in options:
-        found = optional_by_name(inside(module), options["optional_modules"])
-        resolved["optional_modules"] = list(found)
+        resolved["optional_modules"] = list(optional_by_name(inner, options["optional_modules"]))
     return resolved
 
 
 def inside(module: nn.Module) -> nn.Module:
     """The module inside Megatron's Float16Module; another module is returned as it is."""
-    inner = module._modules.get(_WRAPPER_PREFIX.rstrip("."))
+    inner = module._modules.get("module")
     return module if inner is None else inner
-
-
-class LayerPolicy:
-    """An `auto_wrap_policy` that chooses modules by class name or name pattern."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = tuple(texts)
-        self._patterns = [NamePattern.parse(text) for text in self.texts]
-
-    def __repr__(self) -> str:
-        return f"LayerPolicy({list(self.texts)})"
-
-    def __call__(self, module: nn.Module, fqn: str) -> bool:
-        return any(self._takes(pattern, module, fqn) for pattern in self._patterns)
-
-    def _takes(self, pattern: NamePattern, module: nn.Module, fqn: str) -> bool:
-        is_named = pattern.match(_short(fqn)) is not None
-        # A pattern may match a ModuleList as well, which no call would unshard.
-        return (is_named or pattern.text in _class_names(module)) and has_forward(module)
-
-    def warn_of_unused(self, module: nn.Module, is_first: bool | None) -> None:
-        """Warn about each pattern that chooses nothing in this module."""
-        inside = [(fqn, each) for fqn, each in module.named_modules() if each is not module]
-        for pattern in self._patterns:
-            if not any(self._takes(pattern, each, fqn) for fqn, each in inside):
-                known = [type(each).__name__ for _, each in inside]
-                known += [_short(fqn) for fqn, _ in inside]
-                _warn(_LAYERS, pattern.text, known, is_first)
 
 
 def _read(where: str, given: Any) -> dict[str, Any]:
@@ -156,9 +128,8 @@ def _read(where: str, given: Any) -> dict[str, Any]:
     }
     values = {name: value for name, value in given.items() if name not in _NAMES}
     arguments = engine_arguments(read_plan_options(where, values, OPTIONS))
-    layers = patterns.pop(_LAYERS, None)
-    if layers is not None:
-        arguments["auto_wrap_policy"] = LayerPolicy(layers)
+    if _LAYERS in patterns:
+        arguments[_POLICY] = patterns.pop(_LAYERS)
     return {**arguments, **patterns}
 
 
@@ -176,30 +147,29 @@ def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
 
 
 def _matching(
-    key: str, texts: Iterable[str], named: Mapping[str, Any], is_first: bool | None
+    key: str, texts: Iterable[str], named: Sequence[tuple[str, Any]], is_first: bool | None
 ) -> list[Any]:
+    """What the patterns match by name; layers by the name of a class, too."""
     found: dict[int, Any] = {}
     for text in texts:
         pattern = NamePattern.parse(text)
-        own = {id(each): each for fqn, each in named.items() if fqn and pattern.match(_short(fqn))}
+        own = {
+            id(each): each
+            for name, each in named
+            if pattern.match(name) or (key == _LAYERS and text in _class_names(each))
+        }
         if not own:
-            _warn(key, text, [_short(fqn) for fqn in named], is_first)
+            classes = [type(each).__name__ for _, each in named if key == _LAYERS]
+            known = [*classes, *(name for name, _ in named)]
+            warn_once(
+                f"{key}: {text!r} matches nothing in this chunk of the model"
+                f"{near_matches(text, known)}; a pattern must match a whole name, and a pipeline "
+                "stage has only its own layers",
+                f"{key}: {text}",
+                is_first=is_first,
+            )
         found.update(own)
     return list(found.values())
-
-
-def _warn(key: str, text: str, known: list[str], is_first: bool | None) -> None:
-    warn_once(
-        f"{key}: {text!r} matches nothing in this chunk of the model"
-        f"{near_matches(text, known)}; a pattern must match a whole name, and a pipeline stage has "
-        "only its own layers",
-        f"{key}: {text}",
-        is_first=is_first,
-    )
-
-
-def _short(fqn: str) -> str:
-    return fqn.removeprefix(_WRAPPER_PREFIX)
 
 
 def _class_names(module: nn.Module) -> list[str]:

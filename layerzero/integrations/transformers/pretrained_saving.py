@@ -280,11 +280,9 @@ class _FolderWriter:
         data = tensor.detach().to("cpu", entry.dtype).contiguous().view(-1)
         if not data.numel():
             return
-        with (self._temporary / file).open("r+b", buffering=0) as opened:
+        with (self._temporary / file).open("r+b") as opened:
             opened.seek(entry.begin)
-            view = bytes_of(data)
-            while view:
-                view = view[opened.write(view) or 0 :]
+            opened.write(bytes_of(data))
 
     def commit(self) -> None:
         """Move files to their final names, and remove other weight files of an earlier save."""
