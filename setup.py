@@ -209,7 +209,6 @@ NATIVE = Extension(
             "module",
             "ordered_sum",
             "pack",
-            "parallel",
             "step",
             "step_arguments",
             "step_kernels",

@@ -52,15 +52,26 @@ Output check_output(const Handle& out, const char* op) {
   result.dtype = dtype_of(out, op, "out", -1);
   result.device = device_of(out);
   result.numel = numel_of(out);
-  if (!is_contiguous(out)) refuse(op, ": out must be contiguous; pass a contiguous buffer");
-  if (result.numel > 0) check_storage(out, result.nbytes(), size_of(result.dtype), op, "out", -1);
-  check_call(aoti_torch_get_data_ptr(out.get(), &result.data), "data_ptr");
+  result.data = memory_of(out, op, "out", result.device);
   return result;
+}
+
+void* memory_of(const Handle& tensor, const char* op, const char* noun, Device device) {
+  if (!is_contiguous(tensor)) refuse(op, ": ", noun, " must be contiguous");
+  const int64_t numel = numel_of(tensor);
+  if (numel == 0) return nullptr;
+  const Device own = device_of(tensor);
+  if (!(own == device))
+    refuse(op, ": ", noun, " is on ", name_of(own), ", expected ", name_of(device));
+  const auto itemsize = static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_of(tensor)));
+  check_storage(tensor, numel * itemsize, itemsize, op, noun, -1);
+  return data_of(tensor);
 }
 
 Sources check_sources(TensorList& list, const Output& out, const SourceRules& rules) {
   Sources sources;
-  sources.items.resize(list.tensors.size());
+  sources.data.resize(list.tensors.size());
+  sources.numels.resize(list.tensors.size());
   int64_t first = -1;
   int32_t scalar_type = 0;
   int64_t itemsize = 0;
@@ -68,12 +79,11 @@ Sources check_sources(TensorList& list, const Output& out, const SourceRules& ru
   const char* const out_end = out_begin + out.nbytes();
   for (size_t i = 0; i < list.tensors.size(); ++i) {
     const Handle& tensor = list.tensors[i];
-    Source& source = sources.items[i];
-    source.numel = numel_of(tensor);
-    if (rules.numel >= 0 && source.numel != rules.numel)
-      refuse(rules.op, ": ", rules.noun, " ", i, " has ", source.numel, " elements, out has ",
+    const int64_t numel = sources.numels[i] = numel_of(tensor);
+    if (rules.numel >= 0 && numel != rules.numel)
+      refuse(rules.op, ": ", rules.noun, " ", i, " has ", numel, " elements, out has ",
              rules.numel);
-    if (source.numel == 0) continue;
+    if (numel == 0) continue;
     const Device device = device_of(tensor);
     if (!(device == out.device))
       refuse(rules.op, ": ", rules.noun, " ", i, " is on ", name_of(device), ", out is on ",
@@ -90,22 +100,22 @@ Sources check_sources(TensorList& list, const Output& out, const SourceRules& ru
              "); call once for each dtype");
     }
     const bool in_order = is_contiguous(tensor);
-    const int64_t extent = in_order ? source.numel * itemsize : extent_nbytes(tensor, itemsize);
+    const int64_t extent = in_order ? numel * itemsize : extent_nbytes(tensor, itemsize);
     check_storage(tensor, extent, itemsize, rules.op, rules.noun, i);
-    source.data = const_data_of(tensor);
-    const char* const begin = static_cast<const char*>(source.data);
+    sources.data[i] = const_data_of(tensor);
+    const char* const begin = static_cast<const char*>(sources.data[i]);
     if (begin < out_end && out_begin < begin + extent) {
       const bool same =
           rules.may_be_output && in_order && begin == out_begin && sources.dtype == out.dtype;
       if (!same)
         refuse(rules.op, ": out overlaps ", rules.noun, " ", i, ": bytes [",
                static_cast<const void*>(out_begin), ", ", static_cast<const void*>(out_end),
-               ") and [", source.data, ", ", static_cast<const void*>(begin + extent),
+               ") and [", sources.data[i], ", ", static_cast<const void*>(begin + extent),
                "); pass an output of its own");
     }
     if (in_order) continue;
     Handle copy = contiguous(tensor);
-    source.data = const_data_of(copy);
+    sources.data[i] = const_data_of(copy);
     list.copies.push_back(std::move(copy));
   }
   return sources;

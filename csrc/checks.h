@@ -33,15 +33,13 @@ struct Output {
 };
 Output check_output(const Handle& out, const char* op);
 
-// Memory of one source, contiguous.
-struct Source {
-  const void* data = nullptr;
-  int64_t numel = 0;
-};
+// Memory of a contiguous tensor on `device`; null if it has no elements.
+void* memory_of(const Handle& tensor, const char* op, const char* noun, Device device);
 
 // All sources of a launch, checked: one dtype, the output's device, apart from the output's memory.
 struct Sources {
-  std::vector<Source> items;
+  std::vector<const void*> data;  // contiguous; null: a source without elements
+  std::vector<int64_t> numels;
   layerzero_dtype dtype = LZ_FLOAT32;
 };
 

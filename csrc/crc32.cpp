@@ -177,15 +177,7 @@ Bytes bytes_of(const Handle& tensor, const char* op) {
     refuse(op, ": expected contiguous uint8, got dtype code ", scalar_type_of(tensor),
            is_contiguous(tensor) ? "" : ", strided");
   }
-  void* pointer = nullptr;
-  check_call(aoti_torch_get_data_ptr(tensor.get(), &pointer), "data_ptr");
-  return {static_cast<uint8_t*>(pointer), numel_of(tensor)};
-}
-
-void give_back(StableIValue* stack, uint32_t result) {
-  const auto wide = static_cast<int64_t>(result);
-  stack[0] = 0;
-  std::memcpy(&stack[0], &wide, sizeof(wide));
+  return {static_cast<uint8_t*>(data_of(tensor)), numel_of(tensor)};
 }
 
 }  // namespace
@@ -195,7 +187,7 @@ void crc32_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const auto value = unbox<int64_t>(stack[1]);
   const Bytes data = bytes_of(tensor, "crc32");
   if (value < 0 || value > 0xFFFFFFFF) refuse("crc32: expected a CRC-32 before it, got ", value);
-  give_back(stack, crc32(data.data, data.numel, static_cast<uint32_t>(value)));
+  stack[0] = box(crc32(data.data, data.numel, static_cast<uint32_t>(value)));
 }
 
 void copy_crc32_cpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -212,7 +204,7 @@ void copy_crc32_cpu(StableIValue* stack, uint64_t, uint64_t) {
     std::memcpy(out.data + begin, data.data + begin, nbytes);
     crc = crc32(out.data + begin, nbytes, crc);
   }
-  give_back(stack, crc);
+  stack[0] = box(crc);
 }
 
 }  // namespace layerzero

@@ -9,8 +9,8 @@
 // predicted, and stall reading: usual words take none.
 #include <algorithm>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "checks.h"
@@ -23,7 +23,7 @@ namespace {
 
 constexpr const char* kOp = "find_changed";
 constexpr int64_t kBlock = 512;
-constexpr int64_t kWord = 64;
+constexpr int kWord = 64;
 constexpr int kUsual = 3;
 // A snapshot with these bits differs from everything; layerzero/ops/delta.py, Note [One NaN].
 constexpr int64_t kUnknown = -2;
@@ -44,29 +44,6 @@ struct Job {
   int64_t stop;
 };
 
-template <layerzero_dtype kDtype>
-struct Format;
-template <>
-struct Format<LZ_FLOAT32> {
-  using Bits = uint32_t;
-  static constexpr Bits kInfinity = 0x7F800000u;
-};
-template <>
-struct Format<LZ_FLOAT16> {
-  using Bits = uint16_t;
-  static constexpr Bits kInfinity = 0x7C00u;
-};
-template <>
-struct Format<LZ_BFLOAT16> {
-  using Bits = uint16_t;
-  static constexpr Bits kInfinity = 0x7F80u;
-};
-template <>
-struct Format<LZ_FLOAT64> {
-  using Bits = uint64_t;
-  static constexpr Bits kInfinity = 0x7FF0000000000000u;
-};
-
 // What a comparison needs beside the elements.
 template <class Bits>
 struct Rules {
@@ -74,89 +51,50 @@ struct Rules {
   Bits nan;
 };
 
-// Gives the NaNs of a cast, or the one element that is kUnknown, the bits `nan`; returns a word
-// with a bit for each of the n <= 64 elements that differ from the snapshot.
+// Gives the NaNs of a cast, or the one element that is kUnknown, the bits `nan`, and notes which of
+// n elements differ from the snapshot.
 template <class Bits, bool kCasts>
-inline uint64_t differing(Bits* fresh, const Bits* snapshot, int64_t n, Rules<Bits> rules) {
+inline __attribute__((always_inline)) void note_differing(Bits* __restrict fresh,
+                                                          const Bits* __restrict snapshot,
+                                                          int64_t n, Rules<Bits> rules,
+                                                          uint8_t* __restrict differ) {
   constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
-  uint64_t word = 0;
   for (int64_t i = 0; i < n; ++i) {
     const Bits bits = fresh[i];
     const bool replaced = kCasts ? static_cast<Bits>(bits & kMagnitude) > rules.infinity
                                  : bits == static_cast<Bits>(kUnknown);
-    fresh[i] = replaced ? rules.nan : bits;
-    word |= static_cast<uint64_t>(fresh[i] != snapshot[i]) << i;
+    const Bits now = replaced ? rules.nan : bits;
+    fresh[i] = now;
+    differ[i] = now != snapshot[i] ? 255 : 0;
   }
-  return word;
+}
+
+template <class Bits, bool kCasts>
+void compare(Bits* fresh, const Bits* snapshot, int64_t n, Rules<Bits> rules, uint8_t* differ) {
+  note_differing<Bits, kCasts>(fresh, snapshot, n, rules, differ);
 }
 
 #if defined(__x86_64__)
-#define LZ_AVX2_TARGET __attribute__((target("avx2")))
-
-template <class Bits>
-LZ_AVX2_TARGET inline __m256i all_of(Bits bits) {
-  if constexpr (sizeof(Bits) == 2)
-    return _mm256_set1_epi16(static_cast<int16_t>(bits));
-  else
-    return _mm256_set1_epi32(static_cast<int32_t>(bits));
-}
-
-// One vector: all ones in the elements that equal the snapshot's. Magnitudes are not negative, so a
-// signed comparison serves.
+// The same code for another instruction set.
 template <class Bits, bool kCasts>
-LZ_AVX2_TARGET inline __m256i equal(Bits* fresh, const Bits* snapshot, Rules<Bits> rules) {
-  constexpr bool kIs16 = sizeof(Bits) == 2;
-  constexpr Bits kMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
-  __m256i* const at = reinterpret_cast<__m256i*>(fresh);
-  const __m256i bits = _mm256_load_si256(at);
-  const __m256i was = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(snapshot));
-  __m256i replaced;
-  if constexpr (kCasts) {
-    const __m256i magnitude = _mm256_and_si256(bits, all_of<Bits>(kMagnitude));
-    const __m256i infinity = all_of<Bits>(rules.infinity);
-    replaced =
-        kIs16 ? _mm256_cmpgt_epi16(magnitude, infinity) : _mm256_cmpgt_epi32(magnitude, infinity);
-  } else {
-    const __m256i unknown = all_of<Bits>(static_cast<Bits>(kUnknown));
-    replaced = kIs16 ? _mm256_cmpeq_epi16(bits, unknown) : _mm256_cmpeq_epi32(bits, unknown);
-  }
-  const __m256i now = _mm256_blendv_epi8(bits, all_of<Bits>(rules.nan), replaced);
-  _mm256_store_si256(at, now);
-  return kIs16 ? _mm256_cmpeq_epi16(now, was) : _mm256_cmpeq_epi32(now, was);
+__attribute__((target("avx2"))) void compare_avx2(Bits* fresh, const Bits* snapshot, int64_t n,
+                                                  Rules<Bits> rules, uint8_t* differ) {
+  note_differing<Bits, kCasts>(fresh, snapshot, n, rules, differ);
 }
+#endif
 
-// `differing` of 64 elements.
-template <class Bits, bool kCasts>
-LZ_AVX2_TARGET uint64_t differing_avx2(Bits* fresh, const Bits* snapshot, Rules<Bits> rules) {
-  constexpr int kNumel = 32 / sizeof(Bits);
+// A bit for each of 64 bytes that are 0 or 255.
+inline uint64_t word_of(const uint8_t* differ) {
   uint64_t word = 0;
-  for (int i = 0; i < 64; i += 2 * kNumel) {
-    const __m256i low = equal<Bits, kCasts>(fresh + i, snapshot + i, rules);
-    const __m256i high = equal<Bits, kCasts>(fresh + i + kNumel, snapshot + i + kNumel, rules);
-    uint64_t same = 0;
-    if constexpr (sizeof(Bits) == 2) {
-      // The pack works within 128-bit lanes, so the middle quarters come out swapped.
-      const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8);
-      same = static_cast<uint32_t>(_mm256_movemask_epi8(bytes));
-    } else {
-      same = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(low))) |
-             static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(high))) << kNumel;
-    }
-    word |= same << i;
+#if defined(__SSE2__)
+  for (int i = 0; i < kWord; i += 16) {
+    const auto bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(differ + i));
+    word |= static_cast<uint64_t>(_mm_movemask_epi8(bytes)) << i;
   }
-  return ~word;
-}
+#else
+  for (int i = 0; i < kWord; ++i) word |= static_cast<uint64_t>(differ[i] & 1) << i;
 #endif
-
-template <class Bits, bool kCasts>
-uint64_t word_of(Bits* fresh, const Bits* snapshot, int64_t n, Rules<Bits> rules,
-                 [[maybe_unused]] bool avx2) {
-#if defined(__x86_64__)
-  if constexpr (sizeof(Bits) < 8) {
-    if (avx2 && n == kWord) return differing_avx2<Bits, kCasts>(fresh, snapshot, rules);
-  }
-#endif
-  return differing<Bits, kCasts>(fresh, snapshot, n, rules);
+  return word;
 }
 
 template <class Bits>
@@ -196,23 +134,27 @@ inline void update_lines(uint64_t word, const Bits* fresh, Bits* snapshot) {
   }
 }
 
-template <layerzero_dtype kDtype>
-void search(Job& job) {
-  using Bits = typename Format<kDtype>::Bits;
+template <class Bits>
+void search(Job& job, uint64_t infinity) {
   alignas(64) Bits fresh[kBlock];
   Bits* const snapshot = static_cast<Bits*>(job.snapshot);
-  const Rules<Bits> rules{Format<kDtype>::kInfinity, static_cast<Bits>(job.nan)};
-  const auto compare = job.casts ? word_of<Bits, true> : word_of<Bits, false>;
-  const bool avx2 = kernels().avx2;
+  const Rules<Bits> rules{static_cast<Bits>(infinity), static_cast<Bits>(job.nan)};
+  auto run = job.casts ? compare<Bits, true> : compare<Bits, false>;
+#if defined(__x86_64__)
+  if (kernels().avx2) run = job.casts ? compare_avx2<Bits, true> : compare_avx2<Bits, false>;
+#endif
+  alignas(64) uint8_t differ[kBlock] = {};
   Output<Bits> out{job.indices, static_cast<Bits*>(job.values), job.count};
   for (int64_t begin = job.stop; begin < job.numel; begin += kBlock) {
     const int64_t n = std::min(kBlock, job.numel - begin);
     const bool is_usual = n == kBlock && job.capacity - out.count >= kBlock + kUsual;
     job.cast(job.main + begin * job.itemsize, fresh, n, 1.0, nullptr);
+    std::fill(differ + n, differ + kBlock, 0);
+    run(fresh, snapshot + begin, n, rules, differ);
     for (int64_t first = 0; first < n; first += kWord) {
       Bits* const known = snapshot + begin + first;
       const Bits* const now = fresh + first;
-      uint64_t word = compare(fresh + first, known, std::min(kWord, n - first), rules, avx2);
+      uint64_t word = word_of(differ + first);
       if (is_usual) {
         write_found(word, now, begin + first, out);
         if (job.update) update_lines(word, now, known);
@@ -235,33 +177,13 @@ void search(Job& job) {
   job.stop = job.numel;
 }
 
-void* check_vector(const Handle& tensor, const char* noun, int64_t numel, const char* other,
-                   int64_t itemsize) {
+void* check_vector(const Handle& tensor, const char* noun, int64_t numel, const char* other) {
   int64_t dim = 0;
   check_call(aoti_torch_get_dim(tensor.get(), &dim), "dim");
-  if (dim != 1 || !is_contiguous(tensor)) refuse(kOp, ": ", noun, " must be contiguous and 1-D");
-  const Device device = device_of(tensor);
-  if (device.type != aoti_torch_device_type_cpu())
-    refuse(kOp, ": ", noun, " is on ", name_of(device), ", main on cpu");
+  if (dim != 1) refuse(kOp, ": ", noun, " must be contiguous and 1-D");
   if (numel_of(tensor) != numel)
     refuse(kOp, ": ", other, " has ", numel, " elements, ", noun, " has ", numel_of(tensor));
-  int64_t storage_nbytes = 0;
-  int64_t offset = 0;
-  check_call(aoti_torch_get_storage_size(tensor.get(), &storage_nbytes), "storage_size");
-  check_call(aoti_torch_get_storage_offset(tensor.get(), &offset), "storage_offset");
-  const int64_t needed = numel == 0 ? 0 : (offset + numel) * itemsize;
-  if (storage_nbytes < needed)
-    refuse(kOp, ": the storage of ", noun, " holds ", storage_nbytes, " bytes, the tensor needs ",
-           needed, "; its memory was freed");
-  void* data = nullptr;
-  check_call(aoti_torch_get_data_ptr(tensor.get(), &data), "data_ptr");
-  return data;
-}
-
-StableIValue boxed(int64_t value) {
-  StableIValue slot{};
-  __builtin_memcpy(&slot, &value, sizeof(value));
-  return slot;
+  return memory_of(tensor, kOp, noun, {aoti_torch_device_type_cpu(), 0});
 }
 
 }  // namespace
@@ -287,28 +209,28 @@ void find_changed_cpu(StableIValue* stack, uint64_t, uint64_t) {
   if (start < 0 || start > numel)
     refuse(kOp, ": start ", start, " is outside of ", numel, " elements");
   Job job{
-      static_cast<const char*>(check_vector(main, "main", numel, "main", size_of(from))),
+      static_cast<const char*>(check_vector(main, "main", numel, "main")),
       size_of(from),
-      check_vector(snapshot, "snapshot", numel, "main", size_of(to)),
+      check_vector(snapshot, "snapshot", numel, "main"),
       update,
       numel,
       kernels().copy[from][to],
       from != to,
       nan,
-      static_cast<int64_t*>(check_vector(indices, "indices", capacity, "indices", sizeof(int64_t))),
-      check_vector(values, "values", capacity, "indices", size_of(to)),
+      static_cast<int64_t*>(check_vector(indices, "indices", capacity, "indices")),
+      check_vector(values, "values", capacity, "indices"),
       capacity,
       0,
       start,
   };
   switch (to) {
-    case LZ_FLOAT32: search<LZ_FLOAT32>(job); break;
-    case LZ_FLOAT16: search<LZ_FLOAT16>(job); break;
-    case LZ_BFLOAT16: search<LZ_BFLOAT16>(job); break;
-    case LZ_FLOAT64: search<LZ_FLOAT64>(job); break;
+    case LZ_FLOAT32: search<uint32_t>(job, 0x7F800000u); break;
+    case LZ_FLOAT16: search<uint16_t>(job, 0x7C00u); break;
+    case LZ_BFLOAT16: search<uint16_t>(job, 0x7F80u); break;
+    case LZ_FLOAT64: search<uint64_t>(job, 0x7FF0000000000000u); break;
   }
-  stack[0] = boxed(job.count);
-  stack[1] = boxed(job.stop);
+  stack[0] = box(job.count);
+  stack[1] = box(job.stop);
 }
 
 }  // namespace layerzero

@@ -1,6 +1,7 @@
 // The boxed kernels that module.cpp and pack_cuda.cpp register, and what they share.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "checks.h"
@@ -23,11 +24,22 @@ struct SegsShape {
 };
 SegsShape check_segs_shape(const Handle& segs, const Output& out);
 
-// Call `work(context, begin, end)` on disjoint ranges that cover [0, numel), in the threads of
-// torch's own pool. Ranges begin at multiples of `unit`; with less than 2 * `min_per_thread`
-// elements it is one call in this thread. `work` must not throw.
-using Work = void (*)(const void* context, int64_t begin, int64_t end);
-void parallel_units(int64_t numel, int64_t unit, int64_t min_per_thread, const void* context,
-                    Work work);
+// Call `work(begin, end)` on disjoint ranges that cover [0, numel), in the threads of torch's own
+// pool. Ranges begin at multiples of `unit`; with less than 2 * `min_per_thread` elements it is one
+// call in this thread. `work` must not throw.
+template <class Work>
+void parallel_units(int64_t numel, int64_t unit, int64_t min_per_thread, const Work& work) {
+  if (numel < 2 * min_per_thread) return work(0, numel);
+  auto units = [&](int64_t begin, int64_t end) { work(begin * unit, std::min(end * unit, numel)); };
+  // The stable ABI's parallel_for, not at::parallel_for: that one is inline in a header and,
+  // without -fopenmp, silently serial.
+  using Units = decltype(units);
+  check_call(
+      torch_parallel_for(
+          0, (numel + unit - 1) / unit, min_per_thread / unit,
+          [](int64_t begin, int64_t end, void* all) { (*static_cast<Units*>(all))(begin, end); },
+          &units),
+      "parallel_for");
+}
 
 }  // namespace layerzero

@@ -53,25 +53,20 @@ void add_up(const char* op, const Handle& out_tensor, TensorList& list, double s
   if (sums != nullptr) std::fill_n(sums, list.tensors.size(), 0);
   if (out.numel == 0) return;
 
-  std::vector<const void*> pointers;
-  pointers.reserve(parts.items.size());
-  for (const Source& part : parts.items) pointers.push_back(part.data);
-  const Job job{pointers.data(),
-                static_cast<int64_t>(pointers.size()),
+  const Job job{parts.data.data(),
+                static_cast<int64_t>(parts.data.size()),
                 out.data,
                 scale,
                 kernels().sum[parts.dtype][out.dtype],
                 size_of(parts.dtype),
                 sums,
                 skip};
-  parallel_units(out.numel, kUnit, kMinPerThread, &job,
-                 [](const void* context, int64_t begin, int64_t end) {
-                   const Job& work = *static_cast<const Job*>(context);
-                   if (work.sums != nullptr)
-                     sum_checked(work, begin, end);
-                   else
-                     work.sum(work.parts, work.num_parts, begin, end - begin, work.out, work.scale);
-                 });
+  parallel_units(out.numel, kUnit, kMinPerThread, [&](int64_t begin, int64_t end) {
+    if (sums != nullptr)
+      sum_checked(job, begin, end);
+    else
+      job.sum(job.parts, job.num_parts, begin, end - begin, job.out, job.scale);
+  });
 }
 
 }  // namespace

@@ -38,25 +38,27 @@ constexpr int64_t kAheadNbytes = 4096;
 constexpr int64_t kLookahead = 2;
 
 struct Job {
-  const Source* sources;
+  const void* const* sources;
   const int64_t* segs;
   int64_t num_segs;
-  char* out;
-  int64_t out_numel;
   int64_t src_itemsize;
   int64_t out_itemsize;
   double scale;
   Copy copy;
 };
 
+// Memory of a row's source; null: the row becomes zeros.
+const char* source_of(const Job& job, const int64_t* seg) {
+  return seg[0] < 0 ? nullptr : static_cast<const char*>(job.sources[seg[0]]);
+}
+
 // What is read after `row`, before `end`; null: nothing, or not in order.
 const void* ahead_of(const Job& job, int64_t row, int64_t end) {
   for (int64_t next = row + 1; next <= row + kLookahead; ++next) {
     const int64_t* const seg = job.segs + next * kRow;
     if (seg[2] >= end) break;  // the sentinel at the latest
-    const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
-    if (source == nullptr || source->numel == 0) continue;
-    return static_cast<const char*>(source->data) + seg[1] * job.src_itemsize;
+    const char* const source = source_of(job, seg);
+    if (source != nullptr) return source + seg[1] * job.src_itemsize;
   }
   return nullptr;
 }
@@ -78,24 +80,24 @@ void pack_range(const Job& job, int64_t begin, int64_t end, char* to) {
     const int64_t stop = std::min(end, seg[kRow + 2]);
     if (stop <= begin) continue;
     const int64_t count = stop - begin;
-    const Source* const source = seg[0] < 0 ? nullptr : job.sources + seg[0];
-    if (source == nullptr || source->numel == 0) {
+    const char* const source = source_of(job, seg);
+    if (source == nullptr) {
       __builtin_memset(to, 0, count * job.out_itemsize);
     } else {
       const int64_t from = seg[1] + begin - seg[2];
       const bool fetches =
           job.out_itemsize < job.src_itemsize && count * job.src_itemsize <= kAheadNbytes;
-      job.copy(static_cast<const char*>(source->data) + from * job.src_itemsize, to, count,
-               job.scale, fetches ? ahead_of(job, row, end) : nullptr);
+      job.copy(source + from * job.src_itemsize, to, count, job.scale,
+               fetches ? ahead_of(job, row, end) : nullptr);
     }
     begin = stop;
     to += count * job.out_itemsize;
   }
 }
 
-void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>& sources,
+void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<int64_t>& numels,
                 int64_t out_numel) {
-  const auto num_sources = static_cast<int64_t>(sources.size());
+  const auto num_sources = static_cast<int64_t>(numels.size());
   if (segs[2] != 0) refuse("pack_: segs must begin at destination 0, row 0 begins at ", segs[2]);
   for (int64_t row = 0; row < num_segs; ++row) {
     const int64_t* const seg = segs + row * kRow;
@@ -106,7 +108,7 @@ void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>
     if (seg[0] >= num_sources)
       refuse("pack_: row ", row, " of segs names source ", seg[0], ", there are ", num_sources,
              " sources");
-    const int64_t numel = sources[seg[0]].numel;
+    const int64_t numel = numels[seg[0]];
     const int64_t count = seg[kRow + 2] - seg[2];
     // Compared so that nothing can overflow.
     if (numel != 0 && (seg[1] < 0 || seg[1] > numel || count > numel - seg[1]))
@@ -120,14 +122,12 @@ void check_segs(const int64_t* segs, int64_t num_segs, const std::vector<Source>
 }  // namespace
 
 SegsShape check_segs_shape(const Handle& segs, const Output& out) {
-  int32_t dtype = 0;
+  const int32_t dtype = scalar_type_of(segs);
+  const bool contiguous = is_contiguous(segs);
   int64_t dim = 0;
   int64_t* sizes = nullptr;
-  bool contiguous = false;
-  check_call(aoti_torch_get_dtype(segs.get(), &dtype), "dtype");
   check_call(aoti_torch_get_dim(segs.get(), &dim), "dim");
   check_call(aoti_torch_get_sizes(segs.get(), &sizes), "sizes");
-  check_call(aoti_torch_is_contiguous(segs.get(), &contiguous), "is_contiguous");
   if (dtype != aoti_torch_dtype_int64() || dim != 2 || sizes[0] < 1 || sizes[1] != kRow ||
       !contiguous) {
     std::ostringstream shape;
@@ -139,48 +139,32 @@ SegsShape check_segs_shape(const Handle& segs, const Output& out) {
   if (!(device == out.device))
     refuse("pack_: segs are on ", name_of(device), ", out is on ", name_of(out.device),
            "; move them first");
-  void* data = nullptr;
-  check_call(aoti_torch_get_data_ptr(segs.get(), &data), "data_ptr");
-  return {static_cast<const int64_t*>(data), sizes[0] - 1};
+  return {static_cast<const int64_t*>(data_of(segs)), sizes[0] - 1};
 }
-
-namespace {
-
-Job make_job(const Output& out, const SegsShape& segs, const Sources& sources, double scale,
-             bool past_cache) {
-  const Kernels& table = kernels();
-  return {sources.items.data(),
-          segs.rows,
-          segs.num_segs,
-          static_cast<char*>(out.data),
-          out.numel,
-          size_of(sources.dtype),
-          size_of(out.dtype),
-          scale,
-          (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype]};
-}
-
-void pack(const Job& job) {
-  parallel_units(job.out_numel, kUnit, kMinPerThread, &job,
-                 [](const void* context, int64_t begin, int64_t end) {
-                   const Job& work = *static_cast<const Job*>(context);
-                   pack_range(work, begin, end, work.out + begin * work.out_itemsize);
-                 });
-}
-
-}  // namespace
 
 void pack_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const Handle out_tensor(unbox<AtenTensorHandle>(stack[0]));
   TensorList list(stack[1]);
   const Handle segs_tensor(unbox<AtenTensorHandle>(stack[2]));
+  const auto past_cache = unbox<bool>(stack[4]);
 
   const Output out = check_output(out_tensor, "pack_");
   const SegsShape segs = check_segs_shape(segs_tensor, out);
   const Sources sources = check_sources(list, out, {"pack_", "source", false, -1});
-  check_segs(segs.rows, segs.num_segs, sources.items, out.numel);
+  check_segs(segs.rows, segs.num_segs, sources.numels, out.numel);
   if (out.numel == 0) return;
-  pack(make_job(out, segs, sources, unbox<double>(stack[3]), unbox<bool>(stack[4])));
+  const Kernels& table = kernels();
+  const Job job{sources.data.data(),
+                segs.rows,
+                segs.num_segs,
+                size_of(sources.dtype),
+                size_of(out.dtype),
+                unbox<double>(stack[3]),
+                (past_cache ? table.stream : table.copy)[sources.dtype][out.dtype]};
+  auto* const memory = static_cast<char*>(out.data);
+  parallel_units(out.numel, kUnit, kMinPerThread, [&](int64_t begin, int64_t end) {
+    pack_range(job, begin, end, memory + begin * job.out_itemsize);
+  });
 }
 
 }  // namespace layerzero

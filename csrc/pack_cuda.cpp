@@ -72,18 +72,10 @@ void pack_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const DeviceGuard guard(out.device.index);
   const Sources sources = check_sources(list, out, {"pack_", "source", false, -1});
   if (out.numel == 0) return;
-
-  std::vector<const void*> pointers;
-  std::vector<int64_t> numels;
-  pointers.reserve(sources.items.size());
-  numels.reserve(sources.items.size());
-  for (const Source& source : sources.items) {
-    pointers.push_back(source.data);
-    numels.push_back(source.numel);
-  }
-  check_launch(layerzero_cuda_pack(out.data, out.dtype, out.numel, pointers.data(), numels.data(),
-                                   static_cast<int64_t>(pointers.size()), sources.dtype, segs.rows,
-                                   segs.num_segs, scale, current_stream(out.device.index)),
+  check_launch(layerzero_cuda_pack(out.data, out.dtype, out.numel, sources.data.data(),
+                                   sources.numels.data(), static_cast<int64_t>(sources.data.size()),
+                                   sources.dtype, segs.rows, segs.num_segs, scale,
+                                   current_stream(out.device.index)),
                "pack_");
 }
 
@@ -101,13 +93,9 @@ void ordered_sum_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const DeviceGuard guard(out.device.index);
   const Sources parts = check_sources(list, out, {"ordered_sum_", "part", true, out.numel});
   if (out.numel == 0) return;
-
-  std::vector<const void*> pointers;
-  pointers.reserve(parts.items.size());
-  for (const Source& part : parts.items) pointers.push_back(part.data);
-  check_launch(layerzero_cuda_ordered_sum(out.data, out.dtype, out.numel, pointers.data(),
-                                          static_cast<int64_t>(pointers.size()), parts.dtype, scale,
-                                          current_stream(out.device.index)),
+  check_launch(layerzero_cuda_ordered_sum(out.data, out.dtype, out.numel, parts.data.data(),
+                                          static_cast<int64_t>(parts.data.size()), parts.dtype,
+                                          scale, current_stream(out.device.index)),
                "ordered_sum_");
 }
 

@@ -61,16 +61,13 @@ void check_ranges(const StepFlatArguments& flat) {
 }
 
 void step_flat(const StepJob& job) {
-  parallel_units(job.main_numel, kStepChunk, kMinPerThread, &job,
-                 [](const void* context, int64_t begin, int64_t end) {
-                   const StepJob& own = *static_cast<const StepJob*>(context);
-                   int64_t low = first_range(own, begin);
-                   for (; low < own.num_ranges; ++low) {
-                     const int64_t* const range = own.table + low * kStepColumns;
-                     if (range[kMain] >= end) break;
-                     step_run(own, range, cut(own, range, begin), cut(own, range, end));
-                   }
-                 });
+  parallel_units(job.main_numel, kStepChunk, kMinPerThread, [&](int64_t begin, int64_t end) {
+    for (int64_t low = first_range(job, begin); low < job.num_ranges; ++low) {
+      const int64_t* const range = job.table + low * kStepColumns;
+      if (range[kMain] >= end) break;
+      step_run(job, range, cut(job, range, begin), cut(job, range, end));
+    }
+  });
 }
 
 }  // namespace
@@ -93,25 +90,18 @@ void sum_squares_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const Output out = check_output(out_tensor, "sum_squares_");
   if (out.dtype != LZ_FLOAT64 || out.numel != 1)
     refuse("sum_squares_: out must be one float64, got ", out.numel, " of ", name_of(out.dtype));
-  if (!is_contiguous(x)) refuse("sum_squares_: x must be contiguous");
-  if (!(device_of(x) == out.device)) refuse("sum_squares_: x is on ", name_of(device_of(x)));
+  const auto* const memory =
+      static_cast<const char*>(memory_of(x, "sum_squares_", "x", out.device));
   const layerzero_dtype dtype = dtype_of(x, "sum_squares_", "x", -1);
   const int64_t numel = numel_of(x);
   const int64_t chunks = (numel + kSquaresChunk - 1) / kSquaresChunk;
   std::vector<double> sums(static_cast<size_t>(chunks));
-  struct Job {
-    const char* x;
-    layerzero_dtype dtype;
-    double* sums;
-  } job{static_cast<const char*>(const_data_of(x)), dtype, sums.data()};
-  parallel_units(
-      numel, kSquaresChunk, 65536, &job, [](const void* context, int64_t begin, int64_t end) {
-        const Job& own = *static_cast<const Job*>(context);
-        const SquaresChunk squares = step_kernels().squares;
-        for (int64_t at = begin; at < end; at += kSquaresChunk)
-          own.sums[at / kSquaresChunk] = squares(own.x + at * size_of(own.dtype), own.dtype,
-                                                 std::min(kSquaresChunk, end - at));
-      });
+  parallel_units(numel, kSquaresChunk, 65536, [&](int64_t begin, int64_t end) {
+    const SquaresChunk squares = step_kernels().squares;
+    for (int64_t at = begin; at < end; at += kSquaresChunk)
+      sums[at / kSquaresChunk] =
+          squares(memory + at * size_of(dtype), dtype, std::min(kSquaresChunk, end - at));
+  });
   double total = 0;
   for (const double sum : sums) total += sum;
   *static_cast<double*>(out.data) = total;

@@ -6,25 +6,6 @@ namespace {
 
 constexpr const char* kOp = "flat_step_";
 
-// Of a contiguous tensor on `device`; `itemsize` bytes an element.
-void* memory(const Handle& tensor, const char* what, Device device, int64_t itemsize) {
-  const int64_t numel = numel_of(tensor);
-  if (numel == 0) return nullptr;
-  if (!is_contiguous(tensor)) refuse(kOp, ": ", what, " must be contiguous");
-  if (!(device_of(tensor) == device))
-    refuse(kOp, ": ", what, " is on ", name_of(device_of(tensor)), ", expected ", name_of(device));
-  int64_t held = 0;
-  int64_t offset = 0;
-  check_call(aoti_torch_get_storage_size(tensor.get(), &held), "storage_size");
-  check_call(aoti_torch_get_storage_offset(tensor.get(), &offset), "storage_offset");
-  if (held < (offset + numel) * itemsize)
-    refuse(kOp, ": the storage of ", what, " holds ", held, " bytes, the tensor needs ",
-           (offset + numel) * itemsize, "; its memory was freed");
-  void* data = nullptr;
-  check_call(aoti_torch_get_data_ptr(tensor.get(), &data), "data_ptr");
-  return data;
-}
-
 void expect_dtype(const Handle& tensor, int32_t scalar_type, const char* what, const char* name) {
   if (numel_of(tensor) > 0 && scalar_type_of(tensor) != scalar_type)
     refuse(kOp, ": ", what, " must be ", name, ", got scalar type ", scalar_type_of(tensor));
@@ -73,7 +54,8 @@ StepArguments::StepArguments(StableIValue* stack)
   for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");
-    factor = static_cast<const float*>(memory(factor_tensor, "factor", flats[0].main.device, 4));
+    factor =
+        static_cast<const float*>(memory_of(factor_tensor, kOp, "factor", flats[0].main.device));
   }
 }
 
@@ -90,7 +72,7 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
   if (dtype_of(grad.tensors[i], kOp, "grad", -1) != job.dtype)
     refuse(kOp, ": grad must be ", name_of(job.dtype), ", as main is");
   flat.grad_numel = numel_of(grad.tensors[i]);
-  job.grad = static_cast<const char*>(memory(grad.tensors[i], "grad", device, size_of(job.dtype)));
+  job.grad = static_cast<const char*>(memory_of(grad.tensors[i], kOp, "grad", device));
 
   for (size_t s = 0; s < num_states; ++s) {
     const Handle& state = states.tensors[i * num_states + s];
@@ -101,18 +83,14 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
     if (s > 0 && numel != flat.state_numel)
       refuse(kOp, ": state ", s, " has ", numel, " elements, state 0 has ", flat.state_numel);
     flat.state_numel = numel;
-    const int64_t itemsize = form == kQuantForm        ? 1
-                             : form == kBfloatForm     ? 2
-                             : job.dtype == LZ_FLOAT64 ? 8
-                                                       : 4;
-    job.states[s] = static_cast<char*>(memory(state, "a state", device, itemsize));
+    job.states[s] = static_cast<char*>(memory_of(state, kOp, "a state", device));
   }
   if (job.form == kQuantForm) {
     if (scales.tensors.empty()) refuse(kOp, ": got 0 scales for ", num_states, " states");
     for (size_t s = 0; s < num_states; ++s) {
       const Handle& own = scales.tensors[i * num_states + s];
       expect_dtype(own, aoti_torch_dtype_float32(), "scales", "float32");
-      job.scales[s] = static_cast<float*>(memory(own, "scales", device, 4));
+      job.scales[s] = static_cast<float*>(memory_of(own, kOp, "scales", device));
       flat.scale_numels[s] = numel_of(own);
     }
   }
@@ -121,7 +99,7 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
   expect_dtype(table.tensors[i], aoti_torch_dtype_int64(), "table", "int64");
   if (table_numel % kStepColumns != 0)
     refuse(kOp, ": table must be [R, ", kStepColumns + 0, "], got ", table_numel, " elements");
-  job.table = static_cast<const int64_t*>(memory(table.tensors[i], "table", device, 8));
+  job.table = static_cast<const int64_t*>(memory_of(table.tensors[i], kOp, "table", device));
   job.num_ranges = table_numel / kStepColumns;
   const int64_t row_numel = numel_of(rows.tensors[i]);
   expect_dtype(rows.tensors[i], aoti_torch_dtype_float64(), "rows", "float64");
@@ -129,7 +107,7 @@ StepFlatArguments StepArguments::flat_of(size_t i, const StepJob& shared) const 
     refuse(kOp, ": rows must be [K, ", kRowColumns + 0, "], got ", row_numel, " elements");
   // The host reads them, whatever the device.
   const Device cpu{aoti_torch_device_type_cpu(), 0};
-  job.rows = static_cast<const double*>(memory(rows.tensors[i], "rows", cpu, 8));
+  job.rows = static_cast<const double*>(memory_of(rows.tensors[i], kOp, "rows", cpu));
   flat.num_rows = row_numel / kRowColumns;
   for (int64_t r = 0; r < flat.num_rows; ++r) {
     const double* const row = job.rows + r * kRowColumns;

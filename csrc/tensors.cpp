@@ -78,6 +78,12 @@ bool is_contiguous(const Handle& tensor) {
   return result;
 }
 
+void* data_of(const Handle& tensor) {
+  void* data = nullptr;
+  check_call(aoti_torch_get_data_ptr(tensor.get(), &data), "data_ptr");
+  return data;
+}
+
 const void* const_data_of(const Handle& tensor) {
   const void* data = nullptr;
   check_call(torch_get_const_data_ptr(tensor.get(), &data), "const_data_ptr");

@@ -52,6 +52,12 @@ class TensorList {
   StableListHandle list_;
 };
 
+inline StableIValue box(int64_t value) {
+  StableIValue slot{};
+  __builtin_memcpy(&slot, &value, sizeof(value));
+  return slot;
+}
+
 template <class T>
 inline T unbox(StableIValue value) {
   static_assert(sizeof(T) <= sizeof(StableIValue), "wider than a slot");
@@ -78,6 +84,7 @@ Device device_of(const Handle& tensor);
 int64_t numel_of(const Handle& tensor);
 int32_t scalar_type_of(const Handle& tensor);
 bool is_contiguous(const Handle& tensor);
+void* data_of(const Handle& tensor);
 
 // Of a tensor that is only read: asking for memory to write would copy one that is shared lazily.
 const void* const_data_of(const Handle& tensor);

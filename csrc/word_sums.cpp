@@ -14,34 +14,14 @@ namespace {
 constexpr int64_t kUnit = 1 << 16;
 constexpr int64_t kMinPerThread = 1 << 19;
 
-struct Job {
-  const uint8_t* data;
-  uint64_t* sum;
-};
-
-int64_t size_of_element(const Handle& tensor) {
-  int32_t dtype = 0;
-  check_call(aoti_torch_get_dtype(tensor.get(), &dtype), "dtype");
-  if (dtype == aoti_torch_dtype_float32()) return 4;
-  if (dtype == aoti_torch_dtype_uint8()) return 1;
-  if (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float16()) return 2;
-  if (dtype == aoti_torch_dtype_float64()) return 8;
-  refuse("word_sums_: expected float32, float64, float16, bfloat16 or uint8, got dtype code ",
-         dtype);
-}
-
 }  // namespace
 
 uint64_t* check_sums(const Handle& sums, const char* op, int64_t count) {
-  int32_t dtype = 0;
-  void* pointer = nullptr;
-  check_call(aoti_torch_get_dtype(sums.get(), &dtype), "dtype");
-  if (dtype != aoti_torch_dtype_int64() || !is_contiguous(sums))
-    refuse(op, ": checksums must be contiguous int64, got dtype code ", dtype);
+  if (scalar_type_of(sums) != aoti_torch_dtype_int64() || !is_contiguous(sums))
+    refuse(op, ": checksums must be contiguous int64, got dtype code ", scalar_type_of(sums));
   if (count >= 0 && numel_of(sums) != count)
     refuse(op, ": ", count, " tensors, but room for ", numel_of(sums), " checksums");
-  check_call(aoti_torch_get_data_ptr(sums.get(), &pointer), "data_ptr");
-  return static_cast<uint64_t*>(pointer);
+  return static_cast<uint64_t*>(data_of(sums));
 }
 
 void word_sums_cpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -49,20 +29,19 @@ void word_sums_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList list(stack[1]);
   const auto count = static_cast<int64_t>(list.tensors.size());
   uint64_t* const sums = check_sums(out, "word_sums_", count);
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i)
     if (!is_contiguous(list.tensors[i])) refuse("word_sums_: tensor ", i, " is strided");
-    size_of_element(list.tensors[i]);
-  }
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t nbytes = numel_of(list.tensors[i]) * size_of_element(list.tensors[i]);
+    const Handle& tensor = list.tensors[i];
+    const auto itemsize =
+        static_cast<int64_t>(aoti_torch_dtype_element_size(scalar_type_of(tensor)));
+    const int64_t nbytes = numel_of(tensor) * itemsize;
     sums[i] = 0;
     if (nbytes == 0) continue;
-    const Job job{static_cast<const uint8_t*>(const_data_of(list.tensors[i])), sums + i};
-    parallel_units(nbytes, kUnit, kMinPerThread, &job,
-                   [](const void* context, int64_t begin, int64_t end) {
-                     const Job& work = *static_cast<const Job*>(context);
-                     add_to(work.sum, kernels().sum_words(work.data + begin, end - begin));
-                   });
+    const auto* const data = static_cast<const uint8_t*>(const_data_of(tensor));
+    parallel_units(nbytes, kUnit, kMinPerThread, [&](int64_t begin, int64_t end) {
+      add_to(sums + i, kernels().sum_words(data + begin, end - begin));
+    });
   }
 }
 

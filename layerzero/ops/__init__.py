@@ -38,9 +38,6 @@ STREAMING_NBYTES = 32 << 20
 cache, and an ordinary store reads each cache line first. Smaller outputs stay in the cache, where
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
-_SUMMED = {*reference.DTYPES, torch.uint8}
-"""Dtypes that `word_sums_` has a kernel for."""
-
 assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
 _status = load(Path(__file__).parents[1])
 
@@ -204,7 +201,6 @@ def word_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             no multiple of 8 bytes counts as a word that zeros complete.
     """
     whole = [each.detach().contiguous() for each in tensors]
-    whole = [x if x.dtype in _SUMMED else x.view(-1).view(torch.uint8) for x in whole]
     out = torch.empty(len(whole), dtype=torch.int64, device=whole[0].device)
     torch.ops.layerzero.word_sums_.default(out, whole)
     return out
