@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_858,
+    "": 45_840,
     "flat": 2_874,
     "step": 4_607,
     "comm": 1_521,
