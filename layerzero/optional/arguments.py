@@ -177,22 +177,17 @@ class _Names:
         """
         name = self.name_of.get(id(module), self.name_of.get(id(_unwrapped(module))))
         own, outer = type(_unwrapped(module)).__name__, type(self._root).__name__
-        if name == "":
-            raise ValueError(
-                f"optional_modules: contains the wrapped {outer} itself; every rank runs that: "
-                "list modules inside it"
-            )
-        if name is None and any(part is self._root for part in module.modules()):
-            raise ValueError(
-                f"optional_modules: contains a {own} that contains the wrapped {outer}; list "
-                "modules inside the wrapped one"
-            )
-        if name is None:
-            raise ValueError(
-                f"optional_modules: contains a {own} that is not inside the wrapped {outer}; list "
-                "modules that model.modules() returns on this rank"
-            )
-        return name
+        if name:
+            return name
+        what = f"a {own} that is not inside the wrapped {outer}"
+        if name is not None:
+            what = f"the wrapped {outer} itself"
+        elif any(part is self._root for part in module.modules()):
+            what = f"a {own} that contains the wrapped {outer}"
+        raise ValueError(
+            f"optional_modules: contains {what}; list modules inside the wrapped one, which "
+            "model.modules() returns on this rank"
+        )
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

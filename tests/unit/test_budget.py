@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_860,
+    "": 45_842,
     "flat": 2_874,
     "step": 4_603,
     "comm": 1_521,

@@ -8,7 +8,6 @@ sharded model in DistributedDataParallel, or would treat a shard as the full par
 from __future__ import annotations
 
 import logging
-import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -161,27 +160,15 @@ def check_launched(state: Any) -> None:
     Args:
         state: an Accelerator, or a PartialState.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
     seen = state.num_processes if state.use_distributed else 1
-    if launched > 1 and seen == 1 and not torch.accelerator.is_available():
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    if seen != world:
         # Without an accelerator in the machine, accelerate is distributed only if use_cpu is set.
         raise ValueError(
-            f"a launcher started {launched} processes on a machine without an accelerator, but "
-            "accelerate detects one process: all ranks would get the same batches. Pass "
-            "use_cpu=True to TrainingArguments, cpu=True to Accelerator, or --cpu to accelerate "
-            "launch"
-        )
-    if not dist.is_initialized():
-        raise ValueError(
-            "expected an initialised process group, got a single process without a launcher; "
-            "start with torchrun or accelerate launch, or call torch.distributed."
-            "init_process_group first"
-        )
-    if seen != dist.get_world_size():
-        raise ValueError(
-            f"processes: accelerate detects {seen}, torch.distributed {dist.get_world_size()}: "
-            "all ranks would get the same batches. Start with torchrun or accelerate launch, which "
-            "set RANK, LOCAL_RANK and WORLD_SIZE"
+            f"processes: accelerate detects {seen}, torch.distributed {world or 'none'}: all ranks "
+            "would get the same batches. Start with torchrun or accelerate launch, which set RANK, "
+            "LOCAL_RANK and WORLD_SIZE. Pass use_cpu=True to TrainingArguments, cpu=True to "
+            "Accelerator, or --cpu to accelerate launch on a machine without an accelerator"
         )
 
 
