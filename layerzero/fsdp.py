@@ -13,9 +13,8 @@ Note [Modules of a list]
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -35,7 +34,7 @@ from layerzero.step import hooks, module_guards
 from layerzero.step.methods import put
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
-from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
+from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
 
 _STATE = "_layerzero_fully_shard"
 _MICRO_BATCHES = int(Hold.MICRO_BATCHES)
@@ -113,7 +112,7 @@ def fully_shard(
     _check_placements(top, shard_placement_fn)
     ignored = ignored_params or set()
     given = {
-        **_defaults(),
+        **KEYWORDS,
         "module": top,
         "process_group": mesh,
         **_resharding(mesh, reshard_after_forward),
@@ -189,13 +188,6 @@ def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | 
                     f"fully_shard: shard_placement_fn returned {found} for {name!r}, which has "
                     f"only {parameter.ndim} dimensions"
                 )
-
-
-@functools.cache
-def _defaults() -> Mapping[str, Any]:
-    parameters = inspect.signature(ZeRO3.__init__).parameters
-    skipped = ("self", "unknown")
-    return {name: each.default for name, each in parameters.items() if name not in skipped}
 
 
 def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:

@@ -493,6 +493,10 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         return summon(self._root_state, self._subtree(), options)
 
 
+KEYWORDS: Mapping[str, Any] = ZeRO3.__init__.__kwdefaults__ or {}
+"""The keyword arguments of `ZeRO3`, with their defaults."""
+
+
 def shard_in_place(
     module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
 ) -> tuple[RootState, list[ModuleWrapper]]:
