@@ -234,19 +234,13 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         return self.module.state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        unit, number = self._unit, len(self._subtree())
+        unit, number = self._layerzero_unit, len(self._subtree())
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
         return f"{number} unit{'s' * (number > 1)} of {type(self.module).__name__}, {where}"
 
     @property
-    def _unit(self) -> Unit:
-        unit = get_unit(self)
-        assert unit is not None, "set at construction"
-        return unit
-
-    @property
     def _root_state(self) -> RootState:
-        return root_of(self._unit)
+        return root_of(self._layerzero_unit)
 
     def _subtree(self) -> list[Unit]:
         """The units of this module and of modules inside it, in the order of the root's list."""
@@ -265,12 +259,9 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
     def arena(self) -> Arena | None:
         """The memory of `arena=True`, whose `nbytes` and `taken_nbytes` say how large it is and
         how much of it a pass has taken at once; None without that argument."""
-        if not self._root_state.arguments.arena:
-            return None
         from layerzero.arena import Arena
 
-        found = self._root_state.extensions.of(Arena)
-        return next(each for each in found if isinstance(each, Arena))
+        return next(iter(self._root_state.extensions.of(Arena)), None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -448,7 +439,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
 
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
-            gradients.root.join.before_clip(self._unit, max_norm, norm_type)
+            gradients.root.join.before_clip(self._layerzero_unit, max_norm, norm_type)
         return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def summon_full_params(

@@ -95,8 +95,7 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """
     modules = {id(module): module for unit in units for module in unit.owners}
     for module in modules.values():
-        patched = methods.patched_methods(module)
-        if patched:
+        if patched := methods.patched_methods(module):
             raise RuntimeError(
                 f"{type(module).__name__}: {patched} were replaced after wrapping, and call what "
                 "ZeRO3 installed there; undo that before wrapping the module again"
