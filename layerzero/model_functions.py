@@ -18,12 +18,15 @@ class UnshardHandle:
     """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
 
     def __init__(self, root: RootState, unit: Unit) -> None:
-        self._root = root
+        self.operations = root.operations
         self._unit = unit
 
+    @remembers_failure
     def wait(self) -> None:
-        """Wait for the gather and show the unsharded parameters."""
-        _finish_unshard(self._root, self._unit)
+        """Wait for the gather and show the unsharded parameters, unless they have been freed."""
+        if self._unit.state is not ShardState.SHARDED:
+            self._unit.wait_for_unshard()
+            self._unit.show_unsharded()
 
 
 @remembers_failure
@@ -40,18 +43,11 @@ def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle |
         unit.reshard()
     keep(unit)
     root.context.wait_for_uploads()
+    handle = UnshardHandle(root, unit)
     if async_op:
-        return UnshardHandle(root, unit)
-    _finish_unshard(root, unit)
+        return handle
+    handle.wait()
     return None
-
-
-@remembers_failure
-def _finish_unshard(root: RootState, unit: Unit) -> None:
-    """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
-    if unit.state is not ShardState.SHARDED:
-        unit.wait_for_unshard()
-        unit.show_unsharded()
 
 
 class UnitMethods:

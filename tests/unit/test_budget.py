@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_003,
+    "": 45_999,
     "flat": 2_862,
     "step": 4_584,
     "comm": 1_521,
