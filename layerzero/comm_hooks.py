@@ -12,7 +12,7 @@ has alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,42 +34,37 @@ Reduced = Callable[[torch.Tensor], object]
 class CommHooks(Extension):
     """Calls the hooks of some units."""
 
-    def __init__(self, instead: Mapping[Unit, Reduce], after: Mapping[Unit, Reduced]) -> None:
-        self._instead = instead
-        self._after = after
-
     def reduce(
         self, unit: Unit, handle: FlatParamHandle, group: ShardGroup, scale: float
     ) -> torch.Tensor | None:
-        function = self._instead.get(unit)
+        function: Reduce | None = unit.comm_hooks.get("instead")
         return None if function is None else function(handle, group, scale)
 
     def reduced(self, unit: Unit, chunk: torch.Tensor) -> None:
-        function = self._after.get(unit)
+        function: Reduced | None = unit.comm_hooks.get("after")
         if function is not None:
             function(chunk)
 
 
-def set_hooks(
-    root: RootState, instead: Mapping[Unit, Reduce], after: Mapping[Unit, Reduced]
-) -> None:
-    """Let the model have these hooks and no others. Between steps; the same on every rank.
+def set_hooks(root: RootState) -> None:
+    """Let the model call the `comm_hooks` of its units. Between steps; the same on every rank.
 
     Raises:
         NotImplementedError: a unit is of one rank alone, `deterministic`, or of a verified model.
     """
-    for unit in (*instead, *after):
+    hooked = [unit for unit in root.units if unit.comm_hooks]
+    for unit in hooked:
         _check(unit)
     for extension in root.extensions.of(CommHooks):
         root.extensions.remove(extension)
     for unit in root.units:
         for handle in unit.handles:
-            packs_apart = unit not in instead and root.context.keeps_own_chunk_apart(
+            packs_apart = "instead" not in unit.comm_hooks and root.context.keeps_own_chunk_apart(
                 handle.placement
             )
             handle.gradients.keep_own_chunk_apart(packs_apart)
-    if instead or after:
-        root.extensions.add(CommHooks(instead, after))
+    if hooked:
+        root.extensions.add(CommHooks())
 
 
 def _check(unit: Unit) -> None:
@@ -97,7 +92,12 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
             "mesh of two axes, experts), and FSDP1's hooks do one; use one shard group, or "
             'zero3_size=1 with outer="replicate"'
         )
-    set_hooks(root, dict.fromkeys(root.units, _by_hook(state, hook)), {})
+    reduce = _by_hook(state, hook)
+    for unit in root.units:
+        _check(unit)
+    for unit in root.units:
+        unit.comm_hooks = {"instead": reduce}
+    set_hooks(root)
 
 
 def _handles(units: Iterable[Unit]) -> Iterable[FlatParamHandle]:

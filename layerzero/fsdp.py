@@ -13,9 +13,8 @@ Note [Modules of a list]
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -27,15 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from layerzero.build.device import current_accelerator
+from layerzero.comm_hooks import by_reduce_scatter, set_hooks
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, rename
-from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
+from layerzero.model_functions import UnitMethods
 from layerzero.step import hooks, module_guards
 from layerzero.step.methods import put
-from layerzero.step.root import RootState, root_if_alive, root_of
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
-from layerzero.step.unwrap import modules_of, units_inside
-from layerzero.zero3 import ZeRO3, keep_root, shard_in_place
+from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
 
 _STATE = "_layerzero_fully_shard"
 _MICRO_BATCHES = int(Hold.MICRO_BATCHES)
@@ -50,16 +49,10 @@ class _State:
     unit: Unit
     is_auto: bool
     """Whether the unit is kept full between forward and backward if, and only if, it is a root."""
-    members: tuple[weakref.ref[nn.Module], ...] = ()
-    """The modules of a list; (): a single module."""
     around: nn.Module | None = None
-    """See Note [Modules of a list]."""
+    """See Note [Modules of a list]; None for a single module, and once a unit is around it."""
     requires_sync: bool = True
     requires_all_reduce: bool = True
-    instead: Any = None
-    """Hook in the place of its reduce-scatter; see comm_hooks.py."""
-    after: Any = None
-    """Hook after its reduction."""
 
 
 def fully_shard(
@@ -119,7 +112,7 @@ def fully_shard(
     _check_placements(top, shard_placement_fn)
     ignored = ignored_params or set()
     given = {
-        **_defaults(),
+        **KEYWORDS,
         "module": top,
         "process_group": mesh,
         **_resharding(mesh, reshard_after_forward),
@@ -133,10 +126,9 @@ def fully_shard(
         # Rules by `ndim` and shapes see what torch's local shards show.
         "layout": "rows",
     }
-    root = shard_in_place(top, given, {}).root
+    root, _ = shard_in_place(top, given, {})
     state = _State(root.units[0], is_auto=reshard_after_forward is None)
     if isinstance(top, _Together):
-        state.members = tuple(map(weakref.ref, modules))
         state.around = top
         _become_entries(top, modules, root)
     keep_root(modules[0], root, modules[0])
@@ -154,8 +146,8 @@ def fully_shard(
     for other in inside:
         _join(other, top)
     _follow_flags(root)
-    if any(other.instead or other.after for other in inside):
-        _follow_hooks(root)
+    if any(unit.comm_hooks for unit in root.units):
+        set_hooks(root)
     return module
 
 
@@ -180,16 +172,6 @@ def _check_module(module: nn.Module) -> None:
         )
     if _STATE in module.__dict__:
         raise RuntimeError(f"fully_shard: this {name} is sharded already")
-    parts = {id(part) for part in modules_of(module)}
-    for unit in units_inside(module):
-        root = root_if_alive(unit)
-        around = None if root is None else root.units[0].module
-        if root is not None and id(around) not in parts and root.is_wrapped:
-            raise RuntimeError(
-                f"fully_shard: parameters of this {name} are in {unit.label!r} of a "
-                f"{type(around).__name__} that was sharded before; call it for modules inside "
-                "before those around them"
-            )
 
 
 def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | None) -> None:
@@ -208,19 +190,10 @@ def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | 
                 )
 
 
-@functools.cache
-def _defaults() -> Mapping[str, Any]:
-    parameters = inspect.signature(ZeRO3.__init__).parameters
-    skipped = ("self", "unknown")
-    return {name: each.default for name, each in parameters.items() if name not in skipped}
-
-
 def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh: expected a DeviceMesh or None, got {mesh!r}")
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard: mesh: expected one or two axes, got {mesh}")
     if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(f"fully_shard: mesh: two axes need mesh_dim_names, got {mesh}")
     num_copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 0
@@ -287,27 +260,18 @@ def _states(module: Any) -> dict[_State, None]:
     return dict.fromkeys(state for state in found if state is not None)
 
 
-def _states_of(root: RootState) -> list[_State]:
-    return [state for state in _states(root.units[0].module) if root_of(state.unit) is root]
-
-
 def _join(state: _State, top: nn.Module) -> None:
     """The unit has joined the model of `top`."""
     if state.is_auto:
         state.unit.set_options(reshard_after_forward=True)
-    if state.members:
-        _name(state, top)
+    if state.around is not None:
         state.around = None
-
-
-def _name(state: _State, top: nn.Module) -> None:
-    """Give the parameters of a list of modules the names that they have in `top`."""
-    names = {id(p): clean_name(name) for name, p in top.named_parameters()}
-    for handle in state.unit.handles:
-        pairs = zip(handle.sharded_params, handle.fqns, strict=True)
-        handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
-        for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
-            rename(sharded, fqn)
+        names = {id(p): clean_name(name) for name, p in top.named_parameters()}
+        for handle in state.unit.handles:
+            pairs = zip(handle.sharded_params, handle.fqns, strict=True)
+            handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
+            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
+                rename(sharded, fqn)
 
 
 @functools.cache
@@ -317,7 +281,7 @@ def _class_of(cls: Any) -> Any:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-class FSDPModule:
+class FSDPModule(UnitMethods):
     """Methods of a module that `fully_shard` sharded, as torch documents them.
 
     `recurse`: for the units inside it as well.
@@ -325,17 +289,12 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Containers make parts of themselves by their class: `blocks[1:]`.
-        return cls.__mro__[2](*args, **kwargs)
+        own = next(each for each in cls.__mro__ if not issubclass(each, UnitMethods))
+        return own(*args, **kwargs)
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters. Collective. With `async_op`, they are shown after a
-        `wait()` on the handle returned, or in the next forward."""
-        unit = _state(self).unit
-        return unshard_unit(root_of(unit), unit, async_op)
-
-    def reshard(self) -> None:
-        """Free this unit's unsharded parameters. Not collective."""
-        _state(self).unit.reshard()
+    @property
+    def _layerzero_unit(self) -> Unit:  # type: ignore[override]
+        return _state(self).unit
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -344,14 +303,14 @@ class FSDPModule:
         Units may differ; the same on every rank."""
         for state in self._chosen(recurse):
             state.requires_sync = state.requires_all_reduce = bool(requires_gradient_sync)
-        self._follow_flags()
+        _follow_flags(root_of(self._layerzero_unit))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: with a mesh of two axes, gradients add up after they were reduced over the shard
         axis. Units may differ; the same on every rank."""
         for state in self._chosen(recurse):
             state.requires_all_reduce = bool(requires_all_reduce)
-        self._follow_flags()
+        _follow_flags(root_of(self._layerzero_unit))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change it from the next forward on. The same on every rank; between steps."""
@@ -372,44 +331,33 @@ class FSDPModule:
             unit = state.unit
             (unit.end_hold if reshard_after_backward else unit.hold)(_MICRO_BATCHES)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these when this unit's forward begins, instead of those recorded next."""
-        UnitView(_state(self).unit).set_modules_to_forward_prefetch(_unit_modules(modules))
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these when this unit's backward begins, instead of those recorded next."""
-        UnitView(_state(self).unit).set_modules_to_backward_prefetch(_unit_modules(modules))
-
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
-        _state(self).unit.set_options(gradient_scale=1.0 / factor)
+        self._layerzero_unit.set_options(gradient_scale=1.0 / factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatter this unit's gradients by `comm`, an object as torch's `ReduceScatter`. Its
         input is in this engine's order; see docs/reference/migrating.md."""
-        from layerzero.comm_hooks import by_reduce_scatter
-
-        self._set_hooks(instead=by_reduce_scatter(comm))
+        self._set_hook("instead", by_reduce_scatter(comm))
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], Any], *, stream: object = None
     ) -> None:
         """Call `hook` with this rank's chunk of this unit's reduced gradients, 1-D, which it may
         write. It runs on the engine's own stream."""
-        self._set_hooks(after=hook)
+        self._set_hook("after", hook)
 
-    def _set_hooks(self, **hooks: Any) -> None:
-        state = _state(self)
-        if any(handle.placement.num_ranks == 1 for handle in state.unit.handles):
+    def _set_hook(self, place: str, hook: Callable[..., Any]) -> None:
+        unit = self._layerzero_unit
+        if any(handle.placement.num_ranks == 1 for handle in unit.handles):
             raise NotImplementedError(
                 "set_custom_reduce_scatter, set_all_reduce_hook: one rank has this unit alone, so "
                 "nothing is reduced; register hooks on its parameters instead"
             )
-        for name, hook in hooks.items():
-            setattr(state, name, hook)
-        _follow_hooks(root_of(state.unit))
+        unit.comm_hooks = {**unit.comm_hooks, place: hook}
+        set_hooks(root_of(unit))
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Order what follows, gathers included, after an event of the optimizer's stream."""
@@ -418,7 +366,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of a step that failed, those of earlier micro-batches included."""
-        unit = _state(self).unit
+        unit = self._layerzero_unit
         root = root_of(unit)
         if root.units[0] is not unit:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
@@ -435,31 +383,16 @@ class FSDPModule:
         begin_first_values(self, recurse)
         return self
 
-    def summon_full_params(
-        self,
-        *,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
+    def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
         torch has no such method.
         """
         from layerzero.state_dict.summon import SummonOptions, summon
 
-        state = _state(self)
-        inside = {other.unit for other in _states(self)}
-        root = root_of(state.unit)
+        root, inside = root_of(self._layerzero_unit), {state.unit for state in _states(self)}
         chosen = [unit for unit in root.units if unit in inside]
-        options = SummonOptions(
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-        return summon(root, chosen, options)
+        return summon(root, chosen, SummonOptions(**options))
 
     # Nothing depends on these here; arguments as in torch.
 
@@ -502,15 +435,12 @@ class FSDPModule:
     def _chosen(self, recurse: bool) -> Iterable[_State]:
         return _states(self) if recurse else [_state(self)]
 
-    def _follow_flags(self) -> None:
-        for root in {root_of(state.unit) for state in _states(self)}:
-            _follow_flags(root)
-
 
 def _follow_flags(root: RootState) -> None:
     """Have the model reduce the gradients of those units whose flags say so."""
     flags: dict[Unit, tuple[bool, bool]] = {}
-    states = _states_of(root)
+    units = {*root.units}
+    states = [state for state in _states(root.units[0].module) if state.unit in units]
     for state in states:
         unit = state.unit
         before = in_shards = root.reducer.unit_flags.get(unit, (False, False))[1]
@@ -530,18 +460,6 @@ def _follow_flags(root: RootState) -> None:
     root.reducer.set_requires_sync(syncs)
 
 
-def _follow_hooks(root: RootState) -> None:
-    """Have the model call the communication hooks of its units."""
-    from layerzero.comm_hooks import set_hooks
-
-    states = _states_of(root)
-    set_hooks(
-        root,
-        {state.unit: state.instead for state in states if state.instead is not None},
-        {state.unit: state.after for state in states if state.after is not None},
-    )
-
-
 def _refuse(name: str, advice: str) -> NoReturn:
     raise NotImplementedError(f"fully_shard: {name} has no counterpart in layerzero: {advice}")
 
@@ -549,13 +467,6 @@ def _refuse(name: str, advice: str) -> NoReturn:
 def _state(module: Any) -> _State:
     state: _State = module.__dict__[_STATE]
     return state
-
-
-def _unit_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules that fully_shard sharded, got {type(module)}")
-    return [_state(module).unit.module for module in modules]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -578,4 +489,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: a module is not sharded.
     """
-    _unit_modules(modules)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard sharded, got {type(module)}")

@@ -18,12 +18,15 @@ class UnshardHandle:
     """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""
 
     def __init__(self, root: RootState, unit: Unit) -> None:
-        self._root = root
+        self.operations = root.operations
         self._unit = unit
 
+    @remembers_failure
     def wait(self) -> None:
-        """Wait for the gather and show the unsharded parameters."""
-        _finish_unshard(self._root, self._unit)
+        """Wait for the gather and show the unsharded parameters, unless they have been freed."""
+        if self._unit.state is not ShardState.SHARDED:
+            self._unit.wait_for_unshard()
+            self._unit.show_unsharded()
 
 
 @remembers_failure
@@ -32,6 +35,7 @@ def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle |
     from layerzero.step.on_request import keep
 
     if not root.is_in_pass:
+        root.structure.check("unshard")
         root.before_call("unshard")
     root.backward.clear_abandoned()
     root.context.note_weights()
@@ -39,62 +43,21 @@ def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle |
         unit.reshard()
     keep(unit)
     root.context.wait_for_uploads()
+    handle = UnshardHandle(root, unit)
     if async_op:
-        return UnshardHandle(root, unit)
-    _finish_unshard(root, unit)
+        return handle
+    handle.wait()
     return None
 
 
-@remembers_failure
-def _finish_unshard(root: RootState, unit: Unit) -> None:
-    """Wait for an explicit `unshard` and show its parameters, unless they have been freed."""
-    if unit.state is not ShardState.SHARDED:
-        unit.wait_for_unshard()
-        unit.show_unsharded()
+class UnitMethods:
+    """Methods of what stands for one unit: a `ZeRO3`, a module of `fully_shard`, a `UnitView`."""
 
+    _layerzero_unit: Unit
 
-class UnitView:
-    """One unit of a wrapped model, as `layerzero.units(model)` lists them.
-
-    Views of one unit are equal.
-    """
-
-    __slots__ = ("_unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @property
-    def fqn(self) -> str:
-        """Name in the outermost wrapped module; "" for that module itself."""
-        return self._unit.fqn
-
-    @property
-    def module(self) -> nn.Module:
-        return self._unit.module
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all original parameters (of DTensors the local ones), without padding."""
-        return self._unit.num_parameters
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the unsharded parameters, in the compute dtype, padding included."""
-        return self._unit.nbytes
-
-    @property
-    def state(self) -> ShardState:
-        """Whether the unit is sharded, gathering or unsharded now."""
-        return self._unit.state
-
-    @property
-    def holds(self) -> Hold:
-        """Why the unit stays unsharded; `Hold(0)`: it is freed after its use."""
-        return self._unit.holds
-
-    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters, as `ZeRO3.unshard` does. Collective over its shard group.
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's own parameters, not those of units inside it. Collective over its
+        shard group.
 
         They stay until the end of the unit's next forward or of the next backward, or until
         `reshard`. Blocks the host only on devices without streams.
@@ -102,41 +65,81 @@ class UnitView:
         Returns:
             With `async_op` a handle whose `wait()` shows the parameters; otherwise None.
         """
-        return unshard_unit(root_of(self._unit), self._unit, async_op)
+        return unshard_unit(root_of(self._layerzero_unit), self._layerzero_unit, async_op)
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters. Not collective."""
-        self._unit.reshard()
+        self._layerzero_unit.reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's forward begins, instead of the predicted ones."""
-        self._unit.forward_prefetch = self._units_of(modules)
+        """Gather these units when this one's forward begins, instead of those recorded next."""
+        self._layerzero_unit.forward_prefetch = _units_to_prefetch(self._layerzero_unit, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gather these units when this one's backward begins, instead of the predicted ones."""
-        self._unit.backward_prefetch = self._units_of(modules)
+        """Gather these units when this one's backward begins, instead of those recorded next."""
+        self._layerzero_unit.backward_prefetch = _units_to_prefetch(self._layerzero_unit, modules)
 
-    def _units_of(self, modules: Sequence[nn.Module]) -> list[Unit]:
-        units = []
-        for module in modules:
-            unit = get_unit(module)
-            if unit is None:
-                raise ValueError(
-                    f"{self._unit.label}: modules to prefetch must be units of the same model, "
-                    f"got {type(module).__name__}"
-                )
-            units.append(unit)
-        root_of(self._unit).expect_lists(len(units))
-        return units
+
+def _units_to_prefetch(by: Unit, modules: Sequence[nn.Module]) -> list[Unit]:
+    units: list[Unit] = []
+    for module in modules:
+        unit = module._layerzero_unit if isinstance(module, UnitMethods) else get_unit(module)
+        if unit is None:
+            raise ValueError(
+                f"{by.label}: modules to prefetch must be units of the same model, got "
+                f"{type(module).__name__}"
+            )
+        units.append(unit)
+    root_of(by).expect_lists(len(units))
+    return units
+
+
+class UnitView(UnitMethods):
+    """One unit of a wrapped model, as `layerzero.units(model)` lists them.
+
+    Views of one unit are equal.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._layerzero_unit = unit
+
+    @property
+    def fqn(self) -> str:
+        """Name in the outermost wrapped module; "" for that module itself."""
+        return self._layerzero_unit.fqn
+
+    @property
+    def module(self) -> nn.Module:
+        return self._layerzero_unit.module
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all original parameters (of DTensors the local ones), without padding."""
+        return self._layerzero_unit.num_parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in the compute dtype, padding included."""
+        return self._layerzero_unit.nbytes
+
+    @property
+    def state(self) -> ShardState:
+        """Whether the unit is sharded, gathering or unsharded now."""
+        return self._layerzero_unit.state
+
+    @property
+    def holds(self) -> Hold:
+        """Why the unit stays unsharded; `Hold(0)`: it is freed after its use."""
+        return self._layerzero_unit.holds
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitView) and other._unit is self._unit
+        return isinstance(other, UnitView) and other._layerzero_unit is self._layerzero_unit
 
     def __hash__(self) -> int:
-        return hash(self._unit)
+        return hash(self._layerzero_unit)
 
     def __repr__(self) -> str:
-        return repr(self._unit)
+        return repr(self._layerzero_unit)
 
 
 def units(model: nn.Module) -> list[UnitView]:
@@ -171,10 +174,8 @@ def pregather(model: nn.Module, *, wait: bool = True) -> None:
     unit = get_unit(model)
     if unit is None:
         raise ValueError(f"pregather: expected a ZeRO3 module, got {type(model).__name__}")
-    inside = {id(other) for m in model.modules() if (other := get_unit(m)) is not None}
     root = root_of(unit)
-    units_inside = [other for other in root.units if id(other) in inside]
-    _pregather(root, units_inside, wait)
+    _pregather(root, root.units_inside(model), wait)
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:

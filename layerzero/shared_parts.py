@@ -57,7 +57,7 @@ def models_that_share(
 
 def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -> None:
     what += type(model.module).__name__
-    theirs = model.__dict__["_arguments"]
+    theirs = root.arguments
     root.check_between_steps(f"{what}, which is in forward or backward; wrap it between steps")
     for name in _OF_THE_ROOT:
         ours, other = getattr(given, name), getattr(theirs, name)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from layerzero.flat.parameter_hooks import kind_of_hooks
-from layerzero.flat.parameter_info import get_info
+from layerzero.flat.parameter_info import get_info, info_of
 from layerzero.notices import warn_once
+from layerzero.optional.arguments import optional_now
+from layerzero.state_dict.summon import check_idle
 from layerzero.step.root import root_of
-from layerzero.step.unit import TrainingState, get_unit
+from layerzero.step.unit import get_unit
+from layerzero.step.unwrap import unwrap
 from layerzero.zero3 import ZeRO3
 
 
@@ -48,18 +51,11 @@ def rewrap(model: ZeRO3) -> list[str]:
             "dropped the values of parameters there; use writeback=True, or load what was saved "
             "into a new model"
         )
-    busy = root.context.in_backward or any(
-        u.training_state is not TrainingState.IDLE for u in root.units
-    )
-    waits = any(h.gradients.is_waiting for each in root.units for h in each.handles)
-    if busy or waits:
+    check_idle(root, root.units, "rewrap")
+    if any(handle.gradients.is_waiting for each in root.units for handle in each.handles):
         raise RuntimeError(
-            "rewrap: expected a model between steps, but "
-            + (
-                "it is in forward, backward or summon_full_params; leave that first"
-                if busy
-                else "it has unreduced gradients; call reduce_gradients() first"
-            )
+            "rewrap: expected a model between steps, but it has unreduced gradients; call "
+            "reduce_gradients() first"
         )
     for name, module in model.named_modules():
         if module is not model and isinstance(module, ZeRO3):
@@ -72,20 +68,7 @@ def rewrap(model: ZeRO3) -> list[str]:
             "rewrap: would replace sharded parameters of the optimizer that steps in backward; "
             "call step_in_backward(None) before, and step_in_backward(a new optimizer) afterwards"
         )
-    sharded_params = {
-        id(sharded_param): sharded_param
-        for each in root.units
-        for sharded_param in each.sharded_params
-    }
-    hooked = {
-        id(sharded_param): info.fqn
-        for sharded_param in sharded_params.values()
-        if kind_of_hooks(sharded_param) is not None
-        and (info := get_info(sharded_param)) is not None
-    }
-    from layerzero.optional.arguments import optional_now
-    from layerzero.step.unwrap import unwrap
-
+    before = dict.fromkeys(parameter for each in root.units for parameter in each.sharded_params)
     ignored = root.structure.ignored_now()
     given: dict[str, object] = dict(model.__dict__["_given"])
     given.update(
@@ -101,8 +84,8 @@ def rewrap(model: ZeRO3) -> list[str]:
     ZeRO3.__init__(model, **given)  # type: ignore[arg-type]
     for patch in patches:
         model._patch_forward(patch)
-    shown = {id(parameter) for parameter in model.parameters()}
-    lost = [fqn for number, fqn in hooked.items() if number not in shown]
+    shown = set(model.parameters())
+    lost = [info_of(p).fqn for p in before if kind_of_hooks(p) is not None and p not in shown]
     if lost:
         warn_once(
             f"rewrap: the hooks on {lost} were lost, because their sharded parameters were "
@@ -111,5 +94,5 @@ def rewrap(model: ZeRO3) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if get_info(parameter) is not None and id(parameter) not in sharded_params
+        if get_info(parameter) is not None and parameter not in before
     ]

@@ -130,7 +130,7 @@ class ModuleWrapper(nn.Module):
         wrapped = self.__dict__.get("_wrapped")
         if wrapped is None or name in self.__dict__:
             super().__delattr__(name)
-        elif name == "forward" and self.__dict__.get("_unpatched_forward") is not None:
+        elif name == "forward" and "_forward_patches" in self.__dict__:
             self._restore_forward()
         else:
             delattr(wrapped, name)
@@ -159,8 +159,7 @@ class ModuleWrapper(nn.Module):
             self._restore_forward()
             return
         before = module.__dict__["forward"]
-        own.setdefault("_unpatched_forward", before)
-        own.setdefault("_forward_patches", []).append(function)
+        own.setdefault("_forward_patches", []).append((function, before))
         wrapper_ref = weakref.ref(self)
 
         @functools.wraps(function)
@@ -180,18 +179,14 @@ class ModuleWrapper(nn.Module):
         module.__dict__["forward"] = patched
 
     def _restore_forward(self) -> None:
-        self.__dict__.pop("_forward_patches", None)
-        before = self.__dict__.pop("_unpatched_forward", None)
-        if before is not None:
-            self.module.__dict__["forward"] = before
+        patches = self.__dict__.pop("_forward_patches", None)
+        if patches:
+            self.module.__dict__["forward"] = patches[0][1]
 
     @property
     def forward_patches(self) -> list[Callable[..., Any]]:
         """Functions that `model.forward` was set to, in order; each wraps the one before."""
-        return list(self.__dict__.get("_forward_patches", ()))
-
-    def __copy__(self) -> Any:
-        refuse_copies(type(self).__name__)
+        return [function for function, _ in self.__dict__.get("_forward_patches", ())]
 
     def __deepcopy__(self, memo: object) -> Any:
         refuse_copies(type(self).__name__)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ from layerzero.config import (
 )
 from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
-from layerzero.model_functions import UnitView, UnshardHandle, unshard_unit
+from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
 from layerzero.optim import attach, torch_norm
 from layerzero.optim.sharded_params import remember_root
@@ -62,7 +61,7 @@ _OF_EXPERTS = {"process_group", "expert_numbers"}
 _NOT_GIVEN = {"self", "__class__", "unknown"}
 
 
-class ZeRO3(Joinable, ModuleWrapper):
+class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
     """Shards a module's parameters, gradients and optimizer state over a process group.
 
     Every module that `auto_wrap_policy` names becomes a *unit*, whose parameters are gathered
@@ -129,11 +128,10 @@ class ZeRO3(Joinable, ModuleWrapper):
             of its own (docs/howto/optional_modules.md). The same modules on every rank; those of
             ZeRO3 modules inside stay optional.
         on_nonfinite: what becomes of a step with a gradient that is infinite or NaN, decided by all
-            ranks together at the end of each backward that reduces: "raise": the backward raises
-            FloatingPointError, with the name of a parameter, and changes nothing. "skip": it logs a
-            warning, `.grad` is zero, and stays so until `optimizer.step()`, which changes neither
-            parameters nor state, or `zero_grad()`. None: no check. A check costs one pass over this
-            rank's gradients and one small all-gather, which blocks the host.
+            ranks together: "raise": the backward raises FloatingPointError and changes nothing;
+            "skip": the step changes neither parameters nor optimizer state; None: no check. A check
+            costs one pass over this rank's gradients and one small all-gather, which blocks the
+            host (docs/reference/errors.md).
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
             "participants": those that had a gradient for the parameter.
         verify: check the bytes of gathers, reductions, full buffers, main shards and optimizer
@@ -199,22 +197,15 @@ class ZeRO3(Joinable, ModuleWrapper):
         given = {name: value for name, value in locals().items() if name not in _NOT_GIVEN}
         if "_wrapped" not in self.__dict__:  # Otherwise `rewrap` runs this again.
             super().__init__()
-        sharded = shard_in_place(module, given, unknown)
-        self._become(module, sharded.root)
+        root, shared_with = shard_in_place(module, given, unknown)
+        self._become(module, root)
         # Through `__dict__`, because `__setattr__` would set them on the wrapped module.
         self.__dict__["_given"] = given
-        self.__dict__["_arguments"] = sharded.arguments
-        self.__dict__["_kept_whole"] = sharded.kept_whole
-        self.__dict__["_learner"] = None
-        budget = sharded.arguments.memory_budget
-        if budget is not None:
-            from layerzero.memory_budget import Learner
-
-            self.__dict__["_learner"] = Learner(sharded.root, sharded.placement, budget)
-        if sharded.shared_with:
+        self.__dict__["_kept_whole"] = root.kept_whole
+        if shared_with:
             from layerzero.shared_parts import join
 
-            join([*sharded.shared_with, self], ZeRO3, sharded.arguments)
+            join([*shared_with, self], ZeRO3, root.arguments)
 
     def _become(self, module: nn.Module, root: RootState) -> None:
         keep_root(module, root, self)
@@ -243,24 +234,17 @@ class ZeRO3(Joinable, ModuleWrapper):
         return self.module.state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        unit, number = self._unit, len(self._subtree())
+        unit, number = self._layerzero_unit, len(self._subtree())
         where = str(unit.handles[0].placement) if unit.handles else "no parameters of its own"
         return f"{number} unit{'s' * (number > 1)} of {type(self.module).__name__}, {where}"
 
     @property
-    def _unit(self) -> Unit:
-        unit = get_unit(self)
-        assert unit is not None, "set at construction"
-        return unit
-
-    @property
     def _root_state(self) -> RootState:
-        return root_of(self._unit)
+        return root_of(self._layerzero_unit)
 
     def _subtree(self) -> list[Unit]:
         """The units of this module and of modules inside it, in the order of the root's list."""
-        inside = {id(unit) for m in self.module.modules() if (unit := get_unit(m)) is not None}
-        return [unit for unit in self._root_state.units if id(unit) in inside]
+        return self._root_state.units_inside(self.module)
 
     @property
     def memory_choice(self) -> MemoryChoice | None:
@@ -268,19 +252,16 @@ class ZeRO3(Joinable, ModuleWrapper):
 
         `print` shows it. It is made in the first forward after the fifth step, and logged once.
         """
-        learner = self.__dict__["_learner"]
+        learner = self._root_state.learner
         return None if learner is None else learner.choice
 
     @property
     def arena(self) -> Arena | None:
         """The memory of `arena=True`, whose `nbytes` and `taken_nbytes` say how large it is and
         how much of it a pass has taken at once; None without that argument."""
-        if not self.__dict__["_arguments"].arena:
-            return None
         from layerzero.arena import Arena
 
-        found = self._root_state.extensions.of(Arena)
-        return next(each for each in found if isinstance(each, Arena))
+        return next(iter(self._root_state.extensions.of(Arena)), None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -458,7 +439,7 @@ class ZeRO3(Joinable, ModuleWrapper):
 
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
-            gradients.root.join.before_clip(self._unit, max_norm, norm_type)
+            gradients.root.join.before_clip(self._layerzero_unit, max_norm, norm_type)
         return clip_grad_norm_(gradients, max_norm, norm_type)
 
     def summon_full_params(
@@ -502,44 +483,14 @@ class ZeRO3(Joinable, ModuleWrapper):
         )
         return summon(self._root_state, self._subtree(), options)
 
-    def unshard(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Unshard this unit's own parameters (not those of units inside it). Collective.
 
-        They stay unsharded until the end of the unit's next forward or of the next backward, or
-        until `reshard`. With `async_op`, return a handle without waiting for the gather; the
-        parameters are unsharded after its `wait()`.
-        """
-        return unshard_unit(self._root_state, self._unit, async_op)
-
-    def reshard(self) -> None:
-        """Free this unit's unsharded parameters. Not collective."""
-        self._unit.reshard()
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Prefetch these units when this one's forward begins, instead of those recorded next."""
-        UnitView(self._unit).set_modules_to_forward_prefetch(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Prefetch these units when this one's backward begins, instead of those recorded next."""
-        UnitView(self._unit).set_modules_to_backward_prefetch(modules)
-
-
-class Sharded(NamedTuple):
-    """A module that `shard_in_place` has sharded."""
-
-    root: RootState
-    placement: Placement
-    """Placement of the whole model."""
-    arguments: Arguments
-    kept_whole: list[nn.Parameter]
-    """Parameters that are not sharded."""
-    shared_with: list[ModuleWrapper]
-    """Living models that had some of the root's units; see shared_parts.py."""
+KEYWORDS: Mapping[str, Any] = ZeRO3.__init__.__kwdefaults__ or {}
+"""The keyword arguments of `ZeRO3`, with their defaults."""
 
 
 def shard_in_place(
     module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
-) -> Sharded:
+) -> tuple[RootState, list[ModuleWrapper]]:
     """Shard a module, which stays the same object; units inside it join its root. Collective.
 
     The caller passes the root to `keep_root`.
@@ -547,6 +498,9 @@ def shard_in_place(
     Args:
         given: the arguments of `ZeRO3` by name.
         unknown: keyword arguments that `ZeRO3` does not have.
+
+    Returns:
+        The root, and the living models that had some of its units; see shared_parts.py.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`.
@@ -571,13 +525,12 @@ def shard_in_place(
         from layerzero import verify
 
         verify.install(root, arguments.verify)
-    keeps_any = plan.ignored.modules or plan.ignored.parameters
-    parameters = module.parameters() if keeps_any else ()
-    kept_whole = [each for each in parameters if get_info(each) is None]
+    parameters = module.parameters() if plan.ignored.members else ()
+    root.kept_whole = [each for each in parameters if get_info(each) is None]
     if arguments.on_nonfinite is not None:
         from layerzero.optim import nonfinite
 
-        nonfinite.install(root, arguments.on_nonfinite, kept_whole)
+        nonfinite.install(root, arguments.on_nonfinite, root.kept_whole)
     if arguments.arena:
         from layerzero.arena import Arena
 
@@ -597,10 +550,14 @@ def shard_in_place(
             from layerzero.log import log_units
 
             log_units(module, plan, root)
+    if arguments.memory_budget is not None:
+        from layerzero.memory_budget import Learner
+
+        root.learner = Learner(root, topology.placement, arguments.memory_budget)
     attach.watch(_import_watchers)
     torch_norm.install()
     patch_torch()
-    return Sharded(root, topology.placement, arguments, kept_whole, shared_with)
+    return root, shared_with
 
 
 def in_our_terms(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -680,13 +637,14 @@ def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
 
 def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
     for inner in units:
-        if not isinstance(inner, ZeRO3):
+        unit = get_unit(inner) if isinstance(inner, ZeRO3) else None
+        root = None if unit is None else root_if_alive(unit)
+        if root is None or root.units[0] is not unit:
             continue
-        root = root_if_alive(inner._unit)
         for name, is_used in (
-            ("memory_budget", inner.__dict__.get("_learner") is not None),
-            ("arena", inner.__dict__["_arguments"].arena),
-            ("register_comm_hook", root is not None and root.extensions.reduce),
+            ("memory_budget", root.learner is not None),
+            ("arena", root.arguments.arena),
+            ("register_comm_hook", root.extensions.reduce),
         ):
             if is_used:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,8 +33,8 @@ from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
 class Parts:
     """Classes and functions to build with: the engine's own, or those of features (zero3.py)."""
 
-    name_in_state_dicts: Callable[[Unit, Sequence[Sequence[OriginalParameter]]], None]
-    """Called with each new unit, and the original parameters of each of its handles."""
+    name_in_state_dicts: Callable[[Unit], None]
+    """Called with each new unit."""
     make_root: Callable[..., RootState] = RootState
     """Takes the arguments of `RootState`."""
 
@@ -77,7 +77,7 @@ class Builder:
         forward_depth, limit = self.given.forward_prefetch, self.given.limit_all_gathers
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
         default_units = self.plan.nesting + 1 + max(forward_depth, 1)
-        return self.parts.make_root(
+        root = self.parts.make_root(
             units,
             device=self.plan.device,
             forward_depth=forward_depth,
@@ -89,6 +89,8 @@ class Builder:
             tensor_parallel_groups=self.topology.tensor_parallel_groups,
             ignored=self.plan.ignored,
         )
+        root.arguments = self.given
+        return root
 
     def build_units(self) -> list[Unit]:
         """Build the units in the order of their plans. Collective with `sync_module_states`.
@@ -208,15 +210,13 @@ class Builder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        self.parts.name_in_state_dicts(unit, groups)
+        self.parts.name_in_state_dicts(unit)
         hooks.install_on_calls(plan.module, unit)
-        owners = {id(s.module): s.module for o in plan.originals for s in o.slots}
-        for module in owners.values():
+        for module in unit.owners:
+            module_guards.install(module)
             if module is not plan.module and type(module).forward is not nn.Module.forward:
                 hooks.install(module, "forward", unit, is_entry=False)
-        module_guards.install(plan.module)
         for slot in (slot for original in plan.originals for slot in original.slots):
-            module_guards.install(slot.module)
             module_guards.add_name(slot.module, slot.name, unit)
         # The full values are in the flat parameters now; these references would keep them alive.
         for original in plan.originals:

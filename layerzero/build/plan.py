@@ -16,7 +16,7 @@ from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.names import clean_name
 from layerzero.flat.placement import Placement
-from layerzero.step.module_guards import check_compiled, units_of
+from layerzero.step.module_guards import check_compiled, shown_by
 from layerzero.step.root import RootState
 from layerzero.step.structure import Ignored
 from layerzero.step.unit import get_unit
@@ -126,15 +126,16 @@ def plan_wrapping(
         RuntimeError: units inside belong to another wrapped model.
     """
     ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
-    ignored = Ignored(given.ignored_modules, ignored_parameters)
-    if any(get_unit(part) is not None or units_of(part) for part in module.modules()):
+    nested: list[nn.Module | nn.Parameter] = []
+    if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
         from layerzero.step.unwrap import left_units, nested_ignored, unwrap
 
         left = left_units(module)
         if left:
             full = unwrap(left)
             ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
-        ignored = nested_ignored(module).and_also(given.ignored_modules, ignored_parameters)
+        nested = nested_ignored(module)
+    ignored = Ignored([*nested, *given.ignored_modules, *ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     _check_containers(units)
 
@@ -147,8 +148,7 @@ def plan_wrapping(
     mesh = tensor_parallel_mesh(dense, None if everyone else everyone_here)
     device = resolve_device(given.device, units, given.group, mesh)
     sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
-    has_others = ignored.modules or ignored.parameters
-    refuse_shared_memory(sharded, _others(module, sharded) if has_others else ())
+    refuse_shared_memory(sharded, _others(module, sharded) if ignored.members else ())
     check_compiled(((visit.fqn, visit.module) for visit in visits), device)
     return WrapPlan(
         units=units,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.flat.flatten import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
-from layerzero.flat.parameter_info import get_info, sharded_param_of
+from layerzero.flat.parameter_info import get_info, info_of, sharded_param_of
 from layerzero.step.unit import Unit, get_unit
 
 Choice = bool | Mapping[str, Any]
@@ -161,7 +161,17 @@ def plan_units(
     choose = make_chooser(policy, root, ignored_modules, ignored_parameters)
     walk = _Walk(root, choose, ignored_modules, ignored_parameters)
     walk.visit(root, "", None)
-    _refuse_shared_with_wrapped(walk.plans, walk.owners.values())
+    wrapped = [(plan, plan.existing) for plan in walk.plans if plan.existing is not None]
+    unit_of = {id(p): plan for plan, existing in wrapped for p in existing.sharded_params}
+    for original, _ in walk.owners.values():
+        sharded = sharded_param_of(original.parameter)
+        if sharded is not None and id(sharded) in unit_of:
+            raise ValueError(
+                f"parameter {original.fqn!r} was tied to {info_of(sharded).fqn!r} of "
+                f"{unit_of[id(sharded)].label!r}, which was wrapped alone: they would no longer be "
+                "tied; wrap both by one ZeRO3(..., auto_wrap_policy=...), which keeps them in a "
+                "unit around both"
+            )
     for original, users in walk.owners.values():
         owner = _nearest_common(users)
         if owner.existing is not None:
@@ -280,27 +290,6 @@ class _Walk:
             for parameter in part._parameters.values():
                 if id(parameter) in self.owners:
                     self.owners[id(parameter)][1].append(parent)
-
-
-def _refuse_shared_with_wrapped(
-    plans: list[UnitPlan], owners: Iterable[tuple[OriginalParameter, list[UnitPlan]]]
-) -> None:
-    wrapped = {
-        id(sharded): (plan, fqn)
-        for plan in plans
-        if plan.existing is not None
-        for handle in plan.existing.handles
-        for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
-    }
-    for original, _ in owners:
-        found = wrapped.get(id(sharded_param_of(original.parameter)))
-        if found is not None:
-            plan, fqn = found
-            raise ValueError(
-                f"parameter {original.fqn!r} was tied to {fqn!r} of {plan.label!r}, which was "
-                "wrapped alone: they would no longer be tied; wrap both by one "
-                "ZeRO3(..., auto_wrap_policy=...), which keeps them in a unit around both"
-            )
 
 
 def _nearest_common(users: list[UnitPlan]) -> UnitPlan:

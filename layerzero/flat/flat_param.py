@@ -389,17 +389,14 @@ class ParameterViews:
         for parameters, name, sharded, _ in self._entries:
             parameters[name] = sharded
 
-    def show_unsharded(self, where: str) -> None:
-        """Show the unsharded parameters.
-
-        Raises:
-            RuntimeError: another parameter was put in a slot after wrapping. All slots then show
-                the sharded parameters.
-        """
+    def show_unsharded(self) -> list[str]:
+        """Show the unsharded parameters; returns as `hide_unsharded`."""
+        replaced = []
         for parameters, name, sharded, full in self._entries:
             if parameters.get(name) is not sharded:
-                self._refuse_replaced(where)
+                replaced.append(info_of(sharded).fqn)
             parameters[name] = full
+        return replaced
 
     def hide_unsharded(self) -> list[str]:
         """Show the sharded parameters instead of the unsharded ones.
@@ -419,6 +416,10 @@ class ParameterViews:
         for parameters, name, sharded, _ in self._entries:
             parameters[name] = shown[sharded]
 
+    def inside(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Names of the slots in a module itself, with the sharded parameter of each."""
+        return [(e.name, e.sharded) for e in self._entries if e.parameters is module._parameters]
+
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
         """Parameter that each slot of `sharded` shows now; None if it was removed."""
         return [e.parameters.get(e.name) for e in self._entries if e.sharded is sharded]
@@ -428,16 +429,3 @@ class ParameterViews:
         for parameters, name, each, _ in self._entries:
             if each is sharded and parameters.get(name) is sharded:
                 parameters[name] = parameter
-
-    def _refuse_replaced(self, where: str) -> None:
-        names = [
-            info_of(sharded).fqn
-            for parameters, name, sharded, full in self._entries
-            if parameters.get(name) is not sharded and parameters.get(name) is not full
-        ]
-        self.show_sharded()
-        raise RuntimeError(
-            f"{where}: parameters {names} were replaced or removed after wrapping; the sharded "
-            "parameters have been restored: copy values into them inside summon_full_params(), or "
-            "change the module before wrapping it"
-        )

@@ -68,16 +68,13 @@ class PlannedModel(ZeRO3):
         self._become(module, root)
         self.__dict__["_moments"] = moments = _Moments(root.units, count)
         root.extensions.add(moments)
-        self.__dict__["_learner"] = None
         if arguments.memory_budget is not None:
-            self.__dict__["_learner"] = _PlannedLearner(
-                root, topology.placement, arguments.memory_budget, count
-            )
+            root.learner = _PlannedLearner(root, topology.placement, arguments.memory_budget, count)
 
     @property
     def learns(self) -> bool:
         """Whether the next step is one from which the memory budget is learned."""
-        learner = self.__dict__["_learner"]
+        learner = self._root_state.learner
         return learner is not None and learner.choice is None
 
     def refuse_skipped(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from layerzero.flat.flat_param import FlatParam
 from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare, with_all_experts
 from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank, Usage
 from layerzero.notices import columns
-from layerzero.zero3 import ZeRO3
+from layerzero.zero3 import KEYWORDS
 
 KINDS = (
     *("shards", "compute shards", "gradients", "optimizer state", "full buffers"),
@@ -182,13 +181,9 @@ def _named(
     module: nn.Module, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """All arguments of `ZeRO3` by name, with its defaults; and those that it does not have."""
-    parameters = inspect.signature(ZeRO3.__init__).parameters
-    defaults = {
-        name: each.default for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY
-    }
-    unknown = {name: value for name, value in arguments.items() if name not in defaults}
-    known = {name: value for name, value in arguments.items() if name in defaults}
-    return {**defaults, **known, "module": module, "process_group": None}, unknown
+    unknown = {name: value for name, value in arguments.items() if name not in KEYWORDS}
+    known = {name: value for name, value in arguments.items() if name in KEYWORDS}
+    return {**KEYWORDS, **known, "module": module, "process_group": None}, unknown
 
 
 def _batch(batch: Any) -> Batch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -24,15 +23,11 @@ from layerzero.config import FLAG, BackwardPrefetch, MixedPrecision, OffloadPoli
 from layerzero.flat.groups import LONGEST_TIMEOUT
 from layerzero.migrate import to_offload, to_precision
 from layerzero.plan.activations import read_act_ckpt
-from layerzero.zero3 import ZeRO3
+from layerzero.zero3 import KEYWORDS
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 PRECISION_OPTIONS = (*DTYPE_OPTIONS, "cast_forward_inputs")
-ZERO3_OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(ZeRO3.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "reduction"
-)
+ZERO3_OPTIONS = tuple(name for name in KEYWORDS if name != "reduction")
 """Without `reduction`, which a file cannot express."""
 MODULE_OPTIONS = (
     *PRECISION_OPTIONS,

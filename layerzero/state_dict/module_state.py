@@ -8,7 +8,7 @@ are full parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.parameter_info import gather_by, info_of
 from layerzero.state_dict.owners import remember
 from layerzero.step.root import root_if_alive
@@ -26,37 +25,23 @@ if TYPE_CHECKING:
     from layerzero.state_dict.parameter_shard import ParameterShard
 
 
-def install(unit: Unit, originals: Sequence[Sequence[OriginalParameter]]) -> None:
-    """Put the hooks on the modules that show the unit's parameters.
-
-    Args:
-        originals: the original parameters of each of the unit's handles.
-    """
+def install(unit: Unit) -> None:
+    """Put the hooks on the modules that show the unit's parameters."""
     remember(unit)
     for sharded_param in unit.sharded_params:
         gather_by(sharded_param, partial(_full_tensor, weakref.ref(sharded_param)))
-    slots: dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
-    for handle, group in zip(unit.handles, originals, strict=True):
-        for original, sharded_param in zip(group, handle.sharded_params, strict=True):
-            for module, name in original.slots:
-                slots.setdefault(id(module), (module, []))[1].append((name, sharded_param))
-    hooks = [unit.module.register_state_dict_pre_hook(_check_structure(unit))]
-    for module in (unit.module, *(module for module, _ in slots.values())):
+    hooks = unit.state_dict_hooks
+    hooks.append(unit.module.register_state_dict_pre_hook(_check_structure(unit)))
+    for module in unit.owners:
         module.__dict__["to_empty"] = _to_empty(weakref.ref(module))
-    for module, sharded_params in slots.values():
-        hooks.append(module.register_state_dict_post_hook(_show_shards(unit, sharded_params)))
-        hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit, sharded_params)))
-    unit.state_dict_hooks = hooks
+        hooks.append(module.register_state_dict_post_hook(_show_shards(unit)))
+        hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit)))
 
 
 def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
     sharded_param = reference()
     assert sharded_param is not None, "its attribute calls this"
     return shard_of(sharded_param, sharded_param.detach()).full_tensor()
-
-
-_ShardedParams = Sequence[tuple[str, nn.Parameter]]
-"""Pairs of a parameter's name in its module and this rank's sharded parameter."""
 
 
 def _to_empty(module_ref: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
@@ -94,7 +79,7 @@ def _settles_first_values(unit: Unit) -> bool:
     return values is not None
 
 
-def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Unit) -> None:
+def _refuse_replaced(module: nn.Module, unit: Unit) -> None:
     """Check that the module still has its sharded parameters. It may be any module of a model.
 
     Raises:
@@ -103,14 +88,9 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
     """
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
-    shown = (
-        ()
-        if not unit.shows_unsharded
-        else [full for h in unit.handles for full in h.unsharded_params]
-    )
-    for name, sharded_param in sharded_params:
+    for name, sharded_param in unit.views.inside(module):
         now = module._parameters.get(name)
-        if now is not sharded_param and not any(now is unsharded for unsharded in shown):
+        if now is not sharded_param and not (unit.shows_unsharded and unit.owns(now)):
             raise RuntimeError(
                 f"state_dict: parameter {info_of(sharded_param).fqn!r} was replaced or removed "
                 "after wrapping, and its replacement is not sharded; copy values into the "
@@ -119,7 +99,7 @@ def _refuse_replaced(module: nn.Module, sharded_params: _ShardedParams, unit: Un
             )
 
 
-def _show_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., None]:
+def _show_shards(unit: Unit) -> Callable[..., None]:
     def hook(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
@@ -127,8 +107,8 @@ def _show_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
         if is_summoned or unit.views.shows_stand_ins:
             return
         if not _settles_first_values(unit):
-            _refuse_replaced(module, sharded_params, unit)
-        for name, sharded_param in sharded_params:
+            _refuse_replaced(module, unit)
+        for name, sharded_param in unit.views.inside(module):
             entry = state_dict.get(prefix + name)
             # With keep_vars the caller wants the parameter itself.
             if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
@@ -137,7 +117,7 @@ def _show_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
     return hook
 
 
-def _take_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., None]:
+def _take_shards(unit: Unit) -> Callable[..., None]:
     def hook(
         module: nn.Module,
         state_dict: dict[str, Any],
@@ -154,8 +134,8 @@ def _take_shards(unit: Unit, sharded_params: _ShardedParams) -> Callable[..., No
             root.structure.end_first_values()
         if unit.state is not ShardState.SHARDED:
             unit.reshard()  # Its unsharded parameters hold the old weights.
-        _refuse_replaced(module, sharded_params, unit)
-        for name, sharded_param in sharded_params:
+        _refuse_replaced(module, unit)
+        for name, sharded_param in unit.views.inside(module):
             value = state_dict.get(prefix + name)
             if not isinstance(value, torch.Tensor):
                 continue

@@ -13,9 +13,8 @@ from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import ParameterInfo, info_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.preconditions import roots_inside
 from layerzero.state_dict.ranges import Extent
-from layerzero.step.root import root_if_alive
-from layerzero.step.unit import Unit, get_unit
 
 
 class Names:
@@ -24,9 +23,9 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
         """Every parameter, sharded or not, with all its names."""
-        units = _units_of(model)
+        roots = roots_inside(model)  # Several: parts that were wrapped one after the other.
+        units = [unit for root in roots for unit in root.units_inside(model)]
         self.handles = [handle for unit in units for handle in unit.handles]
-        roots = (root for unit in units if (root := root_if_alive(unit)) is not None)
         groups = (root.tensor_parallel_groups for root in roots)
         self.tensor_parallel_groups: Sequence[ShardGroup] = next(filter(None, groups), ())
         self._sharded_params = {
@@ -82,15 +81,6 @@ class Names:
 def name_among_all(model: nn.Module, name: str) -> str:
     """A name in the model, with global instead of local numbers of experts."""
     return clean_name(global_name(model, name))
-
-
-def _units_of(model: nn.Module) -> list[Unit]:
-    """Its units; parts that were wrapped separately one after the other."""
-    units = {id(unit): unit for m in model.modules() if (unit := get_unit(m)) is not None}
-    roots: dict[int, int] = {}  # Numbers the parts.
-    for unit in units.values():
-        roots.setdefault(id(unit.context), len(roots))
-    return sorted(units.values(), key=lambda unit: (roots[id(unit.context)], unit.index))
 
 
 def extent_of(info: ParameterInfo) -> Extent:

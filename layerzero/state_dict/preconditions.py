@@ -37,14 +37,18 @@ def root_state_of(model: nn.Module, verb: str, is_collective: bool = False) -> R
     return root_states_of(model, verb, is_collective)[0]
 
 
+def roots_inside(model: nn.Module) -> list[RootState]:
+    """The roots of a module and of modules inside it, each once. Raises as `root_of`."""
+    units = filter(None, map(get_unit, model.modules()))
+    return [*dict.fromkeys(map(root_of, units))]
+
+
 def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> list[RootState]:
     """The root states of all parts that were wrapped separately; most ranks first.
 
     Raises as `root_state_of`.
     """
-    units = (get_unit(module) for module in model.modules())
-    roots = [root_of(unit) for unit in units if unit is not None]
-    states = list({id(root): root for root in roots}.values())
+    states = roots_inside(model)
     if not states:
         raise ValueError(
             f"{verb}: expected a ZeRO3 module, got {type(model).__name__}, which contains none "

@@ -55,7 +55,7 @@ def summon(
     Args:
         what: the user's call, for messages.
     """
-    _check_idle(root, units, what)
+    check_idle(root, units, what)
     root.structure.check(what)
     root.before_call(what)
     root.reducer.kept.hide()
@@ -119,20 +119,18 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
                 )
 
 
-def _check_idle(root: RootState, units: list[Unit], what: str) -> None:
+def check_idle(root: RootState, units: list[Unit], what: str) -> None:
+    """
+    Raises:
+        RuntimeError: a backward runs, or one of these units is in use; starts with `what`.
+    """
     root.backward.clear_abandoned()
-    busy = root.context.in_backward or any(
-        unit.training_state is not TrainingState.IDLE for unit in units
-    )
-    if busy:
-        states = {
-            u.label: u.training_state.name
-            for u in units
-            if u.training_state is not TrainingState.IDLE
-        }
+    states = {unit.label: unit.training_state for unit in units}
+    busy = {label: each.name for label, each in states.items() if each is not TrainingState.IDLE}
+    if root.context.in_backward or busy:
         raise RuntimeError(
             f"{what}: expected a model between steps, but it is inside forward, "
-            f"backward or another summon_full_params ({states}); leave that first"
+            f"backward or another summon_full_params ({busy}); leave that first"
         )
 
 

@@ -9,10 +9,11 @@ of these methods, so an unused one costs a loop over an empty tuple, in the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+E = TypeVar("E", bound="Extension")
 _Events = tuple[Callable[..., Any], ...]
 
 
@@ -106,7 +107,7 @@ class Extensions:
         self._all.remove(extension)
         self._bind()
 
-    def of(self, kind: type[Extension]) -> list[Extension]:
+    def of(self, kind: type[E]) -> list[E]:
         return [each for each in self._all if isinstance(each, kind)]
 
     def _bind(self) -> None:

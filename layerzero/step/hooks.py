@@ -55,12 +55,13 @@ def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
         def compile_and_install(*args: Any, **kwargs: Any) -> None:
             module = module_ref()
             assert module is not None, "its method is being called"
-            check_compile(unit, kwargs)
             if compile_inside is not None:  # The module is wrapped for another unit, too.
                 compile_inside(*args, **kwargs)
             else:
                 inside = call_impl or nn.Module._call_impl.__get__(module)
-                module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
+                compiled = torch.compile(inside, *args, **kwargs)
+                check_compile(unit, compiled, kwargs.get("backend"))
+                module.__dict__["_compiled_call_impl"] = compiled
             install(module, "_compiled_call_impl", unit, casts=casts)
 
         put(module.__dict__, "compile", compile_and_install)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import get_info
+from layerzero.step.methods import put, uninstall
 from layerzero.step.unit import Unit
 
 _NAMES = "_layerzero_sharded"
@@ -65,7 +66,7 @@ def install(module: nn.Module) -> None:
         guarded = module_ref()
         assert guarded is not None, "its method is being called"
         parts = [*guarded.modules()] if recurse else [guarded]
-        for unit in {unit for part in parts for unit in units_of(part)}:
+        for unit in {unit for part in parts for unit in shown_by(part).values()}:
             root: Any = unit.context.owner() if unit.has_joined else None
             if root is not None:
                 root.structure.end_first_values()
@@ -74,9 +75,9 @@ def install(module: nn.Module) -> None:
         return _convert(guarded, convert, recurse)
 
     # Called by copy, deepcopy and pickle.
-    module.__dict__["__getstate__"] = refuse_state
+    put(module.__dict__, "__getstate__", refuse_state)
     # Called by to(), half(), cuda() and the like.
-    module.__dict__["_apply"] = apply
+    put(module.__dict__, "_apply", apply)
 
 
 def add_name(module: nn.Module, name: str, unit: Unit) -> None:
@@ -89,15 +90,11 @@ def shown_by(module: nn.Module) -> dict[str, Unit]:
     return module.__dict__.get(_NAMES, {})
 
 
-def units_of(module: nn.Module) -> set[Unit]:
-    """Units whose parameters the module itself shows; modules inside it do not count."""
-    return set(module.__dict__.get(_NAMES, {}).values())
-
-
 def remove(module: nn.Module) -> None:
-    """Remove the guards of a module that has no sharded parameters any more."""
-    for name in (_NAMES, "__getstate__", "_apply", "to_empty"):
+    """The module has no sharded parameters any more."""
+    for name in (_NAMES, "to_empty"):
         module.__dict__.pop(name, None)
+    uninstall(module)
 
 
 def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -105,7 +102,7 @@ def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     parameters = module._parameters
     return {
         name: parameter
-        for name in module.__dict__.get(_NAMES, ())
+        for name in shown_by(module)
         if (parameter := parameters.get(name)) is not None
     }
 
@@ -160,14 +157,15 @@ def note_shape(error: BaseException, label: str) -> None:
         error.args = (text, *error.args[1:])
 
 
-def check_compile(unit: Unit, arguments: Mapping[str, Any]) -> None:
-    """Check the keyword arguments of a `compile()` of the unit's module.
+def check_compile(unit: Unit, compiled: Any, backend: Any) -> None:
+    """Check what `torch.compile` with this backend made of the unit's module.
 
     Raises:
-        ValueError: they turn CUDA graphs on, and the unit's parameters are on a device.
+        ValueError: it records CUDA graphs, and the unit's parameters are on a device.
     """
     if any(_has_graphs(handle.gradients.device) for handle in unit.handles):
-        _refuse(unit.label, _uses_graphs(**arguments))
+        # A function that this backend compiled does not show it.
+        _refuse(unit.label, backend == _BACKEND or _records_graphs(compiled))
 
 
 def check_compiled(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -178,7 +176,8 @@ def check_compiled(modules: Iterable[tuple[str, nn.Module]], device: torch.devic
     """
     if _has_graphs(device):
         for name, module in modules:
-            _refuse(name or "the root unit", _records_graphs(module))
+            compiled = getattr(module, "_compiled_call_impl", None) or module
+            _refuse(name or "the root unit", _records_graphs(compiled))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -199,27 +198,8 @@ def _refuse(where: str, is_recorded: bool) -> None:
         )
 
 
-def _uses_graphs(
-    *,
-    backend: Any = "inductor",
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> bool:
-    """Whether `torch.compile` with these arguments records CUDA graphs."""
-    if backend != "inductor":
-        return bool(backend == _BACKEND)
-    import torch._inductor.config as inductor_config
-    from torch._inductor import list_mode_options
-
-    chosen = list_mode_options(mode) if mode else {}
-    given = {**chosen, **(options or {})}.get(_OPTION)
-    return bool(inductor_config.triton.cudagraphs if given is None else given)
-
-
-def _records_graphs(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile` returned, or was compiled in place, with graphs."""
-    compiled = getattr(module, "_compiled_call_impl", None) or module
+def _records_graphs(compiled: Any) -> bool:
+    """Whether `torch.compile` returned it, with graphs."""
     get_config = getattr(compiled, "get_compiler_config", None)
     config = None if get_config is None else get_config()
     if config is not None:

@@ -186,17 +186,13 @@ class KeptStep:
         """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
         if self._placed:
             return
-        units = self._units if self.is_skipping else self._waiting_units
-        handles = [handle for unit in units for handle in unit.handles]
         if self.is_skipping:
-            for handle in handles:
-                for sharded in handle.sharded_params:
-                    if sharded.requires_grad:
-                        before = sharded.grad
-                        zeros = torch.zeros_like(sharded) if before is None else before
-                        self._put(sharded, zeros)
+            for sharded in (p for unit in self._units for p in unit.sharded_params):
+                if sharded.requires_grad:
+                    before = sharded.grad
+                    self._put(sharded, torch.zeros_like(sharded) if before is None else before)
         elif self.adds_up:
-            for handle in handles:
+            for handle in (handle for unit in self._waiting_units for handle in unit.handles):
                 for index in handle.gradients.layout.trainable:
                     sharded = handle.sharded_params[index]
                     if sharded not in self._waiting:

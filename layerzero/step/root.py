@@ -39,6 +39,12 @@ class RootState:
     """Features of the model; see extension.py."""
     optional: Any = None
     """The units that a rank may skip (`layerzero/optional`), or None."""
+    arguments: Any = None
+    """The `Arguments` of the model."""
+    kept_whole: Sequence[nn.Parameter] = ()
+    """Parameters of the model that are not sharded."""
+    learner: Any = None
+    """The `Learner` of a memory budget (`layerzero/memory_budget`), or None."""
     join: Any = None
     """The join that the model is inside of (`layerzero/uneven`), or None."""
     context: RuntimeContext
@@ -163,6 +169,11 @@ class RootState:
         """Whether a call runs that is in no other call, nor in a backward."""
         return self._call_depth <= 1 and not self.context.in_backward
 
+    def units_inside(self, module: nn.Module) -> list[Unit]:
+        """The units of a module and of modules inside it, outermost first."""
+        inside = {get_unit(part) for part in module.modules()}
+        return [unit for unit in self.units if unit in inside]
+
     def check_between_steps(self, what: str) -> None:
         """Refuse a call inside forward or backward, or after a collective failed.
 
@@ -177,8 +188,7 @@ class RootState:
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
-        if self.structure.first_values is not None:
-            self.structure.end_first_values()
+        self.structure.end_first_values()
         if self.join is not None:
             self.join.before_call(what)
 
@@ -344,5 +354,6 @@ def ordered_units(module: nn.Module) -> list[Unit]:
     unit = get_unit(module)
     if unit is None:
         raise ValueError(f"units: expected a ZeRO3 module, got {type(module).__name__}")
-    inside = {id(u) for m in module.modules() if (u := get_unit(m)) is not None}
-    return [u for u in root_of(unit).scheduler.ordered_units() if id(u) in inside]
+    root = root_of(unit)
+    inside = {*root.units_inside(module)}
+    return [each for each in root.scheduler.ordered_units() if each in inside]

@@ -26,8 +26,6 @@ from layerzero.step.unit import Unit, get_unit
 
 _children_of = itemgetter("_modules")
 _parameters_of = itemgetter("_parameters")
-_END = (None,)
-"""Ends the list of parameters, so that a shorter one differs from the expected list, too."""
 
 
 class Ignored:
@@ -36,10 +34,8 @@ class Ignored:
     The name counts as well, because an ignored module or parameter may be replaced.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module] = (), parameters: Iterable[nn.Parameter] = ()
-    ) -> None:
-        self._refs = {id(each): weakref.ref(each) for each in (*modules, *parameters)}
+    def __init__(self, members: Iterable[nn.Module | nn.Parameter] = ()) -> None:
+        self._refs = {id(each): weakref.ref(each) for each in members}
         self.names: set[str] = set()
         """Their names in the model; `Structure` fills them in."""
 
@@ -48,15 +44,16 @@ class Ignored:
         return reference is not None and reference() is member
 
     @property
+    def members(self) -> list[nn.Module | nn.Parameter]:
+        return [each for ref in self._refs.values() if (each := ref()) is not None]
+
+    @property
     def modules(self) -> list[nn.Module]:
-        return [each for ref in self._refs.values() if isinstance(each := ref(), nn.Module)]
+        return [each for each in self.members if isinstance(each, nn.Module)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [each for ref in self._refs.values() if isinstance(each := ref(), nn.Parameter)]
-
-    def and_also(self, modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Ignored:
-        return Ignored([*self.modules, *modules], [*self.parameters, *parameters])
+        return [each for each in self.members if isinstance(each, torch.Tensor)]
 
 
 class Structure:
@@ -73,10 +70,9 @@ class Structure:
         self.ignored = ignored
         self._units = units
         self._root_ref = weakref.ref(units[0].module)
-        if ignored.modules or ignored.parameters:
-            members = _members(list(self._modules(units[0].module)))
-            ignored.names.update(name for name, each in members if ignored.has(each))
         modules = [*self._modules(units[0].module)]
+        if ignored.members:
+            ignored.names.update(name for name, each in _members(modules) if ignored.has(each))
         self._named = dict(self._named_parameters(modules))
         self._take_snapshot(modules)
 
@@ -129,34 +125,37 @@ class Structure:
         self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
-        shown = chain.from_iterable(each.values() for each in self._parameter_dicts)
-        own = {id(full): sharded for sharded, full in self._shown_full()}
-        self._parameters = [own.get(id(each), each) for each in shown]
-        self._parameters.append(None)
+        self._parameters = self._parameters_now()
 
     def _is_same(self) -> bool:
         dicts = [self._root.__dict__, *self._dicts]
-        expected = self._parameters
-        if full := {id(sharded): full for sharded, full in self._shown_full()}:
-            expected = [full.get(id(each), each) for each in expected]
-        values = chain.from_iterable(map(dict.values, self._parameter_dicts))
         # Dicts are equal when the values are the same objects: modules compare by identity.
         return (
             list(map(_children_of, dicts)) == self._children
             and all(map(is_, map(_parameters_of, dicts), self._parameter_dicts))
-            and all(map(is_, chain(values, _END), expected))
+            and len(now := self._parameters_now()) == len(self._parameters)
+            and all(map(is_, now, self._parameters))
         )
 
-    def _shown_full(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Pairs (sharded, unsharded) of units that show unsharded parameters (explicit unshard)."""
-        for unit in self._units:
-            if unit.shows_unsharded:
-                for handle in unit.handles:
-                    yield from zip(handle.sharded_params, handle.unsharded_params, strict=True)
+    def _parameters_now(self) -> list[nn.Parameter | None]:
+        shown = [*chain.from_iterable(map(dict.values, self._parameter_dicts))]
+        own = self._shown_full()
+        return [own.get(id(each), each) for each in shown] if own else shown
+
+    def _shown_full(self) -> dict[int, nn.Parameter]:
+        """Sharded parameters of units that show unsharded ones (explicit unshard), keyed by the id
+        of these."""
+        return {
+            id(full): sharded
+            for unit in self._units
+            if unit.shows_unsharded
+            for handle in unit.handles
+            for full, sharded in zip(handle.unsharded_params, handle.sharded_params, strict=True)
+        }
 
     def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
-        own = {id(full): sharded for sharded, full in self._shown_full()}
+        own = self._shown_full()
         shown_now = self._named_parameters(self._modules(self._root))
         now = {name: own.get(id(shown), shown) for name, shown in shown_now}
         before = self._named
@@ -211,10 +210,7 @@ class Structure:
         root = self._root_ref()
         members = () if root is None else _members(self._modules(root))
         found = [each for name, each in members if self._is_ignored(name, each)]
-        return self.ignored.and_also(
-            (each for each in found if isinstance(each, nn.Module)),
-            (each for each in found if isinstance(each, torch.Tensor)),
-        )
+        return Ignored([*self.ignored.members, *found])
 
 
 def _members(

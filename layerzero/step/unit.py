@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -165,6 +164,8 @@ class Unit:
     """Whether a load has yet to bring its parameters' values; checked before the first forward."""
     awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
+    comm_hooks: Mapping[str, Callable[..., Any]] = {}
+    """The user's "instead" of its reduce-scatter and "after" its reduction; see comm_hooks.py."""
     is_optional = False
     """Whether ranks may skip it (`optional_modules`)."""
     may_prefetch: bool
@@ -200,21 +201,19 @@ class Unit:
         self.state_dict_hooks = []
         self.open_starts = set()
         self.move_to(module)
-        slots = (slot for group in originals for original in group for slot in original.slots)
-        self._owner_refs = [
-            weakref.ref(each) for each in {id(s.module): s.module for s in slots}.values()
-        ]
+        self._owner_refs: list[weakref.ref[nn.Module]] = []
         self._forms: list[nn.Parameter] = []
         """The sharded and the unsharded form of each parameter in turn."""
-        for handle in handles:
-            self._forms += chain(*zip(handle.sharded_params, handle.unsharded_params, strict=True))
-        self._required_grad = [*map(_requires_grad_of, self._forms)]
         for handle, group in zip(handles, originals, strict=True):
             for original, sharded, full in zip(
                 group, handle.sharded_params, handle.unsharded_params, strict=True
             ):
+                self._forms += (sharded, full)
                 self.views.add(original.slots, sharded, full)
+                for slot in original.slots:
+                    self.add_owner(slot.module)
                 refuse_gradients(original.parameter, original.fqn)
+        self._required_grad = [*map(_requires_grad_of, self._forms)]
         self.views.show_sharded()
         self._follow_trainable()
 
@@ -238,8 +237,8 @@ class Unit:
     @property
     def owners(self) -> list[nn.Module]:
         """The unit's own module, and every module that shows one of its parameters."""
-        refs = (self._module_ref, *self._owner_refs)
-        return [module for ref in refs if (module := ref()) is not None]
+        found = (reference() for reference in (self._module_ref, *self._owner_refs))
+        return [*{id(module): module for module in found if module is not None}.values()]
 
     def add_owner(self, module: nn.Module) -> None:
         self._owner_refs.append(weakref.ref(module))
@@ -249,7 +248,7 @@ class Unit:
         """This rank's sharded parameters of the unit, as `parameters()` returns them."""
         return [sharded_param for handle in self.handles for sharded_param in handle.sharded_params]
 
-    def owns(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: torch.Tensor | None) -> bool:
         """Whether `tensor` is one of its unsharded parameters."""
         return any(each is tensor for h in self.handles for each in h.unsharded_params)
 
@@ -432,7 +431,7 @@ class Unit:
             return
         if not self.context.in_backward:
             self.follow_requires_grad()
-        self.views.show_unsharded(self.label)
+        self.context.replaced.extend(self.views.show_unsharded())
         self.shows_unsharded = True
 
     def show_sharded(self) -> None:
@@ -440,9 +439,7 @@ class Unit:
         if self.shows_unsharded:
             if not self.context.in_backward:
                 self.follow_requires_grad()  # A forward may freeze what it used.
-            replaced = self.views.hide_unsharded()
-            if replaced:
-                self.context.replaced.extend(replaced)
+            self.context.replaced.extend(self.views.hide_unsharded())
             self.shows_unsharded = False
 
     def follow_requires_grad(self, lays_out: bool = False) -> None:

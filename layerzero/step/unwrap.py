@@ -13,7 +13,6 @@ from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
 from layerzero.step import methods, module_guards
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import root_if_alive
-from layerzero.step.structure import Ignored
 from layerzero.step.unit import Unit, get_unit, unset_unit
 
 
@@ -36,22 +35,15 @@ def units_inside(module: nn.Module) -> list[Unit]:
         unit = get_unit(part)
         if unit is not None:
             found[unit] = None
-        found.update(dict.fromkeys(module_guards.units_of(part)))
+        found.update(dict.fromkeys(module_guards.shown_by(part).values()))
     return sorted(found, key=lambda unit: unit.index)
 
 
-def nested_ignored(module: nn.Module) -> Ignored:
+def nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
     """The modules and parameters that ZeRO3 modules inside `module` ignore."""
-    roots = {
-        id(root): root
-        for part in module.modules()
-        if (unit := get_unit(part)) is not None and (root := root_if_alive(unit)) is not None
-    }
-    every = [root.structure.ignored_now() for root in roots.values()]
-    return Ignored(
-        [each for one in every for each in one.modules],
-        [each for one in every for each in one.parameters],
-    )
+    units = filter(None, map(get_unit, module.modules()))
+    roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
+    return [each for root in roots for each in root.structure.ignored_now().members]
 
 
 def left_units(module: nn.Module) -> list[Unit]:
@@ -81,8 +73,9 @@ def left_units(module: nn.Module) -> list[Unit]:
                     continue
                 raise RuntimeError(
                     f"ZeRO3: this {type(module).__name__} contains parameters of {unit.label!r} of "
-                    f"a wrapped {type(outermost).__name__}. Wrap inner modules first. Two models "
-                    "can share whole units only: wrap what they share first, or both in one module"
+                    f"a wrapped {type(outermost).__name__}. Wrap modules inside before those "
+                    "around them. Two models can share whole units only: wrap what they share "
+                    "first, or both in one module"
                 )
         if unit not in nested:
             left.append(unit)
@@ -102,8 +95,7 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """
     modules = {id(module): module for unit in units for module in unit.owners}
     for module in modules.values():
-        patched = methods.patched_methods(module)
-        if patched:
+        if patched := methods.patched_methods(module):
             raise RuntimeError(
                 f"{type(module).__name__}: {patched} were replaced after wrapping, and call what "
                 "ZeRO3 installed there; undo that before wrapping the module again"
@@ -122,7 +114,6 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
         for hook in unit.state_dict_hooks:
             hook.remove()
     for module in modules.values():
-        methods.uninstall(module)
         module_guards.remove(module)
         unset_unit(module)
     return full

@@ -20,7 +20,7 @@ from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.step.unit import Hold, Unit, get_unit
+from layerzero.step.unit import Hold, Unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.negotiation import Negotiation
 from layerzero.uneven.requests import (
@@ -322,8 +322,7 @@ class RunningJoin(Extension):
 
     def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module
-        inside = {id(unit) for m in module.modules() if (unit := get_unit(m)) is not None}
-        units = [unit for unit in self._units if id(unit) in inside]
+        units = self._root.units_inside(module)
         whole = [each for each in module.parameters() if get_info(each) is None]
         max_norm, norm_type = number_of(request.first), number_of(request.second)
         clip_grad_norm_(Clipped(self._root, units, whole), max_norm, norm_type)

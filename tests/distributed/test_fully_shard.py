@@ -684,13 +684,15 @@ def _refused() -> None:
     ):
         with pytest.raises(NotImplementedError, match=name):
             getattr(module, name)(*arguments)
-    with pytest.raises(ValueError, match="expected modules that fully_shard sharded"):
+    with pytest.raises(ValueError, match=r"modules to prefetch must be units .*, got Linear"):
         module.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(RuntimeError, match="outermost"):
         module[0].reset_iter_state()
     with pytest.raises(ValueError, match="has no method"):
         register_fsdp_forward_method(module, "missing")
     share_comm_ctx([module, module[0]])
+    with pytest.raises(ValueError, match="expected modules that fully_shard sharded"):
+        share_comm_ctx([nn.Linear(2, 2)])
 
 
 def test_what_has_no_counterpart_is_refused_by_name() -> None:
@@ -699,7 +701,7 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
 
 def test_methods_are_those_of_torch() -> None:
     theirs = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
-    assert theirs <= vars(FSDPModule).keys()
+    assert theirs <= {*dir(FSDPModule)}
     for name in theirs:
         own, expected = (
             list(inspect.signature(getattr(cls, name)).parameters.values())

@@ -83,6 +83,31 @@ def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("replaced", "codes", "replaced")
 
 
+class _Replaces(nn.Module):
+    """Replaces a parameter of a unit before it calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.up.weight = nn.Parameter(torch.zeros_like(self.block.up.weight))
+        return self.block(x)
+
+
+@on_ranks(2)
+def test_a_forward_that_replaces_a_parameter_of_a_unit_that_it_calls_is_refused() -> None:
+    model = zero3(_Replaces, Block)
+    before = [*model.parameters()]
+    for use in (model, torch.no_grad()(model)):
+        with pytest.raises(RuntimeError, match=r"the forward replaced 'block.up.weight'"):
+            use(batch())
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    model.block.up.weight = nn.Parameter(torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"unshard: .* replaced block.up.weight"):
+        model.unshard()
+
+
 class _AddsHalf(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + 0.5

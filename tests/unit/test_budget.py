@@ -17,16 +17,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_842,
-    "flat": 2_874,
-    "step": 4_603,
+    "": 45_600,
+    "flat": 2_862,
+    "step": 4_576,
     "comm": 1_521,
     "watch": 1_038,
-    "build": 2_447,
+    "build": 2_436,
     "guards": 685,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_488
+TOUR = 16, 4_485
 """Files in README's tour of a training step, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""

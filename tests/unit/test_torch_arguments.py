@@ -32,8 +32,8 @@ from layerzero import (
 )
 from layerzero.build.arguments import Arguments, check_arguments
 from layerzero.build.wrap import plan_units
-from layerzero.fsdp import _defaults
 from layerzero.migrate import to_backward_prefetch, to_offload, to_policy, to_precision
+from layerzero.zero3 import KEYWORDS
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 
 
@@ -277,7 +277,7 @@ def test_a_wrong_argument_gets_one_clear_line_before_anything_is_changed(
 
 
 def _checked(**given: Any) -> Arguments:
-    return check_arguments({**_defaults(), "module": nn.Linear(1, 1), **given})
+    return check_arguments({**KEYWORDS, "process_group": None, "module": nn.Linear(1, 1), **given})
 
 
 def test_no_policy_is_the_default_one() -> None:

@@ -92,7 +92,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
             unit.views.show_sharded()
             unit.views.shows_stand_ins = False
             if unit.shows_unsharded:
-                unit.views.show_unsharded(unit.label)
+                unit.views.show_unsharded()
 
 
 def _storage(tensor: torch.Tensor) -> int:
