@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_227,
+    "": 46_225,
     "flat": 2_874,
     "step": 4_611,
     "comm": 1_521,
     "watch": 1_038,
-    "build": 2_437,
+    "build": 2_435,
     "guards": 685,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
