@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -268,7 +272,8 @@ def _check_crossing(
         )
 
 
-class _Held(NamedTuple):
+@dataclass
+class _Held:
     """The memory of one parameter, in bytes: [start, stop) on a device, perhaps with gaps."""
 
     device: str
@@ -277,6 +282,15 @@ class _Held(NamedTuple):
     name: str
     local: torch.Tensor
     is_ignored: bool
+
+    @cached_property
+    def elements(self) -> Any:
+        """Where the elements lie, for numpy, which does not read them."""
+        itemsize = self.local.itemsize
+        steps = tuple(step * itemsize for step in self.local.stride())
+        place = {"data": (self.start, True), "shape": (*self.local.shape,), "strides": steps}
+        interface = {**place, "typestr": f"|V{itemsize}", "version": 3}
+        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def refuse_shared_memory(
@@ -288,15 +302,21 @@ def refuse_shared_memory(
     """
     memory = [*_memory_of(sharded, False), *_memory_of(ignored, True)]
     around: list[_Held] = []
-    """Parameters whose ranges overlap, directly or by others of these."""
-    end = ("", 0)
-    for held in sorted(memory, key=lambda each: each[:3]):
-        if (held.device, held.start) >= end:
-            _check(around)
-            around = []
+    """Parameters before, in memory, that end behind the start of this one."""
+    for held in sorted(memory, key=attrgetter("device", "start", "stop")):
+        around = [one for one in around if one.device == held.device and one.stop > held.start]
+        for one in around:
+            # Those of one matrix's columns share no element.
+            is_whole = one.is_ignored and held.is_ignored
+            if not is_whole and np.shares_memory(one.elements, held.elements):
+                raise ValueError(
+                    f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
+                    "memory: each would get shards of its own, and a write to one would no longer "
+                    "change the other; make them one Parameter, which stays tied (b.weight = "
+                    "a.weight, without nn.Parameter or .data), or give one of them memory of its "
+                    "own (clone)"
+                )
         around.append(held)
-        end = max(end, (held.device, held.stop))
-    _check(around)
 
 
 def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> Iterator[_Held]:
@@ -313,33 +333,3 @@ def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> I
                 steps = zip(local.shape, local.stride(), strict=True)
                 stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
             yield _Held(str(local.device), start, stop, clean_name(name), local, is_ignored)
-
-
-def _check(around: list[_Held]) -> None:
-    """Check parameters with overlapping ranges. Those of one matrix's columns share no element."""
-    if len(around) < 2:
-        return
-    start = around[0].start
-    is_taken = np.zeros(max(held.stop for held in around) - start, bool)
-    around.sort(key=lambda held: held.is_ignored)
-    for index, held in enumerate(around):
-        own = _bytes_of(held, is_taken, start)
-        if own.any():
-            is_taken[:] = False
-            own[...] = True
-            one = next(e for e in around[:index] if _bytes_of(e, is_taken, start).any())
-            raise ValueError(
-                f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
-                "memory: each would get shards of its own, and a write to one would no longer "
-                "change the other; make them one Parameter, which stays tied (b.weight = a.weight, "
-                "without nn.Parameter or .data), or give one of them memory of its own (clone)"
-            )
-        own[...] = not held.is_ignored
-
-
-def _bytes_of(held: _Held, memory: Any, start: int) -> Any:
-    """The elements of `memory`, one for each byte from address `start`, where `held` lies."""
-    itemsize = held.local.itemsize
-    steps = (*(step * itemsize for step in held.local.stride()), 1)
-    shape = (*held.local.shape, itemsize)
-    return np.lib.stride_tricks.as_strided(memory[held.start - start :], shape, steps)

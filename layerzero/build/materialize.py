@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -141,14 +142,15 @@ class Materializer:
                 'called with each such module, or param_init_fn="later" if a load provides values'
             )
         fresh = [place for place in places if self._allocate(place)]
-        generators = _Generators(self._device)
+        generators = _kept_generators(self._device)
         error = self._run(module)
         left = [place for place in places if _is_unwritten(place.tensor)]
         again = None
         if left and self._init is not None and (error is None or left == fresh):
             for place in left:
                 place.tensors[place.name] = metas[place]
-            generators.restore()
+            for restore in generators:
+                restore()
             again = self._run(module)
             left = [place for place in left if _is_unwritten(place.tensor)]
             error = error if left else again
@@ -215,18 +217,14 @@ def _is_unwritten(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and (tensor.is_meta or unset_values.is_left(tensor))
 
 
-class _Generators:
-    """State of torch's default random generators, on the CPU and on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu = torch.get_rng_state()
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device = None if self._module is None else self._module.get_rng_state(device)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._module is not None:
-            self._module.set_rng_state(self._device)
+def _kept_generators(device: torch.device) -> list[Callable[[], None]]:
+    """Functions that put torch's default random generators back into the state they have now."""
+    kept: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        # With its name: the current device may be another one.
+        kept.append(partial(module.set_rng_state, module.get_rng_state(device), device))
+    return kept
 
 
 _FRESH = (

@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_600,
+    "": 45_588,
     "flat": 2_862,
     "step": 4_576,
     "comm": 1_521,
     "watch": 1_038,
-    "build": 2_436,
+    "build": 2_424,
     "guards": 685,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
