@@ -55,7 +55,14 @@ def summon(
     Args:
         what: the user's call, for messages.
     """
-    _check_idle(root, units, what)
+    root.backward.clear_abandoned()
+    busy = {unit.label: unit.training_state.name for unit in units}
+    busy = {label: state for label, state in busy.items() if state != TrainingState.IDLE.name}
+    if root.context.in_backward or busy:
+        raise RuntimeError(
+            f"{what}: expected a model between steps, but it is inside forward, backward or "
+            f"another summon_full_params ({busy}); leave that first"
+        )
     root.structure.check(what)
     root.before_call(what)
     root.reducer.kept.hide()
@@ -117,23 +124,6 @@ def _refuse_hooks(summoned: list[_Summoned]) -> None:
                     "summon_full_params, where full parameters are temporary, so the hooks would "
                     "never run; register them outside, on the sharded parameters"
                 )
-
-
-def _check_idle(root: RootState, units: list[Unit], what: str) -> None:
-    root.backward.clear_abandoned()
-    busy = root.context.in_backward or any(
-        unit.training_state is not TrainingState.IDLE for unit in units
-    )
-    if busy:
-        states = {
-            u.label: u.training_state.name
-            for u in units
-            if u.training_state is not TrainingState.IDLE
-        }
-        raise RuntimeError(
-            f"{what}: expected a model between steps, but it is inside forward, "
-            f"backward or another summon_full_params ({states}); leave that first"
-        )
 
 
 def _check_written(
