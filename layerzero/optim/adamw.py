@@ -401,11 +401,8 @@ class AdamW(torch.optim.AdamW):
         flats = self._all_flats()
         whole_grads: list[torch.Tensor] = []
         # All placements of the model, also without a gradient: every rank runs the same gathers.
-        sharded: dict[int, tuple[Placement, list[torch.Tensor]]] = {
-            id(handle.placement): (handle.placement, [])
-            for unit in root.units
-            for handle in unit.handles
-        }
+        sharded: dict[int, tuple[Placement, list[torch.Tensor]]]
+        sharded = {id(each): (each, []) for each in root.placements}
         for flat in flats:
             handle = flat.handle
             found = whole_grads if handle is None else sharded[id(handle.placement)][1]
