@@ -33,7 +33,6 @@ from layerzero.checkpoint.source import (
     open_source,
     read_head,
 )
-from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.optimizers import map_values
 
@@ -59,14 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        status, reason = 130, "interrupted"
     except _Refused as error:
-        return _fail(str(error), 2)
+        status, reason = 2, str(error)
     except (CheckpointError, OSError) as error:
-        return _fail(str(error), 1)
-
-
-def _fail(reason: str, status: int) -> int:
+        status, reason = 1, str(error)
     print(f"{_PROGRAM}: error: {reason}", file=sys.stderr)
     return status
 
@@ -178,10 +174,10 @@ def _describe(path: Path, with_tensors: bool) -> dict[str, Any]:
             {
                 "kind": kind,
                 "name": name,
-                "dtype": dtype_name(place.entry.dtype, name),
-                "shape": list(place.entry.shape),
+                "dtype": place.dtype,
+                "shape": list(place.shape),
                 "file": place.file,
-                "offset": place.entry.begin,
+                "offset": place.begin,
                 "nbytes": place.entry.nbytes,
                 "crc32": place.crc,
             }
@@ -195,9 +191,7 @@ def _totals(places: Iterable[Location]) -> dict[str, dict[str, int]]:
     """Tensors, elements and bytes by dtype."""
     found: dict[str, dict[str, int]] = {}
     for place in places:
-        own = found.setdefault(
-            dtype_name(place.entry.dtype, place.file), {"tensors": 0, "elements": 0, "nbytes": 0}
-        )
+        own = found.setdefault(place.dtype, {"tensors": 0, "elements": 0, "nbytes": 0})
         own["tensors"] += 1
         own["elements"] += place.entry.numel
         own["nbytes"] += place.entry.nbytes

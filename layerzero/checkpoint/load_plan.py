@@ -16,7 +16,7 @@ from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
     Entry,
-    Places,
+    entry_of,
     extra_states,
     model_entries,
     scalar_key,
@@ -78,7 +78,6 @@ class LoadPlan:
         self._model = model
         self._strict = strict
         self._names = Names(model)
-        self._places = Places(self._names)
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: Counter[tuple[str, str]] = Counter()
@@ -96,7 +95,7 @@ class LoadPlan:
         misfits = []
         targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
         targets += [buffer for buffer, _ in named_buffers(self._model)]
-        entries = model_entries(self._model, self._names, self._places)
+        entries = model_entries(self._model, self._names)
         for target, entry in zip(targets, entries, strict=True):
             names = (entry.name, *entry.aliases)
             self.wanted.update(names)
@@ -239,7 +238,7 @@ class LoadPlan:
         like = torch.empty(()) if is_scalar else parameter.detach()
         if is_whole:
             like = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-        entry = self._places.entry(OPTIMIZER, (name,), parameter, like, index, is_whole)
+        entry = entry_of(self._names, OPTIMIZER, (name,), parameter, like, index, is_whole)
         if saved.shape != entry.extent.shape:
             raise CheckpointError(
                 f"{self._source.folder}: the optimizer state {name} has shape {saved.shape}, but "

@@ -17,7 +17,6 @@ from layerzero.checkpoint.format.file_plan import announce, merge, plan_files
 from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
-    Places,
     extra_states,
     model_entries,
     optimizer_groups,
@@ -113,10 +112,9 @@ class SavePlan:
     ) -> dict[str, Any]:
         """List this rank's content; returns the announcement for all ranks. Not collective."""
         names = Names(model)
-        places = Places(names)
         self._groups = optimizer_groups(optimizers, names) if optimizers else None
-        parts = optimizer_parts(optimizers, names, places)
-        self._entries = [*model_entries(model, names, places), *parts.entries]
+        parts = optimizer_parts(optimizers, names)
+        self._entries = [*model_entries(model, names), *parts.entries]
         states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
         is_single = schedulers is None or list(states) == [""]
         self._scheduler = encode(states.get("") if is_single else states, "the scheduler's state")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import index_name
@@ -34,13 +34,21 @@ from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class Location:
-    """The file and entry of a tensor, and the CRC-32 of its bytes, if known."""
+class Location(NamedTuple):
+    """Where a tensor is, in values that JSON has."""
 
     file: str
-    entry: TensorEntry
+    dtype: str
+    """As safetensors files name it."""
+    shape: Sequence[int]
+    begin: int
+    """Byte offset in the file."""
     crc: int | None
+    """CRC-32 of its bytes, if known."""
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(DTYPES[self.dtype], tuple(self.shape), self.begin)
 
 
 @dataclass(frozen=True)
@@ -82,25 +90,15 @@ class Source:
         return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
 
     def to_json(self) -> list[Any]:
-        tensors = {
-            kind: [
-                [name, p.file, dtype_name(p.entry.dtype, name), p.entry.shape, p.entry.begin, p.crc]
-                for name, p in places.items()
-            ]
-            for kind, places in self.tensors.items()
-        }
         manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
-        return [str(self.folder), tensors, self.aliases, manifest]
+        return [str(self.folder), self.tensors, self.aliases, manifest]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Source:
         folder, tensors, aliases, manifest = values
         found = {
-            kind: {
-                name: Location(file, TensorEntry(DTYPES[dtype], tuple(shape), begin), crc)
-                for name, file, dtype, shape, begin, crc in rows
-            }
-            for kind, rows in tensors.items()
+            kind: {name: Location(*place) for name, place in places.items()}
+            for kind, places in tensors.items()
         }
         sealed = None if manifest is None else Manifest.from_bytes(manifest.encode(), folder)
         return cls(Path(folder), found, aliases, sealed)
@@ -197,7 +195,8 @@ def _tensors_of(
                     "too"
                 )
             crc = None if manifest is None else manifest.crc_of(tensor)
-            tensors[tensor] = Location(name, entry, crc)
+            dtype = dtype_name(entry.dtype, tensor)
+            tensors[tensor] = Location(name, dtype, entry.shape, entry.begin, crc)
         metadata |= metadata_of(head)
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.

@@ -18,7 +18,7 @@ from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.sharded_params import Owner, owner_of_each
+from layerzero.optim.sharded_params import Owner, first_owner
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 
 _ELEMENT_WISE = (
@@ -111,8 +111,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     if is_known and not has_empty_groups:
         return  # Early: with one optimizer per parameter, the search below would be quadratic.
     marked = [each for each in _parameters(optimizer) if get_info(each) is not None]
-    known = owner_of_each()
-    owner = next((known[id(each)] for each in marked if id(each) in known), None)
+    owner = first_owner(marked)
     if owner is None:
         return
     # Otherwise this rank has all elements, and only shapes differ.

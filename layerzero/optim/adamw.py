@@ -15,22 +15,14 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement, sum_dtype
+from layerzero.flat.placement import Placement
 from layerzero.optim.checks import check_options, check_parameters, name_of
-from layerzero.optim.clip import clip_factor, refuse_used
+from layerzero.optim.clip import Clipped, clip_factor, grad_norm, refuse_used
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
-from layerzero.optim.norm import (
-    Part,
-    all_finite,
-    checked_norm_type,
-    global_power,
-    norms_of,
-    root_of_power,
-    sharded_parts,
-)
+from layerzero.optim.norm import Part, all_finite, global_power, norms_of
 from layerzero.optim.quant_state import QuantState
-from layerzero.optim.sharded_params import Owner, owner_of_each
+from layerzero.optim.sharded_params import first_owner
 from layerzero.step.root import RootState
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
@@ -257,13 +249,8 @@ class AdamW(torch.optim.AdamW):
             unit = flat.unit
             if unit is not None:
                 return cast("RootState | None", unit.context.owner())
-        owner = self._owner()
+        owner = first_owner(chain(*whole_groups(self)))
         return None if owner is None else owner.root
-
-    def _owner(self) -> Owner | None:
-        known = owner_of_each()
-        members = (each for group in whole_groups(self) for each in group)
-        return next((known[id(each)] for each in members if id(each) in known), None)
 
     @property
     def state(self) -> Any:
@@ -323,7 +310,7 @@ class AdamW(torch.optim.AdamW):
 
     def _make_flats(self, groups: list[list[nn.Parameter]]) -> None:
         old = dict(self.state)
-        owner = self._owner()
+        owner = first_owner(chain(*groups))
         self._given = [[*group] for group in groups]
         # A state that no group uses any more stays, as torch's does: its option may come back.
         held = {key for own in old.values() for key in own} | {*self._keys()}
@@ -407,26 +394,15 @@ class AdamW(torch.optim.AdamW):
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
-        norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
-        flats = self._all_flats()
         if norm_type != 2 or root.tensor_parallel_groups:
-            members = {each: each.grad for group in self.param_groups for each in group["params"]}
-            whole = [
-                Part(each, grad)
-                for each, grad in members.items()
-                if get_info(each) is None and grad is not None and grad.numel()
-            ]
-            dtype = sum_dtype(*{each.dtype for each in members})
-            parts = sharded_parts(root.units, members.get)
-            power = global_power(root, parts, whole, norm_type, dtype, "gradient norm")
-            return root_of_power(power, norm_type)
+            own = dict.fromkeys(each for group in self.param_groups for each in group["params"])
+            whole = [each for each in own if get_info(each) is None]
+            return grad_norm(Clipped(root, root.units, whole, own), norm_type)
+        flats = self._all_flats()
         whole_grads: list[torch.Tensor] = []
         # All placements of the model, also without a gradient: every rank runs the same gathers.
-        sharded: dict[int, tuple[Placement, list[torch.Tensor]]] = {
-            id(handle.placement): (handle.placement, [])
-            for unit in root.units
-            for handle in unit.handles
-        }
+        sharded: dict[int, tuple[Placement, list[torch.Tensor]]]
+        sharded = {id(each): (each, []) for each in root.placements}
         for flat in flats:
             handle = flat.handle
             found = whole_grads if handle is None else sharded[id(handle.placement)][1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,10 +31,16 @@ class Clipped(NamedTuple):
     """Units with sharded parameters."""
     replicated: Sequence[nn.Parameter]
     """Ignored parameters, of which every rank has a full copy."""
+    chosen: Container[nn.Parameter] | None = None
+    """The sharded parameters that are meant; None: all of the units'."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [*self.replicated, *(p for unit in self.units for p in unit.sharded_params)]
+        own = (each for unit in self.units for each in unit.sharded_params)
+        return [*self.replicated, *filter(self.is_meant, own)]
+
+    def is_meant(self, sharded_param: nn.Parameter) -> bool:
+        return self.chosen is None or sharded_param in self.chosen
 
 
 def refuse_used(root: RootState) -> None:
@@ -76,7 +82,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
     # From all parameters, not only those with a gradient here: the same on every rank.
     dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
     whole = [Part(p, p.grad) for p in of.replicated if p.grad is not None and p.grad.numel()]
-    given = sharded_parts(of.units, lambda parameter: parameter.grad)
+    given = sharded_parts(of.units, lambda each: each.grad if of.is_meant(each) else None)
     power = global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
     return root_of_power(power, norm_type)
 

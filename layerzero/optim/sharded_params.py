@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -55,6 +55,12 @@ def owners(root: RootState) -> Iterator[Owner]:
 def owner_of_each() -> dict[int, Owner]:
     """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
     return {id(owner.sharded_param): owner for root in live_roots() for owner in owners(root)}
+
+
+def first_owner(parameters: Iterable[nn.Parameter]) -> Owner | None:
+    """That of the first sharded parameter among these; visits all models, as `owner_of_each`."""
+    known = owner_of_each()
+    return next((known[id(each)] for each in parameters if id(each) in known), None)
 
 
 def by_tensor() -> dict[int, nn.Parameter]:

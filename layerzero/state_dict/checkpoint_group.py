@@ -26,7 +26,8 @@ from layerzero.flat.groups import (
     describe_group,
     raise_backend_timeout,
 )
-from layerzero.flat.placement import Placement, ShardGroup
+from layerzero.flat.placement import ShardGroup
+from layerzero.notices import some_ranks
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.step.root import RootState
 
@@ -103,7 +104,7 @@ class CheckpointGroup:
             if not is_good:
                 ranks_of.setdefault(answer, []).append(rank)
         if ranks_of:
-            each = [f"{_ranks_text(own)}: {text}" for text, own in ranks_of.items()]
+            each = [f"{some_ranks(own)}: {text}" for text, own in ranks_of.items()]
             rest = sum(len(own) for own in [*ranks_of.values()][4:])
             shown = each[:4] + ([f"and {rest} more"] if rest else [])
             raise CheckpointError("; ".join(shown)) from error
@@ -123,18 +124,6 @@ class CheckpointGroup:
     def _operation(self, what: str) -> Operation:
         self._num_operations += 1
         return Operation("exchange", what, self._num_operations)
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0-2, 5", of ascending ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = (f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup | RootState, dict[tuple[int, ...], CheckpointGroup]]
@@ -176,7 +165,8 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
             device = root.device if has_device else _HOST
             agree_on_group_names([describe_group(process_group, device, None)], device, _TOGETHER)
         else:
-            agree_on_group_names(_axes_of(placements, root), root.device, _TOGETHER)
+            axes = [*root.groups, *root.tensor_parallel_groups]
+            agree_on_group_names(axes, root.device, _TOGETHER)
         group = None
         if len(key) > 1:
             together = new_group(key, "gloo", _timeout_of(root, process_group))
@@ -194,16 +184,6 @@ def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> tim
         chosen = chosen_timeout(process_group, root.device)
         timeouts += [] if chosen is None else [chosen]
     return max(timeouts, default=DEFAULT_TIMEOUT)
-
-
-def _axes_of(placements: Sequence[Placement], root: RootState) -> list[ShardGroup]:
-    """Groups that together connect each rank with all ranks that share the model."""
-    axes: dict[dist.ProcessGroup, ShardGroup] = {}
-    for placement in placements:
-        whole = placement.data_parallel or placement
-        for group in (*whole.groups, *placement.groups, *root.tensor_parallel_groups):
-            axes.setdefault(group.process_group, group)
-    return list(axes.values())
 
 
 def _sharing(root: RootState, members: set[int]) -> list[int]:

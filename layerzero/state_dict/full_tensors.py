@@ -56,8 +56,8 @@ class FlatSource:
     """Dtype of the full tensors."""
     shard: Callable[[], torch.Tensor]
     """Returns this rank's shard, [shard_numel]; called when its gather begins."""
-    present: Sequence[int]
-    """Indices of the handle's parameters to yield."""
+    wanted: Mapping[int, Any]
+    """What full tensors are yielded with, by index of the handle's parameter; others are not."""
 
     @property
     def nbytes(self) -> int:
@@ -109,29 +109,20 @@ def _stream_model(
     only: Container[str] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     names = Names(model)
-
-    def is_wanted(name: str) -> bool:
-        return only is None or name in only
-
     sources = []
     for handle in names.handles:
-        own, params = handle.main_shard.dtype, handle.sharded_params
+        own = handle.main_shard.dtype
         target = dtype if dtype is not None and own.is_floating_point else own
-        root = _root_of(params[0])
+        root = _root_of(handle.sharded_params[0])
         assert root is not None, "the model of the handle exists"
-        wanted = [i for i, each in enumerate(params) if is_wanted(names.first(each))]
+        found = enumerate(map(names.first, handle.sharded_params))
+        wanted = {index: name for index, name in found if only is None or name in only}
         read = partial(_main_shard, handle, target)
         sources.append(FlatSource(root, handle, target, read, wanted))
-    yield from (
-        (names.first(source.handle.sharded_params[index]), full)
-        for source, index, full in _stream(sources, nbytes)
-    )
-    for parameter, found in names.unsharded():
-        if is_wanted(found[0]):
-            yield found[0], parameter.detach()
-    for buffer, found in named_buffers(model):
-        if is_wanted(found[0]):
-            yield found[0], buffer.detach()
+    yield from _stream(sources, nbytes)
+    for tensor, (name, *_) in [*names.unsharded(), *named_buffers(model)]:
+        if only is None or name in only:
+            yield name, tensor.detach()
 
 
 def _main_shard(handle: FlatParamHandle, dtype: torch.dtype) -> torch.Tensor:
@@ -144,14 +135,12 @@ def _root_of(sharded_param: nn.Parameter) -> RootState | None:
     return None if unit is None else root_of_unit(unit)
 
 
-def _stream(
-    sources: Iterable[FlatSource], nbytes: int
-) -> Iterator[tuple[FlatSource, int, torch.Tensor]]:
-    """Yield (source, parameter index, full tensor). Collective.
+def _stream(sources: Iterable[FlatSource], nbytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each of what is wanted with its full tensor. Collective.
 
     The next source is gathered while the tensors of one are in use, if both fit in `nbytes`.
     """
-    waiting = deque(source for source in sources if source.present)
+    waiting = deque(source for source in sources if source.wanted)
     coming: tuple[torch.Tensor, Waitable] | None = None
     try:
         while waiting:
@@ -160,11 +149,11 @@ def _stream(
             fits = bool(waiting) and source.nbytes + waiting[0].nbytes <= nbytes
             coming = _gather(waiting[0].root, waiting[0]) if fits else None
             work.wait()
-            for index in source.present:
+            for index, wanted in source.wanted.items():
                 view: Any = source.handle.view_of(full, index)
                 if source.handle.splits[index] is not None:
                     view = view.full_tensor()  # Collective over the mesh.
-                yield source, index, view
+                yield wanted, view
                 del view
             source.root.context.before_free()
             del full
@@ -224,20 +213,18 @@ def gather(root: RootState, shards: Sequence[Shard]) -> Iterator[tuple[Shard, to
         if layer is None:
             own.append(layer := {})
         layer[index] = shard
-    sources, layer_of, described = [], {}, dict[Placement, list[Any]]()
+    sources, described = [], dict[Placement, list[Any]]()
     for handle, by_dtype in zip(handles, layers, strict=True):
         of_handle = described.setdefault(handle.placement, [])
         for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             for layer in own:
                 parts = {index: shard.local for index, shard in layer.items()}
                 read = partial(flat_of, handle, dtype, parts)
-                sources.append(FlatSource(root, handle, dtype, read, sorted(layer)))
-                layer_of[id(sources[-1])] = layer
+                sources.append(FlatSource(root, handle, dtype, read, dict(sorted(layer.items()))))
                 of_handle.append([handle.fqns[0], str(dtype), sorted(layer)])
     for placement, rows in described.items():
         _agree(root, placement, rows)
-    for source, index, value in _stream(sources, _AHEAD_NBYTES):
-        yield layer_of[id(source)][index], value
+    yield from _stream(sources, _AHEAD_NBYTES)
 
 
 def flat_of(

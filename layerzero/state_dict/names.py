@@ -10,11 +10,12 @@ from torch import nn
 
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
-from layerzero.flat.parameter_info import ParameterInfo, info_of
+from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.preconditions import roots_inside
 from layerzero.state_dict.ranges import Extent
+from layerzero.step.handle import FlatParamHandle
 
 
 class Names:
@@ -40,7 +41,11 @@ class Names:
         for parameter, found in names.values():
             self.parameters.append((parameter, tuple(dict.fromkeys(found))))
         self._by_id = {id(parameter): found for parameter, found in self.parameters}
-        self._handle_of = {id(p): handle for handle in self.handles for p in handle.sharded_params}
+        self._places = {
+            id(parameter): (handle, (number, index))
+            for number, handle in enumerate(self.handles)
+            for index, parameter in enumerate(handle.sharded_params)
+        }
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...] | None:
         """All names of a parameter of the model; None for any other."""
@@ -50,22 +55,25 @@ class Names:
         """The first name of a parameter of the model."""
         return self._by_id[id(parameter)][0]
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[FlatParamHandle, tuple[int, int]] | None:
+        """The handle of a sharded parameter, and its numbers there; None for any other tensor."""
+        return self._places.get(id(tensor))
+
     def unsharded(self) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
         """Parameters that are not sharded (ignored ones), with all their names."""
-        return [(p, found) for p, found in self.parameters if id(p) not in self._handle_of]
+        return [(p, found) for p, found in self.parameters if id(p) not in self._places]
 
-    def announces(self, parameter: nn.Parameter) -> bool:
+    def announces(self, parameter: torch.Tensor) -> bool:
         """Whether this rank reports a parameter to the others.
 
         The owner of the first element of a sharded parameter does, and every rank of one that is
         not sharded.
         """
-        handle = self._handle_of.get(id(parameter))
-        if handle is None:
+        place, info = self.place_of(parameter), get_info(parameter)
+        if place is None or info is None:
             return True
-        info = info_of(parameter)
         if not math.prod(info.shape):
-            return handle.placement.is_first
+            return place[0].placement.is_first
         start, stop = info.range
         return start == 0 < stop and not any(extent_of(info).offsets)
 

@@ -95,6 +95,11 @@ def on_device(device: torch.device, value: Any) -> Any:
     return map_values(value, moved)
 
 
+def copied(value: Any) -> Any:
+    """A copy of a tensor, a shard of one included; anything else as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same nested dicts, lists and tuples, with `change` of what is in them."""
     if isinstance(value, dict) or type(value) in (list, tuple):

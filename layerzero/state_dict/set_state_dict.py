@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from layerzero.state_dict.optimizer_state import (
 )
 from layerzero.state_dict.optimizers import (
     check_optimizers,
+    copied,
     fill_slots,
     keeps_whole_states,
     map_values,
@@ -156,47 +156,27 @@ def _set_one(
     names: Names, optimizer: torch.optim.Optimizer, optim_state_dict: StateDict, strict: bool
 ) -> None:
     saved = [(options_of(group), group["params"]) for group in optim_state_dict["param_groups"]]
-    groups = names_in_groups(names, optimizer)
-    options_by_group = options_of_groups(groups, saved, strict, "the state dict")
+    groups, given = names_in_groups(names, optimizer), optim_state_dict["state"]
+    options = options_of_groups(groups, saved, strict, "the state dict")
+    owned = {parameter: names.first(parameter) for parameter in parameters_with_state(optimizer)}
+    states = {parameter: given[name] for parameter, name in owned.items() if name in given}
     if keeps_whole_states(optimizer):
-        _put_whole(names, optimizer, options_by_group, optim_state_dict["state"])
+        for parameter, state in states.items():
+            for key, value in state.items():
+                if isinstance(value, (ParameterShard, RankLocal)):
+                    raise CheckpointError(
+                        f"optimizer state {key!r} of {owned[parameter]} is a shard, but "
+                        f"{type(optimizer).__name__} keeps whole states: pass a state dict that "
+                        "was made with full=True"
+                    )
+        # Copies, because the optimizer will write to them.
+        states = {parameter: map_values(state, copied) for parameter, state in states.items()}
+        refuse_other_class(optimizer, options, states, names.first)
+        put_state(optimizer, options, states, exact=True)
         return
-    given = optim_state_dict["state"]
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    owners = dict(zip(members, itertools.chain(*groups), strict=True))
-    put_state(optimizer, options_by_group, {p: given[n] for p, n in owners.items() if n in given})
-    for parameter, name in owners.items():
-        if name in given:
-            # Copies, because the optimizer will write to them.
-            optimizer.state[parameter] = map_values(optimizer.state[parameter], _copied)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _put_whole(
-    names: Names,
-    optimizer: torch.optim.Optimizer,
-    options: Sequence[Mapping[str, Any]],
-    given: StateDict,
-) -> None:
-    """Load the states of the tensors that this rank owns, in the dtypes that they have."""
-    states = {}
-    for parameter in parameters_with_state(optimizer):
-        name = names.first(parameter)
-        for key, value in given.get(name, {}).items():
-            if isinstance(value, (ParameterShard, RankLocal)):
-                raise CheckpointError(
-                    f"optimizer state {key!r} of {name} is a shard, but "
-                    f"{type(optimizer).__name__} keeps whole states: pass a state dict that was "
-                    "made with full=True"
-                )
-        if name in given:
-            # Copies, because the optimizer will write to them.
-            states[parameter] = copy.deepcopy(given[name])
-    refuse_other_class(optimizer, options, states, names.first)
-    put_state(optimizer, options, states, exact=True)
+    put_state(optimizer, options, states)
+    for parameter in states:  # Copies afterwards: of shards alone, where full tensors were given.
+        optimizer.state[parameter] = map_values(optimizer.state[parameter], copied)
 
 
 def _from_first(

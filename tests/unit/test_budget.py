@@ -17,13 +17,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_588,
+    "": 45_497,
     "flat": 2_862,
     "step": 4_576,
     "comm": 1_521,
     "watch": 1_038,
     "build": 2_424,
-    "guards": 685,
+    "guards": 684,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_485

@@ -26,6 +26,7 @@ from layerzero.notices import is_first_rank
 from layerzero.state_dict.names import Names, extent_of, named_buffers
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
+from layerzero.step.root import RootState
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Source:
     """In order of offset; gaps between them are not sent."""
 
 
-def sources_of(model: nn.Module, names: Names, buffers: bool) -> Iterator[Source]:
+def sources_of(model: nn.Module, root: RootState, names: Names, buffers: bool) -> Iterator[Source]:
     """All that this rank sends. Not collective.
 
     Raises:
@@ -76,7 +77,8 @@ def sources_of(model: nn.Module, names: Names, buffers: bool) -> Iterator[Source
 
     for handle in names.handles:
         yield from _of_handle(handle, names, names_of)
-    if not _is_first(names):
+    axes = [*root.groups, *root.tensor_parallel_groups]
+    if not (all(axis.is_first for axis in axes) if axes else is_first_rank()):
         return
     for parameter, _ in names.unsharded():
         _refuse_subclass(parameter, names_of(parameter))
@@ -123,12 +125,3 @@ def _refuse_subclass(parameter: nn.Parameter, names: Sequence[str]) -> None:
             f"{type(parameter).__name__}, which has no flat elements to compare; let ZeRO3 shard "
             "it, or replace it by its local tensor"
         )
-
-
-def _is_first(names: Names) -> bool:
-    """Whether this rank is the first of those that share the model."""
-    if not names.handles:
-        return is_first_rank()
-    placements = (handle.placement for handle in names.handles)
-    of_all = (placement.data_parallel or placement for placement in placements)
-    return next(of_all).is_first and all(g.is_first for g in names.tensor_parallel_groups)

@@ -219,7 +219,8 @@ class DeltaStream:
         """
         if not isinstance(self._model, nn.Module):
             raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
-        units = [unit for state in root_states_of(self._model, verb) for unit in state.units]
+        roots = root_states_of(self._model, verb)
+        units = [unit for root in roots for unit in root.units]
         if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
             raise RuntimeError(
                 f"{verb}: inside summon_full_params() the shards are not up to date; leave it first"
@@ -232,7 +233,7 @@ class DeltaStream:
         self._handles, self._sends_whole = handles, self._buffers or any(names.unsharded())
         former = {(chunk.source.pieces, chunk.dtype): chunk for chunk in self._chunks}
         chunks = []
-        for source in sources_of(self._model, names, self._buffers):
+        for source in sources_of(self._model, roots[0], names, self._buffers):
             main = source.read()
             dtype = self._dtype if main.is_floating_point() else main.dtype
             chunk = former.get((source.pieces, dtype)) or Chunk(source, dtype, self._on_host)

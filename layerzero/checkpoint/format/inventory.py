@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
-from layerzero.flat.parameter_info import ParameterInfo, info_of
+from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.errors import CheckpointError
@@ -79,60 +79,48 @@ def replica_of(handle: FlatParamHandle, info: ParameterInfo, names: Names) -> in
     return replica
 
 
-class Places:
-    """Positions of this rank's shards in the full parameters."""
+def entry_of(
+    names: Names,
+    kind: str,
+    found: tuple[str, ...],
+    parameter: torch.Tensor,
+    tensor: torch.Tensor,
+    index: int,
+    has_owner: bool = False,
+) -> Entry:
+    """The entry of `tensor`, which is `parameter`, or state of it.
 
-    def __init__(self, names: Names) -> None:
-        self._entries: dict[int, Entry] = {}
-        for number, handle in enumerate(names.handles):
-            for index, parameter in enumerate(handle.sharded_params):
-                info = info_of(parameter)
-                self._entries[id(parameter)] = Entry(
-                    *(MODEL, info.fqn, (), extent_of(info), *info.range, parameter),
-                    order=(number, index),
-                    is_whole=False,
-                    announces=names.announces(parameter),
-                    replica=replica_of(handle, info, names),
-                )
-        self._num_handles = len(names.handles)
+    A tensor shaped like a sharded parameter is a shard; any other is whole on every rank, or, with
+    `has_owner`, on this rank alone.
 
-    def entry(
-        self,
-        kind: str,
-        names: tuple[str, ...],
-        parameter: torch.Tensor,
-        tensor: torch.Tensor,
-        index: int,
-        has_owner: bool = False,
-    ) -> Entry:
-        """The entry of `tensor`, which is `parameter`, or state of it.
-
-        A tensor shaped like a sharded parameter is a shard; any other is whole on every rank, or,
-        with `has_owner`, on this rank alone.
-        """
-        found = self._entries.get(id(parameter))
-        order = (self._num_handles, index) if found is None else found.order
-        entry = Entry(
-            *(kind, names[0], names[1:], Extent.whole(tensor.shape), 0, tensor.numel()),
-            tensor=tensor.detach().reshape(-1),
-            order=order,
-            is_whole=True,
-            announces=has_owner or found is None or found.announces,
-            replica=0,
-        )
-        if found is None or has_owner or tensor.shape != parameter.shape:
-            return entry
-        return replace(found, kind=kind, name=entry.name, aliases=names[1:], tensor=entry.tensor)
+    Args:
+        found: its names.
+        index: sorts it among those that are of no sharded parameter.
+    """
+    place, info = names.place_of(parameter), get_info(parameter)
+    extent, start, stop, replica = Extent.whole(tensor.shape), 0, tensor.numel(), 0
+    is_shard = place is not None and not has_owner and tensor.shape == parameter.shape
+    if is_shard and place is not None and info is not None:
+        extent, (start, stop) = extent_of(info), info.range
+        replica = replica_of(place[0], info, names)
+    return Entry(
+        *(kind, found[0], found[1:], extent, start, stop),
+        tensor=tensor.detach().reshape(-1),
+        order=(len(names.handles), index) if place is None else place[1],
+        is_whole=not is_shard,
+        announces=has_owner or names.announces(parameter),
+        replica=replica,
+    )
 
 
-def model_entries(model: nn.Module, names: Names, places: Places) -> list[Entry]:
+def model_entries(model: nn.Module, names: Names) -> list[Entry]:
     """Entries of the parameters, and of the buffers that are part of the state dict."""
     entries = [
-        places.entry(MODEL, found, parameter, parameter, index)
+        entry_of(names, MODEL, found, parameter, parameter, index)
         for index, (parameter, found) in enumerate(names.parameters)
     ]
     for buffer, found in named_buffers(model):
-        entries.append(places.entry(MODEL, found, buffer, buffer, len(entries)))
+        entries.append(entry_of(names, MODEL, found, buffer, buffer, len(entries)))
     return entries
 
 
@@ -184,7 +172,7 @@ def scalar_key(optimizer: str, key: str) -> str:
     return f"{optimizer}{_STATE_SEPARATOR}{key}" if optimizer else key
 
 
-def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> OptimizerParts:
+def optimizer_parts(optimizers: Optimizers, names: Names) -> OptimizerParts:
     """List the state of optimizers.
 
     Raises:
@@ -212,7 +200,7 @@ def optimizer_parts(optimizers: Optimizers, names: Names, places: Places) -> Opt
                     else:
                         _check_shape(tensor, parameter, where)
                     parts.entries.append(
-                        places.entry(OPTIMIZER, name, parameter, tensor, index, has_owner=is_whole)
+                        entry_of(names, OPTIMIZER, name, parameter, tensor, index, is_whole)
                     )
                     listed = scalar_key(optimizer_name, own_key)
                     # Of a scalar parameter, only the usual name tells a number.

@@ -389,18 +389,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         # Their order, too: states are numbered by it.
         if given == own and list(given["owners"]) == list(own["owners"]):
             return
-        if given is None:
-            what = "it is not of a WholeTensorOptimizer"
-        elif given["owners"].keys() != own["owners"].keys():
-            other = sorted(given["owners"].keys() ^ own["owners"].keys())
-            what = f"it has other parameters, such as {other[0]}"
-        else:
-            what = (
-                f"it is of rank {given['rank']} of {given['num_ranks']}, or has another order, "
-                f"groups or owners; this is rank {own['rank']} of {own['num_ranks']}"
-            )
+        found = "a torch optimizer" if given is None else "rank {rank} of {num_ranks}"
         raise ValueError(
-            f"{_NAME}.load_state_dict: {what}. A state dict fits only its own rank and layout; use "
+            f"{_NAME}.load_state_dict: expected the state dict of rank {own['rank']} of "
+            f"{own['num_ranks']}, with the same parameters, groups and owners, got one of "
+            f"{found.format_map(given or {})}. A state dict fits only its own rank and layout; use "
             "layerzero.checkpoint.save and load to resume on other ranks"
         )
 
