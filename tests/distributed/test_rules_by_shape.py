@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -104,3 +105,15 @@ def test_groups_and_training_are_those_of_one_process() -> None:
                 assert (parameter.ndim, parameter.shape[1:]) == (whole.ndim, whole.shape[1:])
             _trained(model, AdamW(groups, lr=1e-2, **options), range(rank, rank + 1))
             assert_same_parameters(full_parameters(model), full_parameters(plain))
+
+
+@on_ranks(2)
+def test_shards_of_two_matrices_do_not_multiply() -> None:
+    """Where each rank has half of the rows, what would be a product of whole matrices raises."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+    for layer in model:
+        fully_shard(layer)
+    first, second = fully_shard(model).parameters()
+    assert first.shape == second.shape == (WIDTH // 2, WIDTH)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        first @ second
