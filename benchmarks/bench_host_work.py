@@ -45,12 +45,13 @@ from layerzero.comm.streams import Streams
 from layerzero.step import root
 from layerzero.watch import watchdog
 
-COMPARED = ("layerzero", "fully_shard", "fsdp1")
+COMPARED = ("layerzero", "fully_shard", "fsdp1", "rows")
 ON_A_DEVICE = ("layerzero", "fully_shard")
 KINDS = ("frames", "own_frames", "operations", "allocations")
 # Where each engine's own Python lies, below the folder of the package it is in.
 OWN = {
     "layerzero": "layerzero",
+    "rows": "layerzero",
     "fully_shard": "torch/distributed/fsdp/_fully_shard",
     "fsdp1": "torch/distributed/fsdp",
 }
@@ -72,6 +73,7 @@ collectives called. On CUDA each record and each wait also asks whether a graph 
 
 def main() -> None:
     parser = options(__doc__, COMPARED, world_sizes=[8, 512], units=24, width=16)
+    parser.set_defaults(engines=[e for e in COMPARED if e != "rows"])
     parser.add_argument("--measure", type=int, metavar="WORLD_SIZE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:

@@ -60,7 +60,7 @@ _MB = 1 << 20
 
 
 def main() -> None:
-    engines = ("layerzero", "fully_shard", "fsdp1")
+    engines = ("layerzero", "fully_shard", "fsdp1", "rows")
     parser = options(__doc__, engines, width=63, units=24, rounds=11, steps=4, size="6m")
     parser.set_defaults(engines=[*engines[:2]])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])

@@ -42,6 +42,7 @@ from torch import Tensor
 def main() -> None:
     defaults = {"size": "25m", "batch": 2, "length": 128, "rounds": 7, "steps": 2}
     parser = options(__doc__, (*ENGINES, *installed_peers()), **defaults)
+    parser.set_defaults(engines=[e for e in parser.get_default("engines") if e != "rows"])
     parser.add_argument("--precision", choices=("bf16", "float32"), default="bf16")
     parser.add_argument("--world-size", type=int, nargs="+", default=[2], help="one or several")
     measured = parser.add_mutually_exclusive_group()

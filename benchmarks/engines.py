@@ -6,6 +6,7 @@ reduced in float32; engines without mixed precision of their own run under autoc
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,7 @@ def _under_autocast(model: nn.Module) -> nn.Module:
 ENGINES: dict[str, Callable[..., nn.Module]] = {
     "bare": bare,
     "layerzero": layerzero,
+    "rows": functools.partial(layerzero, layout="rows"),
     "fully_shard": fully_shard,
     "fsdp1": fsdp1,
     "ddp": ddp,

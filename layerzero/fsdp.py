@@ -167,8 +167,8 @@ def _check_module(module: nn.Module) -> None:
     is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     if is_container and type(module).forward is nn.Module.forward:
         raise ValueError(
-            f"fully_shard: this {name} has no forward, so nothing would gather its parameters; "
-            "call it for each member"
+            "fully_shard does not support containers that do not implement forward, as this "
+            f"{name}: nothing would gather its parameters; call it for each member"
         )
     if _STATE in module.__dict__:
         raise RuntimeError(f"fully_shard: this {name} is sharded already")
@@ -194,6 +194,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh: expected a DeviceMesh or None, got {mesh!r}")
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(f"fully_shard: mesh: two axes need mesh_dim_names, got {mesh}")
     num_copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 0

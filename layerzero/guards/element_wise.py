@@ -128,7 +128,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             )
     if not is_narrowed(optimizer):
         _warn_of_decay(optimizer, owner)
-    if not is_known and (are_parts or any(original_ndim(each) > 1 for each in marked)):
+    if not is_known and (are_parts or any(original_ndim(each) > each.ndim for each in marked)):
         warn_once(
             f"{name} was given sharded parameters, which are this rank's parts. If it uses "
             "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "

@@ -121,6 +121,20 @@ def test_lbfgs_trains_where_shards_are_whole(ranks: KeptRanks) -> None:
     ranks(1, _second_order)
 
 
+def _alone_with_rows() -> None:
+    """One rank whose parameters keep their shapes has nothing that an optimizer could mistake."""
+    for layout in ("rows", "elements"):
+        model, _ = _with_gradients(layout=layout)
+        with _told() as messages:
+            Signed(model.parameters()).step()
+        _expect(messages, *(["which are this rank's parts"] if layout == "elements" else []))
+
+
+@on_ranks(1)
+def test_whole_parameters_in_their_shapes_bring_no_warning() -> None:
+    _alone_with_rows()
+
+
 def _groups() -> None:
     model, _ = _with_gradients()
     sharded_params = list(model.parameters())

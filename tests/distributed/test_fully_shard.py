@@ -660,7 +660,7 @@ def _refused() -> None:
         with pytest.raises(error, match=text):
             fully_shard(module, **options)
     for several, error, text in (
-        (nn.ModuleList([module]), ValueError, "this ModuleList has no forward"),
+        (nn.ModuleList([module]), ValueError, "as this ModuleList: nothing would gather"),
         ([], ValueError, "an empty list"),
         ([module, 1], TypeError, "expected modules"),
     ):

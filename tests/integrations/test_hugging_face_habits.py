@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import ZeRO3, checkpoint, rewrap
+from layerzero import ZeRO3, checkpoint, fully_shard, rewrap
 from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.reference import full_parameters
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -521,3 +522,48 @@ def _saves_adapters(folder: str) -> None:
 def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_ranks(2, _saves_adapters, str(tmp_path), timeout=120)
+
+
+def _trains_by_lora_plus() -> None:
+    import peft
+    from peft.optimizers import create_loraplus_optimizer
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], bias="lora_only")
+        return peft.get_peft_model(build("llama", attention_bias=True), config)
+
+    def trained(model: Any, ranks: range) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        options = {"lr": 1e-3, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": 0.1}
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, **options)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shapes = {name: (p.ndim, p.shape[1:]) for name, p in model.named_parameters()}
+        groups: list[Any] = [shapes] + [
+            ([names[id(p)] for p in group["params"]], group["lr"], group["weight_decay"])
+            for group in optimizer.param_groups
+        ]
+        for step in range(5):
+            for rank in ranks:
+                generator = torch.Generator().manual_seed(9 * step + rank)
+                tokens = torch.randint(37, (2, 6), generator=generator)
+                (model(input_ids=tokens, labels=tokens).loss / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return groups, {name: p.detach().clone() for name, p in full_parameters(model).items()}
+
+    def by_hand(model: Any) -> Any:
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    groups, expected = trained(adapted(), range(2))
+    own = range(dist.get_rank(), dist.get_rank() + 1)
+    layer = type(adapted().base_model.model.model.layers[0])
+    for shard in (lambda model: ZeRO3(model, auto_wrap_policy={layer}, layout="rows"), by_hand):
+        found, values = trained(shard(adapted()), own)
+        assert found == groups
+        assert_same_parameters(values, expected)
+
+
+def test_lora_plus_makes_the_groups_of_one_process() -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, _trains_by_lora_plus, timeout=120)
