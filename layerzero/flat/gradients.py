@@ -10,8 +10,8 @@ reduction is done. `.grad` is written only when the pass has ended (step/reducer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,10 +106,8 @@ class GradientBuffer:
         )
         self._plan_pair()
         self._split_sizes, self._split_indices = self._plan_split()
-        self._split_shapes = [
-            self._sharded_params[index].shape if index >= 0 else (size,)
-            for index, size in zip(self._split_indices, self._split_sizes, strict=True)
-        ]
+        shards = [self._sharded_params[index] for index in self._starts]
+        self._views = [each.shape for each in shards], [each.stride() for each in shards]
 
     def keep_own_chunk_apart(self, apart: bool) -> None:
         """Pack for `reduce_with_peer`, if chunks are large, or no longer; for two ranks on gloo."""
@@ -148,8 +146,10 @@ class GradientBuffer:
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes of the gradients and gaps in this rank's chunk; parameter of each, -1: a gap."""
         sizes, indices, end = [], [], 0
-        own = self.layout.chunk(self._placement.main_shard_index)
-        for owned in sorted(own, key=lambda owned: owned.offset):
+        ranges = self.layout.chunk(self._placement.main_shard_index)
+        own = sorted(ranges, key=attrgetter("offset"))
+        self._starts = {owned.param: owned.offset for owned in own}
+        for owned in own:
             if owned.numel and owned.offset > end:
                 sizes.append(owned.offset - end)
                 indices.append(-1)
@@ -298,8 +298,7 @@ class GradientBuffer:
         self.holds_sum = False
 
     def release(self) -> None:
-        """Free what a reduction has read, and forget the sum that it sent; `undo` brings it back
-        until `keep`."""
+        """Free what a reduction has read; forget the sum sent, which `undo` restores."""
         self.release_buffer()
         self._local.clear()
         self.shard_sum = self.host_sum = None
@@ -355,14 +354,15 @@ class GradientBuffer:
     def pieces(
         self, chunk: torch.Tensor | None, scale: float
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, this rank's part of its gradient, in the shape of the sharded
-        parameter); index -1: padding."""
+        """(index of the parameter, this rank's part of its gradient, shaped like it); -1: gap."""
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is not None:
-            parts: Iterable[torch.Tensor] = chunk.to(dtype).split_with_sizes(self._split_sizes)
-            if self._are_shaped:
-                parts = map(torch.Tensor.view, parts, self._split_shapes)
-            return zip(self._split_indices, parts, strict=True)
+            chunk = chunk.to(dtype)
+            if not self._are_shaped:
+                return self.split(chunk)
+            first = chunk.storage_offset()
+            starts = [first + start for start in self._starts.values()]
+            return zip(self._starts, map(chunk.as_strided, *self._views, starts), strict=True)
         return (
             (index, scaled.reshape(self._sharded_params[index].shape).to(device, dtype))
             for index, gradient in self._local.items()
