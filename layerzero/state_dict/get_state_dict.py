@@ -121,7 +121,7 @@ def get_model_state_dict(
         entries = {
             name: shards.setdefault(id(value.sharded_param and value.sharded_param()), value)
             if isinstance(value, ParameterShard)
-            else _copied(value)
+            else copied(value)
             for name, value in entries.items()
         }
     return choice.made(roots, entries)
@@ -202,8 +202,8 @@ def _state_dict_of(
     return choice.made(roots, {"state": found, "param_groups": groups})
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if type(value) is torch.Tensor else value
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _of_all_ranks(
@@ -249,7 +249,7 @@ def _of_all_ranks(
 
     parameters = {found: parameter for parameter, all in names.parameters for found in all}
     result: dict[str, StateDict] = {
-        names.first(parameter): map_values(state, _copied)
+        names.first(parameter): map_values(state, copied)
         for parameter, state in states.items()
         if get_info(parameter) is None
     }

@@ -187,14 +187,17 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     """This rank's part of an entry of a state dict, in the shape of `sharded_param`.
 
     Args:
-        value: a full tensor of the original shape, a DTensor, a shard of the same range, or a plain
-            tensor of the shape of `sharded_param`.
+        value: a full tensor of the original shape, a DTensor, a shard of the same range, a plain
+            tensor of the shape of `sharded_param`, or what modules show before the first use.
 
     Raises:
         ValueError: `value` is none of these.
     """
+    from layerzero.state_dict.first_values import WholeParameter
     from layerzero.state_dict.parameter_shard import ParameterShard
 
+    if isinstance(value, WholeParameter) and value._whole.sharded is sharded_param:
+        return sharded_param  # torch's `set_model_state_dict` passes it for what was not saved.
     info, own = info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:

@@ -21,6 +21,7 @@ from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
+from layerzero.state_dict.get_state_dict import copied
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.names import Names, names_in_groups
@@ -168,11 +169,7 @@ def _set_one(
     for parameter, name in owners.items():
         if name in given:
             # Copies, because the optimizer will write to them.
-            optimizer.state[parameter] = map_values(optimizer.state[parameter], _copied)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+            optimizer.state[parameter] = map_values(optimizer.state[parameter], copied)
 
 
 def _put_whole(
