@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 46_241,
+    "": 46_240,
     "flat": 2_874,
     "step": 4_611,
     "comm": 1_521,
