@@ -212,8 +212,8 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
             raise ValueError(
                 f"the entry is a shard of elements {value.range} of shape {tuple(value.shape)}, "
                 f"but this rank needs elements {own.range} of shape {tuple(own.shape)}: it was "
-                "saved with another sharding; load full tensors, or a checkpoint of "
-                "layerzero.checkpoint or torch.distributed.checkpoint"
+                "saved by another rank, or with another sharding; load full tensors, or a "
+                "checkpoint of layerzero.checkpoint or torch.distributed.checkpoint"
             )
         return value.local.view(sharded_param.shape)
     if value.shape == own.shape:

@@ -610,6 +610,16 @@ def _saves_of_shards() -> None:
                 torch.save(state, io.BytesIO())
         assert len(texts) == (dist.get_rank() == 0)
         assert all("this rank's part alone, elements (0, " in text for text in texts)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    files = [file.getvalue()]
+    dist.broadcast_object_list(files)  # Every rank reads what the first one wrote.
+    given = torch.load(io.BytesIO(files[0]), weights_only=True)
+    if dist.get_rank() == 0:
+        model.load_state_dict(given)
+    else:
+        with pytest.raises(RuntimeError, match="it was saved by another rank"):
+            model.load_state_dict(given)
 
 
 def test_a_save_of_this_ranks_shards_warns_once() -> None:
