@@ -167,14 +167,17 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     """This rank's part of an entry of a state dict, in the shape of `sharded_param`.
 
     Args:
-        value: a full tensor of the original shape, a DTensor, a shard of the same range, or a plain
-            tensor of the shape of `sharded_param`.
+        value: a full tensor of the original shape, a DTensor, a shard of the same range, a plain
+            tensor of the shape of `sharded_param`, or what modules show before the first use.
 
     Raises:
         ValueError: `value` is none of these.
     """
+    from layerzero.state_dict.first_values import WholeParameter
     from layerzero.state_dict.parameter_shard import ParameterShard
 
+    if isinstance(value, WholeParameter) and value._whole.sharded is sharded_param:
+        return sharded_param  # torch's `set_model_state_dict` passes it for what was not saved.
     info, own = info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
     if isinstance(value, DTensor):
         if info.tensor_parallel is None:
@@ -189,8 +192,8 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
             raise ValueError(
                 f"the entry is a shard of elements {value.range} of shape {tuple(value.shape)}, "
                 f"but this rank needs elements {own.range} of shape {tuple(own.shape)}: it was "
-                "saved with another sharding; load full tensors, or a checkpoint of "
-                "layerzero.checkpoint or torch.distributed.checkpoint"
+                "saved by another rank, or with another sharding; load full tensors, or a "
+                "checkpoint of layerzero.checkpoint or torch.distributed.checkpoint"
             )
         return value.local.view(sharded_param.shape)
     if value.shape == own.shape:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from layerzero.notices import warn_once
 from layerzero.state_dict.full_tensors import gather, root_of
 from layerzero.state_dict.owners import refuse_other_name
 from layerzero.state_dict.ranges import Box, Extent, boxes
@@ -81,6 +82,14 @@ class ParameterShard(torch.Tensor):
         return self.local
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # No other pickler uses this protocol: copies and messages between ranks do not warn.
+        if protocol == torch.serialization.DEFAULT_PROTOCOL and self.local.numel() < self.numel():
+            warn_once(
+                f"torch.save writes this rank's part alone, elements {self.range} of shape "
+                f"{tuple(self.shape)}. To write the whole on one rank, save value.full_tensor(), "
+                "which every rank calls; isinstance(value, DTensor) is False for such a value",
+                key="torch.save of a shard",
+            )
         return ParameterShard, (self.local, self.extent, self.range)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -138,20 +147,19 @@ class ParameterShard(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.copy_.default and _is_whole_for(args[0], args[1]):
-            args = (args[0], args[0].part_of(args[1]), *args[2:])
         shards = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
         first = shards[0] if shards else None
         if func is _aten.copy_.default and first is not args[0]:
             args[1]._refuse_bytes()  # Elements of a shard would be broadcast over a whole tensor.
         if first is None or not all(first.is_of_same_place(other) for other in shards):
             raise NotImplementedError(f"{func}: the operands are shards of different ranges")
+        is_plain = func is _aten.copy_.default and type(args[1]) in (torch.Tensor, nn.Parameter)
+        if is_plain and args[1].shape == first.shape:  # `state_dict()[name].copy_(whole)`
+            args = (first, first.part_of(args[1]), *args[2:])
         local_args = [each.local if isinstance(each, cls) else each for each in args]
         local_kwargs = {k: v.local if isinstance(v, cls) else v for k, v in kwargs.items()}
-        if func is _aten.equal.default:
+        if func in (_aten.equal.default, _aten.is_pinned.default):
             return func(*local_args, **local_kwargs)
-        if func is _aten.is_pinned.default:
-            return first.local.is_pinned()
         if func is _aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
             return first.like(first.local.new_empty(first.local.shape, **kwargs))
         others_are_scalars = all(
@@ -165,9 +173,7 @@ class ParameterShard(torch.Tensor):
                 "has a shard. Use .local, or .full_tensor() on all ranks"
             )
         result = func(*local_args, **local_kwargs)
-        if result is first.local:  # in place
-            return first
-        return first.like(result)
+        return first if result is first.local else first.like(result)
 
     def _boxes(self) -> list[Box]:
         found = list(boxes(self.extent, *self.range))
@@ -177,8 +183,7 @@ class ParameterShard(torch.Tensor):
         return found
 
     def _check_name(self, key: str) -> None:
-        sharded_param = None if self.sharded_param is None else self.sharded_param()
-        if sharded_param is not None:
+        if self.sharded_param and (sharded_param := self.sharded_param()) is not None:
             refuse_other_name(sharded_param, key)
 
     def _chunk(self, box: Box) -> ChunkStorageMetadata:
@@ -214,12 +219,6 @@ class ParameterShard(torch.Tensor):
             f"{index.fqn}: no box of this rank begins at {index.offset}; this rank has elements "
             f"{self.range} of shape {tuple(self.shape)}"
         )
-
-
-def _is_whole_for(shard: Any, value: Any) -> bool:
-    """Whether `value` is a plain tensor of the full shape: `state_dict()[name].copy_(value)`."""
-    is_plain = type(value) in (torch.Tensor, nn.Parameter)
-    return isinstance(shard, ParameterShard) and is_plain and value.shape == shard.shape
 
 
 # A rank may torch.save its own state dict, and load it with weights_only.

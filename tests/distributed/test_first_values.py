@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -332,6 +333,28 @@ class Adapted(Titan):
         torch.manual_seed(7)
         for adapter in self.adapters:
             adapter.reset_parameters()
+
+
+@on_ranks(2)
+def test_torchs_tools_load_a_part_and_the_rest_is_drawn() -> None:
+    plain = _drawn(Titan())
+    for block in plain.blocks:
+        block.norm.reset_parameters()
+    whole = {k: v.detach() for k, v in plain.named_parameters()}
+    part = {k: v for k, v in whole.items() if "norm" not in k}
+    for options in ({"broadcast_from_rank0": True}, {}):
+        model = _emptied()
+        given = dict(part) if dist.get_rank() == 0 or not options else {}
+        torchs = StateDictOptions(full_state_dict=True, strict=False, **options)
+        set_model_state_dict(model, given, options=torchs)
+        model.table = torch.arange(4.0)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.norm\.weight' has no value yet"):
+            model(_tokens())
+        for block in model.blocks:
+            block.norm.reset_parameters()
+        model(_tokens())
+        found = {k: v.detach() for k, v in full_parameters(model).items()}
+        assert_same_parameters(found, whole, what=f"{options}")
 
 
 def _loads_and_draws(folder: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import io
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +20,13 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _init_optim_state,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import layerzero
@@ -28,13 +35,19 @@ from layerzero import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    notices,
     register_fsdp_forward_method,
     share_comm_ctx,
     units,
 )
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.flat.names import clean_name
-from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_norm,
+    assert_same_parameters,
+    recorded_warnings,
+)
 from tests.harness.models import CASES, Block, Transformer, TransformerBlock, loss_of
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
@@ -518,6 +531,116 @@ def _one_seed() -> None:
 def test_a_meta_model_is_sharded_then_allocated_then_initialised() -> None:
     run_ranks(2, _meta_first)
     run_ranks(2, _one_seed)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _save_as_torchs_example(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """Whole tensors, as the checkpoint of pytorch's example for `fully_shard` gathers them."""
+    state = optimizer.state_dict()
+    state["state"] = {
+        number: {key: _whole(value) for key, value in own.items()}
+        for number, own in state["state"].items()
+    }
+    file = io.BytesIO()
+    with recorded_warnings() as texts:
+        torch.save([{k: _whole(v) for k, v in model.state_dict().items()}, state], file)
+    assert not texts
+    return file.getvalue()
+
+
+def _load_as_torchs_example(engine: Engine, model: nn.Module, file: bytes) -> Any:
+    """Its optimizer, made after the load: torch's parameters are others then."""
+
+    def part(whole: Tensor, entry: Any) -> Tensor:
+        if engine is layerzero or not isinstance(entry, DTensor):
+            return whole
+        return distribute_tensor(whole, entry.device_mesh, entry.placements)
+
+    saved, saved_state = torch.load(io.BytesIO(file), weights_only=True)
+    entries = model.state_dict()
+    given = {name: nn.Parameter(part(whole, entries[name])) for name, whole in saved.items()}
+    model.load_state_dict(given, strict=False, assign=True)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    _init_optim_state(optimizer)
+    state = optimizer.state_dict()
+    for number, own in state["state"].items():
+        for key, entry in own.items():
+            own[key] = part(saved_state["state"][number][key], entry)
+    groups = zip(state["param_groups"], saved_state["param_groups"], strict=True)
+    state["param_groups"] = [{**theirs, "params": own["params"]} for own, theirs in groups]
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _checkpoints_of_torchs_example() -> None:
+    """Written and read by either engine, then trained on: all losses are those of one run."""
+    rank, expected = dist.get_rank(), None
+    for writer in (layerzero, torchs):
+        model = by_blocks(writer, seeded(untied))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        train_rank(model, optimizer, batches(2), rank)
+        file = _save_as_torchs_example(model, optimizer)
+        losses = train_rank(model, optimizer, batches(2), rank)
+        expected = expected or losses
+        assert_losses(losses, expected, writer.__name__)
+        for reader in (layerzero, torchs):
+            again = by_blocks(reader, seeded(untied, 1))
+            optimizer = _load_as_torchs_example(reader, again, file)
+            losses = train_rank(again, optimizer, batches(2), rank)
+            assert_losses(losses, expected, f"{writer.__name__}, then {reader.__name__}")
+
+
+def test_the_checkpoints_of_torchs_example_work_with_either_engine() -> None:
+    run_ranks(2, _checkpoints_of_torchs_example)
+
+
+def _saves_of_shards() -> None:
+    """Where the example gathers a value only if it is a DTensor, its files would have shards."""
+    model = by_blocks(layerzero, seeded(untied))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train_rank(model, optimizer, batches(1), dist.get_rank())
+    for state in (optimizer.state_dict(), model.state_dict()):
+        with mock.patch.object(notices, "_issued", set()), recorded_warnings() as texts:
+            pickle.dumps(copy.deepcopy(state))
+            assert not notices._issued
+            for _ in range(2):
+                torch.save(state, io.BytesIO())
+        assert len(texts) == (dist.get_rank() == 0)
+        assert all("this rank's part alone, elements (0, " in text for text in texts)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    files = [file.getvalue()]
+    dist.broadcast_object_list(files)  # Every rank reads what the first one wrote.
+    given = torch.load(io.BytesIO(files[0]), weights_only=True)
+    if dist.get_rank() == 0:
+        model.load_state_dict(given)
+    else:
+        with pytest.raises(RuntimeError, match="it was saved by another rank"):
+            model.load_state_dict(given)
+
+
+def test_a_save_of_this_ranks_shards_warns_once() -> None:
+    run_ranks(2, _saves_of_shards)
+
+
+def _dtensors_for_shards() -> None:
+    model: Any = by_blocks(layerzero, Transformer())
+    mesh = init_device_mesh("cpu", (2,))
+    given = {k: distribute_tensor(_whole(v), mesh) for k, v in model.state_dict().items()}
+    with pytest.raises(
+        RuntimeError, match=r"the entry is a DTensor, but .* load .*full_tensor\(\)"
+    ):
+        model.load_state_dict(given, strict=False, assign=True)
+    for attribute in ("placements", "device_mesh"):
+        for value in (model.head.weight, model.state_dict()["head.weight"]):
+            assert not hasattr(value, attribute)
+
+
+def test_dtensors_do_not_load_for_shards() -> None:
+    run_ranks(2, _dtensors_for_shards)
 
 
 def _derivatives_in_forward_mode() -> None:
