@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero import ops
 from layerzero.ops import delta
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline, random_values
 
 
 def run(
@@ -42,12 +42,6 @@ def bits(values: Tensor) -> list[int]:
     return delta.bits_of(values).tolist()
 
 
-def weights(numel: int, dtype: torch.dtype) -> Tensor:
-    """Half of them random bits: infinities, subnormals, NaNs."""
-    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    return torch.where(torch.rand(numel) < 0.5, raw, torch.randn(numel).to(dtype))
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("main_dtype", DTYPES, ids=str)
@@ -55,7 +49,7 @@ def test_what_changed_is_found_with_its_bits(
     implementation: str, main_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     for numel in (0, 1, 7, 8, 511, 512, 513, 5000):
-        main = weights(numel + 3, main_dtype)[3:]  # unaligned
+        main = random_values(numel + 3, main_dtype)[3:]  # unaligned
         snapshot = delta.cast(main, dtype)
         assert run(implementation, main, snapshot)[::2] == ([], numel)
         for share in (0.02, 0.5, 1.0):
@@ -122,7 +116,7 @@ def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dtype) -> None:
-    for main in (weights(600, dtype), weights(600, torch.float32)):
+    for main in (random_values(600, dtype), random_values(600, torch.float32)):
         snapshot = torch.empty(600, dtype=dtype)
         delta.bits_of(snapshot).fill_(delta.UNKNOWN)
         delta.bits_of(main)[17] = delta.UNKNOWN

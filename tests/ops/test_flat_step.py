@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from layerzero.ops import step_reference as R
 from layerzero.ops import sum_squares
 from tests.harness.checks import assert_close_in_float64
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, with_threads
 
 NUMEL = 3000
 EMPTY = torch.empty(0)
@@ -151,7 +152,6 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
-    threads = torch.get_num_threads()
     numel = 100_003
     table = torch.tensor(
         [[0, 0, 0, 50_001, 0, 77, 5, 0], [50_001, 50_001, 50_001, 50_002, 0, 3, 9, 250]]
@@ -167,16 +167,10 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         return [main, *states, *scales, sum_squares(grad).reshape(1)]
 
-    try:
-        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            torch.set_num_threads(1)
-            wanted = step(dtype)
-            for count in (2, 3):
-                torch.set_num_threads(count)
-                for ours, theirs in zip(step(dtype), wanted, strict=True):
-                    assert_same_bits(ours, theirs)
-    finally:
-        torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        wanted, *others = [step(dtype) for _ in with_threads(1, 2, 3)]
+        for ours, theirs in zip(itertools.chain(*others), wanted * 2, strict=True):
+            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("signed", [True, False])

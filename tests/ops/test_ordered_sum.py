@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from layerzero.ops import ordered_sum_
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, narrowed, widened
+from tests.ops.truth import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    assert_same_bits,
+    call,
+    narrowed,
+    widened,
+    with_threads,
+)
 
 CANARY = 7.0
 
@@ -67,15 +75,10 @@ def test_one_tensor_may_be_several_parts(implementation: str) -> None:
 def test_the_sum_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
     parts = [torch.randn(300_001) * 10**i for i in range(5)]
     wanted = expected(parts, torch.bfloat16, 0.2)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            out = torch.empty(300_001, dtype=torch.bfloat16)
-            call(implementation, "ordered_sum_", out, parts, 0.2)
-            assert_same_bits(out, wanted)
-    finally:
-        torch.set_num_threads(threads)
+    for _ in with_threads(1, 2, 3):
+        out = torch.empty(300_001, dtype=torch.bfloat16)
+        call(implementation, "ordered_sum_", out, parts, 0.2)
+        assert_same_bits(out, wanted)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

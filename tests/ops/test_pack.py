@@ -15,11 +15,15 @@ from layerzero.ops import Segments, pack_, reference
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
+    around_the_middle_of_two,
     assert_same_bits,
     call,
     concatenate,
+    every_16_bit_value,
     narrowed,
+    random_values,
     scaled,
+    with_threads,
 )
 
 CANARY = 7.0
@@ -61,13 +65,6 @@ def check(
         assert_same_bits(src, copy)
 
 
-def random_values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bit patterns: subnormals, infinities and NaNs among them; half of them of usual size."""
-    itemsize = dtype.itemsize
-    bits = torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8).view(dtype)
-    return torch.where(torch.rand(numel) < 0.5, bits, torch.randn(numel).to(dtype))
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
@@ -85,7 +82,7 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch.dtype) -> None:
-    src = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(src_dtype)
+    src = every_16_bit_value(src_dtype)
     segs = concatenate([src.numel()]).table
     for dtype in DTYPES:
         check(implementation, [src], segs, dtype, 1.0)
@@ -96,14 +93,7 @@ def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch
 def test_values_between_two_16_bit_values_round_to_even(
     implementation: str, dtype: torch.dtype
 ) -> None:
-    grid = torch.arange(0, 1 << 15, dtype=torch.int16).view(dtype).float()
-    grid = grid[grid.isfinite()]
-    middle = (grid[:-1].double() + grid[1:].double()) / 2
-    exact = middle.float()
-    assert (exact.double() == middle).all()
-    infinity = torch.full_like(exact, torch.inf)
-    src = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity)])
-    src = torch.cat([src, -src])
+    src = around_the_middle_of_two(dtype)
     check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
 
 
@@ -201,14 +191,9 @@ def test_threads_meet_without_a_seam(implementation: str) -> None:
     segs = concatenate(numels, alignment=32, multiple=64).table
     srcs = [torch.randn(numel).to(torch.bfloat16) for numel in numels]
     srcs[2] = torch.empty(0, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            check(implementation, srcs, segs, torch.float32, 0.3, out_offset=1)
-            check(implementation, srcs, segs, torch.float32, 0.3, nt=True)
-    finally:
-        torch.set_num_threads(threads)
+    for _ in with_threads(1, 2, 3, 5):
+        check(implementation, srcs, segs, torch.float32, 0.3, out_offset=1)
+        check(implementation, srcs, segs, torch.float32, 0.3, nt=True)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
