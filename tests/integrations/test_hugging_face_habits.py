@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.recording import logged as logged_by
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -32,23 +30,9 @@ from tests.integrations.test_transformers import (
     plain_trainer,
     safetensors_of,
     sharded_trainer,
+    trained,
     weights_of,
 )
-
-
-@contextmanager
-def watched(name: str) -> Iterator[list[str]]:
-    """Collects the INFO lines of a logger."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
 
 
 def _counts_of_adapters(folder: str) -> None:
@@ -61,8 +45,8 @@ def _counts_of_adapters(folder: str) -> None:
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
     # Adapters of a base that is sharded already: its dtypes stay, and the trainer says so.
     adapted = peft.get_peft_model(shard(build("llama")), config)
-    with watched("layerzero.integrations.transformers.trainer") as lines:
-        ours = sharded_trainer(adapted, lambda: arguments(folder, bf16=True))
+    with logged_by("layerzero.integrations.transformers.trainer") as lines:
+        ours = sharded_trainer(adapted, folder, bf16=True)
     assert any("bf16=True has no effect" in each for each in lines) == (dist.get_rank() == 0)
     assert ours.get_num_trainable_parameters() == plain.get_nb_trainable_parameters()[0]
 
@@ -94,8 +78,8 @@ def test_counts_are_whole(tmp_path: Path) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
             seen.update(all=model.num_parameters(), trained=model.num_parameters(True))
 
-    ours = sharded_trainer(module, lambda: arguments(folder, max_steps=1), callbacks=[Reads()])
-    with watched("transformers.trainer") as lines:
+    ours = sharded_trainer(module, folder, max_steps=1, callbacks=[Reads()])
+    with logged_by("transformers.trainer") as lines:
         ours.train()
     trained = plain.num_parameters(only_trainable=True)
     assert seen == {"all": plain.num_parameters(), "trained": trained}
@@ -114,17 +98,11 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     for make, accumulation in ((sharded_trainer, 1), (plain_trainer, 2)):
         model = in_default_dtype(build("llama"))
         options = {"gradient_accumulation_steps": accumulation}
-        first = make(model, lambda options=options: arguments(folder, **options))
-        first.train()
+        first = trained(make(model, folder, **options))
         del first
-        second = make(
-            model,
-            lambda: arguments(folder, per_device_eval_batch_size=4),
-            eval_dataset=Sentences(),
-        )
+        second = make(model, folder, per_device_eval_batch_size=4, eval_dataset=Sentences())
         evaluated.append(second.evaluate()["eval_loss"])
-        third = make(model, lambda options=options: arguments(folder, seed=7, **options))
-        third.train()
+        third = trained(make(model, folder, seed=7, **options))
         losses.append(logged(third, "loss"))
         sharded = getattr(third, "sharded_model", None)
         weights.append(model.state_dict() if sharded is None else weights_of(sharded))
@@ -141,7 +119,7 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     assert ZeRO3Trainer(model, arguments(folder), zero3=options).sharded_model is one.sharded_model
     with pytest.raises(ValueError, match=r"an earlier trainer sharded this LlamaForCausalLM"):
         ZeRO3Trainer(model, arguments(folder), zero3={"forward_prefetch": 3})
-    with watched("layerzero.integrations.transformers.trainer") as lines:
+    with logged_by("layerzero.integrations.transformers.trainer") as lines:
         ZeRO3Trainer(model, arguments(folder, bf16=True))
     assert [line[:23] for line in lines] == ["bf16=True has no effect"][dist.get_rank() :]
 
@@ -166,17 +144,14 @@ def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path:
         assert each.to("cpu") is each and each.float() is each and each.cpu() is each
         with pytest.raises(RuntimeError, match=r"embed_tokens.* nothing was converted"):
             each.bfloat16()
-    around = sharded_trainer(Outer(inside), lambda: arguments(folder))
-    around.train()
-    plain = sharded_trainer(build("llama"), lambda: arguments(folder))
-    plain.train()
+    around = trained(sharded_trainer(Outer(inside), folder))
+    plain = trained(sharded_trainer(build("llama"), folder))
     assert logged(around, "loss") == logged(plain, "loss")
     # The root's own parameter: the module itself shows it, beside what the trainer remembers.
     model = build("llama")
     model.scale = torch.nn.Parameter(torch.ones(3))
     for _ in range(2):
-        rooted = sharded_trainer(model, lambda: arguments(folder))
-        rooted.train()
+        rooted = trained(sharded_trainer(model, folder))
     assert model.float() is model
     assert_bitwise(weights_of(rooted.sharded_model)["scale"], torch.ones(3), "scale")
 
@@ -194,8 +169,8 @@ def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path)
         model.model.layers[0].requires_grad_(False)
         return model
 
-    with watched("layerzero.integrations.transformers.accelerator") as lines:
-        ours = sharded_trainer(low(), lambda: arguments(folder, bf16=True))
+    with logged_by("layerzero.integrations.transformers.accelerator") as lines:
+        ours = sharded_trainer(low(), folder, bf16=True)
         assert len(lines) == (1 if dist.get_rank() == 0 else 0), lines
         ours.train()
         as_if_launched(True)
@@ -207,10 +182,9 @@ def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path)
             expected = torch.float32 if parameter.requires_grad else torch.bfloat16
             assert parameter.dtype is expected, name
     # The same numbers in float32, cast to the same numbers in bfloat16.
-    upcast = sharded_trainer(low().float(), lambda: arguments(folder, bf16=True))
-    upcast.train()
+    upcast = trained(sharded_trainer(low().float(), folder, bf16=True))
     assert logged(ours, "loss") == logged(upcast, "loss")
-    pure = sharded_trainer(low(), lambda: arguments(folder))
+    pure = sharded_trainer(low(), folder)
     assert {p.dtype for p in pure.sharded_model.parameters()} == {torch.bfloat16}
 
 
@@ -223,20 +197,16 @@ def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
         "recomputed": {"gradient_checkpointing": True},
     }.items():
         data = changes.pop("eval_dataset", Sentences())
-        plain = plain_trainer(
-            build("llama"),
-            lambda changes=changes: arguments(folder, gradient_accumulation_steps=2, **changes),
+        plain = trained(
+            plain_trainer(build("llama"), folder, gradient_accumulation_steps=2, **changes)
         )
-        plain.train()
         expected = torch.from_numpy(plain.predict(data).predictions)
         # What is launched is a fact of the process: not before the plain one is through.
-        ours = sharded_trainer(build("llama"), lambda changes=changes: arguments(folder, **changes))
-        ours.train()
+        ours = trained(sharded_trainer(build("llama"), folder, **changes))
         assert logged(ours, "loss") == logged(plain, "loss"), name
         predicted = torch.from_numpy(ours.predict(data).predictions)
         assert_bitwise(predicted, expected, name)
-    noisy = sharded_trainer(build("llama"), lambda: arguments(folder, neftune_noise_alpha=5.0))
-    noisy.train()
+    noisy = trained(sharded_trainer(build("llama"), folder, neftune_noise_alpha=5.0))
     assert logged(noisy, "loss") != logged(ours, "loss")
     assert not noisy.model.get_input_embeddings()._forward_hooks, "the noise is for training alone"
 

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,18 +109,32 @@ def as_if_launched(launched: bool) -> None:
     AcceleratorState._reset_state(True)
 
 
-def plain_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
+OWN = ("callbacks", "eval_dataset", "model_init", "optimizer_cls_and_kwargs", "zero3")
+"""Arguments of trainers; all others are those of TrainingArguments."""
+
+
+def _trainer(cls: Any, model: nn.Module | None, folder: str | Path, options: dict[str, Any]) -> Any:
+    own = {name: options.pop(name) for name in OWN if name in options}
+    return cls(model, arguments(folder, **options), train_dataset=Sentences(), **own)
+
+
+def plain_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
     from transformers import Trainer
 
     as_if_launched(False)
-    return Trainer(model, args(), train_dataset=Sentences(), **named)
+    return _trainer(Trainer, model, folder, options)
 
 
-def sharded_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
+def sharded_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
     from layerzero.integrations.transformers import ZeRO3Trainer
 
     as_if_launched(True)
-    return ZeRO3Trainer(model, args(), train_dataset=Sentences(), **named)
+    return _trainer(ZeRO3Trainer, model, folder, options)
+
+
+def trained(trainer: Any) -> Any:
+    trainer.train()
+    return trainer
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -135,21 +148,17 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
 def _computes_otherwise(folder: str, losses: list[float]) -> None:
     """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    ours = sharded_trainer(build("llama"), lambda: arguments(folder, **compiled))
-    ours.train()
+    ours = trained(sharded_trainer(build("llama"), folder, **compiled))
     assert logged(ours, "loss") == losses
     made = {"model_init": lambda: build("llama")}  # seeds once more, hence another order of data
-    plain = plain_trainer(None, lambda: arguments(folder, gradient_accumulation_steps=2), **made)
-    plain.train()
-    ours = sharded_trainer(None, lambda: arguments(folder), **made)
-    ours.train()
+    plain = trained(plain_trainer(None, folder, gradient_accumulation_steps=2, **made))
+    ours = trained(sharded_trainer(None, folder, **made))
     assert logged(ours, "loss") == logged(plain, "loss")
     assert len(units(ours.sharded_model)) == 3
     module = build("llama")
     seen = set()
     module.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    ours = sharded_trainer(module, lambda: arguments(folder, bf16=True))
-    ours.train()
+    ours = trained(sharded_trainer(module, folder, bf16=True))
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in ours.sharded_model.parameters()} == {torch.float32}
     # Three steps of a loss near log(37), computed with 8 bits.
@@ -164,7 +173,7 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
         module.lm_head.weight.add_(dist.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours = sharded_trainer(module, lambda: arguments(tmp_path, ddp_timeout=77))
+        ours = sharded_trainer(module, tmp_path, ddp_timeout=77)
     assert_bitwise(ours.model.lm_head.weight.layerzero.full_tensor(), of_first)
     unit = inner_units(ours.sharded_model)[0]
     assert unit.handles[0].placement.shard_group.limit.total_seconds() == 77
@@ -175,10 +184,8 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
     folder = str(tmp_path)
     for kind in ("llama", "gpt2"):
-        plain = plain_trainer(build(kind), lambda: arguments(folder, gradient_accumulation_steps=2))
-        plain.train()
-        ours = sharded_trainer(build(kind), lambda: arguments(folder))
-        ours.train()
+        plain = trained(plain_trainer(build(kind), folder, gradient_accumulation_steps=2))
+        ours = trained(sharded_trainer(build(kind), folder))
         assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
         assert logged(ours, "loss") == logged(plain, "loss"), kind
         assert logged(ours, "total_flos") == logged(plain, "total_flos")
@@ -205,20 +212,21 @@ def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path:
 
     steps, micro_batches = 3, 2
     args = {"max_grad_norm": 0.5, "max_steps": steps, "label_smoothing_factor": 0.1}
-    plain = plain_trainer(
-        make(),
-        lambda: arguments(folder, gradient_accumulation_steps=2 * micro_batches, **args),
-        eval_dataset=Sentences(),
+    plain = trained(
+        plain_trainer(
+            make(),
+            folder,
+            gradient_accumulation_steps=2 * micro_batches,
+            **args,
+            eval_dataset=Sentences(),
+        )
     )
-    plain.train()
     ours = sharded_trainer(
         make(),
-        lambda: arguments(
-            folder,
-            gradient_accumulation_steps=micro_batches,
-            activation_checkpointing=True,
-            **args,
-        ),
+        folder,
+        gradient_accumulation_steps=micro_batches,
+        activation_checkpointing=True,
+        **args,
         eval_dataset=Sentences(),
     )
     with recorded_operations(ours.sharded_model) as operations:
@@ -254,8 +262,7 @@ def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
 def _resumes(folder: str) -> None:
     root = Path(folder)
     tied = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    straight = sharded_trainer(build("gpt2", dropout=0.2), lambda: arguments(root / "a", **tied))
-    straight.train()
+    straight = trained(sharded_trainer(build("gpt2", dropout=0.2), root / "a", **tied))
     expected = weights_of(straight.sharded_model)
     saved = root / "a" / "checkpoint-2"
     dist.barrier()
@@ -269,20 +276,19 @@ def _resumes(folder: str) -> None:
     other = build("gpt2", dropout=0.2)
     with torch.no_grad():
         other.transformer.wte.weight.zero_()
-    resumed = sharded_trainer(other, lambda: arguments(root / "a", **tied))
+    resumed = sharded_trainer(other, root / "a", **tied)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(straight, "loss")
     assert_same_parameters(weights_of(resumed.sharded_model), expected)
     # Another folder, for one process; no dropout, whose masks are other ones there.
     torch.set_default_dtype(torch.float64)
-    two = sharded_trainer(in_default_dtype(build("llama")), lambda: arguments(root / "b", **tied))
-    two.train()
+    trained(sharded_trainer(in_default_dtype(build("llama")), root / "b", **tied))
 
 
 def _goes_on_alone(folder: str) -> tuple[list[float], dict[str, Tensor]]:
     changes = {"per_device_train_batch_size": 4, "max_steps": 4}
     model = in_default_dtype(build("llama"))
-    one = sharded_trainer(model, lambda: arguments(Path(folder, "c"), **changes))
+    one = sharded_trainer(model, Path(folder, "c"), **changes)
     one.train(resume_from_checkpoint=str(Path(folder, "b", "checkpoint-2")))
     return logged(one, "loss"), weights_of(one.sharded_model)
 
@@ -318,14 +324,15 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     }
     for save_only_model in (False, True):
         root = Path(folder, str(save_only_model))
-        ours = sharded_trainer(
-            build("qwen2"),
-            lambda root=root, only=save_only_model: arguments(
-                root, save_only_model=only, **changes
-            ),
-            eval_dataset=Sentences(),
+        ours = trained(
+            sharded_trainer(
+                build("qwen2"),
+                root,
+                save_only_model=save_only_model,
+                **changes,
+                eval_dataset=Sentences(),
+            )
         )
-        ours.train()
         best = Path(ours.state.best_model_checkpoint)
         assert best.name == "checkpoint-2"
         found = weights_of(ours.sharded_model)
@@ -638,20 +645,22 @@ def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Pat
     """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
     folder = str(tmp_path)
 
-    def trained(max_steps: int, resumes: bool) -> Any:
+    def run(max_steps: int, resumes: bool) -> Any:
         changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
         options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
         trainer = sharded_trainer(
             build("llama"),
-            lambda: arguments(Path(folder, "whole"), lr_scheduler_type="constant", **changes),
+            Path(folder, "whole"),
+            lr_scheduler_type="constant",
+            **changes,
             optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
         )
         trainer.train(resume_from_checkpoint=resumes or None)
         return trainer
 
-    trained(2, resumes=False)
-    resumed = trained(3, resumes=True)
-    straight = trained(3, resumes=False)
+    run(2, resumes=False)
+    resumed = run(3, resumes=True)
+    straight = run(3, resumes=False)
     assert logged(resumed, "loss") == logged(straight, "loss")
     expected = weights_of(straight.sharded_model)
     assert_same_parameters(weights_of(resumed.sharded_model), expected)
@@ -678,19 +687,14 @@ def _lora(folder: str) -> None:
 
     saves = {"save_strategy": "steps", "save_steps": 2}
     ddps = Path(folder, f"plain{dist.get_rank()}")
-    plain = plain_trainer(
-        adapted(), lambda: arguments(ddps, gradient_accumulation_steps=2, **saves)
-    )
-    plain.train()
-    ours = sharded_trainer(adapted(), lambda: arguments(folder, **saves))
-    ours.train()
+    plain = trained(plain_trainer(adapted(), ddps, gradient_accumulation_steps=2, **saves))
+    ours = trained(sharded_trainer(adapted(), folder, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
     with pytest.raises(ValueError, match=r"To continue.*PeftModel.from_pretrained\(base, folder, "):
         ours.train(resume_from_checkpoint=str(ddps / "checkpoint-2"))
     adapters = PeftModel.from_pretrained(build("llama"), ddps / "checkpoint-2", is_trainable=True)
     count = adapters.get_nb_trainable_parameters()[0]
-    going_on = sharded_trainer(adapters, lambda: arguments(folder))
-    going_on.train()
+    going_on = trained(sharded_trainer(adapters, folder))
     assert going_on.get_num_trainable_parameters() == count > 0
     assert going_on.state.global_step == 3
     with recorded_operations(ours.sharded_model) as operations:
@@ -703,7 +707,7 @@ def _lora(folder: str) -> None:
     }
     again = PeftModel.from_pretrained(build("llama"), Path(folder, "adapters"))
     assert_same_parameters(again.state_dict(), plain.model.state_dict())
-    resumed = sharded_trainer(adapted(), lambda: arguments(folder))
+    resumed = sharded_trainer(adapted(), folder)
     resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
     assert logged(resumed, "loss") == logged(ours, "loss")
     # The base goes straight into shards, and gets its adapters there.
@@ -712,8 +716,7 @@ def _lora(folder: str) -> None:
     dist.barrier()
     loaded = load_pretrained(type(build("llama")), Path(folder, "base"))
     build("llama")  # Draws what `adapted` draws before its adapters.
-    ours = sharded_trainer(get_peft_model(loaded, config), lambda: arguments(folder, **saves))
-    ours.train()
+    ours = trained(sharded_trainer(get_peft_model(loaded, config), folder, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
     ours.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
     assert logged(ours, "loss") == logged(plain, "loss")
