@@ -13,8 +13,6 @@ import importlib
 import inspect
 import itertools
 import math
-import multiprocessing
-import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -503,7 +501,6 @@ def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
 
 def _goes_on(folder: Path) -> None:
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     def run(options: Any) -> None:
         first = _Surface(options)
@@ -524,13 +521,9 @@ def _goes_on(folder: Path) -> None:
         for name, value in second.chunk.state_dict_for_save_checkpoint().items():
             assert value is None or torch.equal(value, expected[name]), name
 
-    # Saving starts a process, which daemons may not, and these ranks are.
-    multiprocessing.current_process()._config["daemon"] = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem_async, "_results_queue", queue.Queue())
-        patch.setattr(filesystem_async, "_process_memory", lambda: 0)  # of a log line
-        settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
-        _on_megatrons_ranks([*SMALL, *settings], run)
+    megatron_ranks.let_saves_work()
+    settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
+    _on_megatrons_ranks([*SMALL, *settings], run)
 
 
 def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_path: Path) -> None:
