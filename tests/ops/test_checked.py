@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, with_threads
+from tests.ops.truth import DTYPES, assert_same_bits, call, with_threads
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("part_dtype", DTYPES, ids=str)
 def test_sums_with_checksums(
@@ -40,7 +39,6 @@ def test_other_dtypes_have_checksums_too() -> None:
     assert checked_sum_(torch.empty_like(parts[0]), parts, skip=0)[1:].equal(wanted[1:])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_does_not_fit_is_refused(implementation: str) -> None:
     source, out = torch.randn(10), torch.full((10,), 7.0)
     with pytest.raises(ValueError, match="checksums"):

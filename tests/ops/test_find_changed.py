@@ -42,7 +42,6 @@ def bits(values: Tensor) -> list[int]:
     return delta.bits_of(values).tolist()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("main_dtype", DTYPES, ids=str)
 def test_what_changed_is_found_with_its_bits(
@@ -61,7 +60,6 @@ def test_what_changed_is_found_with_its_bits(
             assert bits(values) == bits(snapshot[changed])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementation: str) -> None:
     main = torch.randn(3000)
     snapshot = main.bfloat16()
@@ -78,7 +76,6 @@ def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementat
     assert run(implementation, main, snapshot, 3000)[::2] == ([], 3000)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> None:
     main = torch.randn(2000)
     snapshot = main.bfloat16()
@@ -94,7 +91,6 @@ def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> Non
     assert not run(implementation, main, snapshot)[0]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.dtype) -> None:
     main = torch.randn(2100)
@@ -113,7 +109,6 @@ def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.
             assert bits(values) == bits(changed[found])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dtype) -> None:
     for main in (random_values(600, dtype), random_values(600, torch.float32)):
@@ -126,7 +121,6 @@ def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dty
         assert not run(implementation, main, values)[0], "a NaN is found once"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_zeros_of_both_signs_differ_and_nans_of_a_cast_do_not(implementation: str) -> None:
     main = torch.tensor([0.0, -0.0, torch.nan, -torch.nan])
     snapshot = delta.cast(main.flip(0), torch.bfloat16).flip(0)

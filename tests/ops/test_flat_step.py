@@ -87,7 +87,6 @@ def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
                 assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementation: str) -> None:
     def made() -> list[R.StepTensors]:
         torch.manual_seed(0)
@@ -120,7 +119,6 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
     call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [1, 7, 8, 15, 100, 4099])
 def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: int) -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
@@ -205,7 +203,6 @@ def test_rounding_at_random_is_right_on_average() -> None:
             assert abs(rest.double().mean() - value) < 5 * step / math.sqrt(numel)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.dtype) -> None:
     for numel in (0, 1, 17, 4096, 10_001):
@@ -217,7 +214,6 @@ def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.
         assert_close_in_float64(out[0], x.double().square().sum())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_does_not_fit_is_refused_before_anything_is_written(implementation: str) -> None:
     main, grad = torch.ones(10), torch.ones(10)
     states = [torch.zeros(10), torch.zeros(10)]

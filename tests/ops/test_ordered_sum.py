@@ -11,7 +11,6 @@ import torch
 from layerzero.ops import ordered_sum_
 from tests.ops.truth import (
     DTYPES,
-    IMPLEMENTATIONS,
     assert_same_bits,
     call,
     narrowed,
@@ -32,7 +31,6 @@ def expected(parts: Sequence[torch.Tensor], dtype: torch.dtype, scale: float) ->
     return narrowed(total, dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("part_dtype", DTYPES, ids=str)
 def test_every_dtype_pair_has_the_bits_of_the_contract(
@@ -53,7 +51,6 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
         assert (buffer[:3] == CANARY).all() and (buffer[3 + numel :] == CANARY).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_may_be_any_one_of_the_parts(implementation: str, dtype: torch.dtype) -> None:
     for place in range(4):
@@ -63,7 +60,6 @@ def test_out_may_be_any_one_of_the_parts(implementation: str, dtype: torch.dtype
         assert_same_bits(parts[place], wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_tensor_may_be_several_parts(implementation: str) -> None:
     part = torch.randn(700)
     wanted = expected([part, part, part], torch.float32, 1.0)
@@ -71,7 +67,6 @@ def test_one_tensor_may_be_several_parts(implementation: str) -> None:
     assert_same_bits(part, wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_sum_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
     parts = [torch.randn(300_001) * 10**i for i in range(5)]
     wanted = expected(parts, torch.bfloat16, 0.2)
@@ -81,7 +76,6 @@ def test_the_sum_does_not_depend_on_the_number_of_threads(implementation: str) -
         assert_same_bits(out, wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parts_of_any_strides_are_read_in_the_order_of_their_shape(implementation: str) -> None:
     parts = [torch.randn(9, 12).t(), torch.randn(12, 18)[:, ::2], torch.randn(108)]
     out = torch.empty(108)
@@ -89,7 +83,6 @@ def test_parts_of_any_strides_are_read_in_the_order_of_their_shape(implementatio
     assert_same_bits(out, expected([part.reshape(-1) for part in parts], torch.float32, 1.0))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("case", "text"),
     [
