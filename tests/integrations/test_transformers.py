@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +38,7 @@ from tests.harness.recording import recorded_operations, reduced
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 VOCAB = 37
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 1}
@@ -145,7 +147,7 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
     return checkpoint.get_model_state_dict(model, full=True)
 
 
-def _computes_otherwise(folder: str, losses: list[float]) -> None:
+def _computes_otherwise(folder: Path, losses: list[float]) -> None:
     """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     ours = trained(sharded_trainer(build("llama"), folder, **compiled))
@@ -182,10 +184,9 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     for kind in ("llama", "gpt2"):
-        plain = trained(plain_trainer(build(kind), folder, gradient_accumulation_steps=2))
-        ours = trained(sharded_trainer(build(kind), folder))
+        plain = trained(plain_trainer(build(kind), tmp_path, gradient_accumulation_steps=2))
+        ours = trained(sharded_trainer(build(kind), tmp_path))
         assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
         assert logged(ours, "loss") == logged(plain, "loss"), kind
         assert logged(ours, "total_flos") == logged(plain, "total_flos")
@@ -200,12 +201,11 @@ def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path
             listed = [plain_names[id(p)] for p in group["params"]]
             assert [names[id(p)] for p in own["params"]] == listed
         if kind == "llama":
-            _computes_otherwise(folder, logged(ours, "loss"))
+            _computes_otherwise(tmp_path, logged(ours, "loss"))
 
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
-    folder = str(tmp_path)
 
     def make() -> Any:
         return in_default_dtype(build("llama"))
@@ -215,7 +215,7 @@ def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path:
     plain = trained(
         plain_trainer(
             make(),
-            folder,
+            tmp_path,
             gradient_accumulation_steps=2 * micro_batches,
             **args,
             eval_dataset=Sentences(),
@@ -223,7 +223,7 @@ def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path:
     )
     ours = sharded_trainer(
         make(),
-        folder,
+        tmp_path,
         gradient_accumulation_steps=micro_batches,
         activation_checkpointing=True,
         **args,
@@ -250,13 +250,12 @@ def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path:
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     import train_hf
 
     as_if_launched(True)
-    answer = train_hf.train(Path(folder), 10, use_cpu=True)
-    assert len(answer) == 5 and (Path(folder) / "checkpoint-10" / "training_args.json").exists()
+    answer = train_hf.train(tmp_path, 10, use_cpu=True)
+    assert len(answer) == 5 and (tmp_path / "checkpoint-10" / "training_args.json").exists()
 
 
 def _resumes(folder: str) -> None:
@@ -309,7 +308,6 @@ def test_a_run_resumes_exactly_and_at_another_world_size(tmp_path: Path) -> None
 
 @on_ranks(2, timeout=120)
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     changes = {
         "max_steps": 4,
         "save_steps": 2,
@@ -323,7 +321,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         "save_total_limit": 1,
     }
     for save_only_model in (False, True):
-        root = Path(folder, str(save_only_model))
+        root = tmp_path / str(save_only_model)
         ours = trained(
             sharded_trainer(
                 build("qwen2"),
@@ -368,7 +366,6 @@ def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
 
 @on_ranks(2, timeout=120)
 def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     import transformers as hf
 
     from layerzero.integrations.transformers import load_pretrained, save_pretrained, shard
@@ -376,7 +373,7 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
     as_if_launched(True)
     ids = torch.arange(12).view(2, 6)
     for kind in ("llama", "qwen2", "gpt2", "mixtral"):
-        root = Path(folder, kind)
+        root = tmp_path / kind
         plain = build(kind).eval()
         if dist.get_rank() == 0:
             plain.save_pretrained(root / "plain")
@@ -417,13 +414,13 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
-    _fails_on_all_ranks(shard(build("llama")), Path(folder))
+    _fails_on_all_ranks(shard(build("llama")), tmp_path)
     # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
     bare = build("gpt2").transformer
     if dist.get_rank() == 0:
-        bare.save_pretrained(Path(folder, "bare"))
+        bare.save_pretrained(tmp_path / "bare")
     dist.barrier()
-    loaded = load_pretrained(hf.GPT2LMHeadModel, Path(folder, "bare"))
+    loaded = load_pretrained(hf.GPT2LMHeadModel, tmp_path / "bare")
     assert_same_parameters(weights_of(loaded), build("gpt2").state_dict())
     # Ranks have prompts of other lengths, and stop at other times.
     prompt = torch.arange(1, 4 + dist.get_rank()).view(1, -1)
@@ -450,7 +447,7 @@ def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int)
     return losses
 
 
-def _accelerate(folder: str) -> None:
+def _accelerate(folder: Path) -> None:
     from accelerate import Accelerator, DistributedType
 
     from layerzero.integrations.accelerate import prepare
@@ -531,7 +528,7 @@ def _accelerate(folder: str) -> None:
         prepare(Accelerator(cpu=True), build("llama"))
 
 
-def _several_optimizers(folder: str) -> None:
+def _several_optimizers(folder: Path) -> None:
     """Muon on whole matrices and AdamW on the rest, each with a schedule; saved and resumed."""
     from accelerate import Accelerator
 
@@ -569,7 +566,7 @@ def _several_optimizers(folder: str) -> None:
     assert len(set(rates)) == 1 and rates[0] < 0.02
 
 
-def _refuses(folder: str) -> None:
+def _refuses(folder: Path) -> None:
     from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
 
     as_if_launched(False)
@@ -643,14 +640,13 @@ def _refuses(folder: str) -> None:
 @on_ranks(2, timeout=120)
 def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
     """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
-    folder = str(tmp_path)
 
     def run(max_steps: int, resumes: bool) -> Any:
         changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
         options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
         trainer = sharded_trainer(
             build("llama"),
-            Path(folder, "whole"),
+            tmp_path / "whole",
             lr_scheduler_type="constant",
             **changes,
             optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
@@ -670,12 +666,13 @@ def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Pat
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    _accelerate(folder)
-    _refuses(folder)
+    _accelerate(tmp_path)
+    _refuses(tmp_path)
 
 
-def _lora(folder: str) -> None:
+@needs_peft
+@on_ranks(2, timeout=120)
+def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from layerzero.integrations.transformers import load_pretrained
@@ -686,42 +683,37 @@ def _lora(folder: str) -> None:
         return get_peft_model(build("llama"), config)
 
     saves = {"save_strategy": "steps", "save_steps": 2}
-    ddps = Path(folder, f"plain{dist.get_rank()}")
+    ddps = Path(tmp_path, f"plain{dist.get_rank()}")
     plain = trained(plain_trainer(adapted(), ddps, gradient_accumulation_steps=2, **saves))
-    ours = trained(sharded_trainer(adapted(), folder, **saves))
+    ours = trained(sharded_trainer(adapted(), tmp_path, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
     with pytest.raises(ValueError, match=r"To continue.*PeftModel.from_pretrained\(base, folder, "):
         ours.train(resume_from_checkpoint=str(ddps / "checkpoint-2"))
     adapters = PeftModel.from_pretrained(build("llama"), ddps / "checkpoint-2", is_trainable=True)
     count = adapters.get_nb_trainable_parameters()[0]
-    going_on = trained(sharded_trainer(adapters, folder))
+    going_on = trained(sharded_trainer(adapters, tmp_path))
     assert going_on.get_num_trainable_parameters() == count > 0
     assert going_on.state.global_step == 3
     with recorded_operations(ours.sharded_model) as operations:
-        ours.save_model(str(Path(folder, "adapters")))
+        ours.save_model(str(tmp_path / "adapters"))
     assert {operation.unit for operation in operations} == {
         handle.fqns[0]
         for unit in inner_units(ours.sharded_model)
         for handle in unit.handles
         if "lora_" in handle.fqns[0]
     }
-    again = PeftModel.from_pretrained(build("llama"), Path(folder, "adapters"))
+    again = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters")
     assert_same_parameters(again.state_dict(), plain.model.state_dict())
-    resumed = sharded_trainer(adapted(), folder)
-    resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    resumed = sharded_trainer(adapted(), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed, "loss") == logged(ours, "loss")
     # The base goes straight into shards, and gets its adapters there.
     if dist.get_rank() == 0:
-        build("llama").save_pretrained(Path(folder, "base"))
+        build("llama").save_pretrained(tmp_path / "base")
     dist.barrier()
-    loaded = load_pretrained(type(build("llama")), Path(folder, "base"))
+    loaded = load_pretrained(type(build("llama")), tmp_path / "base")
     build("llama")  # Draws what `adapted` draws before its adapters.
-    ours = trained(sharded_trainer(get_peft_model(loaded, config), folder, **saves))
+    ours = trained(sharded_trainer(get_peft_model(loaded, config), tmp_path, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
-    ours.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(ours, "loss") == logged(plain, "loss")
-
-
-def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, _lora, str(tmp_path), timeout=120)
