@@ -21,6 +21,13 @@ from tests.harness.recording import logged as logged_by
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import ProjectConfiguration
+from transformers import TrainerCallback
+
+from layerzero.integrations.accelerate import prepare
+from layerzero.integrations.transformers import ZeRO3Trainer, shard
 from tests.integrations.test_transformers import (
     Sentences,
     arguments,
@@ -38,7 +45,6 @@ from tests.integrations.test_transformers import (
 
 def _counts_of_adapters(folder: Path) -> None:
     peft = pytest.importorskip("peft")
-    from layerzero.integrations.transformers import shard
 
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
     plain = peft.get_peft_model(build("llama"), config)
@@ -53,8 +59,6 @@ def _counts_of_adapters(folder: Path) -> None:
 
 
 def _no_device_named(folder: str) -> None:
-    from layerzero.integrations.transformers import ZeRO3Trainer
-
     as_if_launched(True)
     # As transformers sees it without use_cpu on a machine that has no accelerator.
     args = arguments(folder)
@@ -66,8 +70,6 @@ def _no_device_named(folder: str) -> None:
 
 @on_ranks(2, timeout=120)
 def test_counts_are_whole(tmp_path: Path) -> None:
-    from transformers import TrainerCallback
-
     plain = build("qwen2")
     plain.model.layers[0].requires_grad_(False)
     module = build("qwen2")
@@ -109,7 +111,6 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     assert_close_in_float64(*map(torch.tensor, evaluated), "eval loss")
     assert losses[0] == losses[1]
     assert_same_parameters(*weights)
-    from layerzero.integrations.transformers import ZeRO3Trainer
 
     as_if_launched(True)
     model = build("llama")
@@ -127,7 +128,6 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
 @on_ranks(2, timeout=120)
 def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
     """Moves and casts that change nothing, of a model that a trainer or `shard` made ready."""
-    from layerzero.integrations.transformers import shard
 
     class Outer(torch.nn.Module):
         def __init__(self, inner: Any) -> None:
@@ -158,9 +158,6 @@ def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path:
 @on_ranks(2, timeout=120)
 def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
     """A model that is bfloat16, as transformers loads one: float32 main weights with bf16."""
-    from accelerate import Accelerator
-
-    from layerzero.integrations.accelerate import prepare
 
     def low() -> Any:
         model = build("qwen2").bfloat16()
@@ -216,8 +213,6 @@ def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: 
 
 @on_ranks(2, timeout=120)
 def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
-    from layerzero.integrations.transformers import shard
-
     as_if_launched(True)
     root, first = tmp_path, dist.get_rank() == 0
     plain = build("llama")
@@ -281,8 +276,6 @@ class _Stateful:
 
 def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
     """A loader's place is saved; weights are not averaged as if they were whole."""
-    from accelerate.local_sgd import LocalSGD
-
     loader = _Stateful()
     accelerator._dataloaders.append(loader)
     accelerator.project_configuration.automatic_checkpoint_naming = False
@@ -304,11 +297,6 @@ def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
 
 @on_ranks(2, timeout=120)
 def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
-
-    from layerzero.integrations.accelerate import prepare
-
     as_if_launched(True)
     root = tmp_path / "checkpoints"
 
@@ -446,8 +434,6 @@ def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
 @on_ranks(2, timeout=120)
 def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
     import peft
-
-    from layerzero.integrations.transformers import shard
 
     as_if_launched(True)
     first = dist.get_rank() == 0

@@ -38,6 +38,20 @@ from tests.harness.recording import recorded_operations, reduced
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
+import transformers as hf
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+
+from layerzero.integrations.accelerate import prepare
+from layerzero.integrations.transformers import (
+    ZeRO3Trainer,
+    load_pretrained,
+    pretrained_saving,
+    save_pretrained,
+    shard,
+)
+
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 VOCAB = 37
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -48,8 +62,6 @@ TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 def build(kind: str, dropout: float = 0.0, **changes: Any) -> Any:
     """A tiny model, the same on every call."""
-    import transformers as hf
-
     torch.manual_seed(0)
     if kind == "gpt2":
         drops = {f"{place}_pdrop": dropout for place in ("resid", "embd", "attn")}
@@ -77,8 +89,6 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def arguments(folder: str | Path, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
     chosen = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -100,8 +110,6 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 def as_if_launched(launched: bool) -> None:
     """What torchrun would have told this rank; or nothing, for a process on its own."""
-    from accelerate.state import AcceleratorState
-
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     numbers = (dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
     for name, number in zip(LAUNCHED, numbers, strict=True):
@@ -121,15 +129,11 @@ def _trainer(cls: Any, model: nn.Module | None, folder: str | Path, options: dic
 
 
 def plain_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
-    from transformers import Trainer
-
     as_if_launched(False)
     return _trainer(Trainer, model, folder, options)
 
 
 def sharded_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
-    from layerzero.integrations.transformers import ZeRO3Trainer
-
     as_if_launched(True)
     return _trainer(ZeRO3Trainer, model, folder, options)
 
@@ -206,7 +210,6 @@ def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
-
     def make() -> Any:
         return in_default_dtype(build("llama"))
 
@@ -348,8 +351,6 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
 
 def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
     """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
-    from layerzero.integrations.transformers import pretrained_saving
-
     with pytest.raises(CheckpointError, match="Not a directory"):
         pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
 
@@ -366,10 +367,6 @@ def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
 
 @on_ranks(2, timeout=120)
 def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
-    import transformers as hf
-
-    from layerzero.integrations.transformers import load_pretrained, save_pretrained, shard
-
     as_if_launched(True)
     ids = torch.arange(12).view(2, 6)
     for kind in ("llama", "qwen2", "gpt2", "mixtral"):
@@ -448,10 +445,6 @@ def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int)
 
 
 def _accelerate(folder: Path) -> None:
-    from accelerate import Accelerator, DistributedType
-
-    from layerzero.integrations.accelerate import prepare
-
     def parts(model: Any) -> tuple[Any, Any]:
         loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
         return torch.optim.AdamW(model.parameters(), 1e-2), loader
@@ -530,10 +523,6 @@ def _accelerate(folder: Path) -> None:
 
 def _several_optimizers(folder: Path) -> None:
     """Muon on whole matrices and AdamW on the rest, each with a schedule; saved and resumed."""
-    from accelerate import Accelerator
-
-    from layerzero.integrations.accelerate import prepare
-    from layerzero.integrations.transformers import shard
 
     def made(rate: float) -> tuple[Any, ...]:
         as_if_launched(True)
@@ -567,8 +556,6 @@ def _several_optimizers(folder: Path) -> None:
 
 
 def _refuses(folder: Path) -> None:
-    from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
-
     as_if_launched(False)
     with pytest.raises(ValueError, match="accelerate detects 1, "):
         ZeRO3Trainer(build("llama"), arguments(folder))
@@ -674,8 +661,6 @@ def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
 @on_ranks(2, timeout=120)
 def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
-
-    from layerzero.integrations.transformers import load_pretrained
 
     config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
