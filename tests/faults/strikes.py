@@ -35,6 +35,8 @@ class Strike:
         self._cell = cell
         self._folder = folder
         self._is_done = False
+        self.brief_s = 0.4 * cell.timeout_s
+        self.long_s = cell.timeout_s + cell.report_s + 3.0
 
     def arm(self, place: str) -> None:
         """Strike at the next call that belongs to the place."""
@@ -53,7 +55,7 @@ class Strike:
         if not self._is_done:
             self._is_done = True
             self._mark()
-            getattr(self, _METHODS[self._cell.fault])()
+            _FAULTS[self._cell.fault](self)
 
     def _mark(self) -> None:
         path = self._folder / f"struck-{dist.get_rank()}"
@@ -89,28 +91,10 @@ class Strike:
         links.speed_up()
         return handle
 
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _fault(self) -> None:
-        ctypes.string_at(0)
-
-    def _stop_briefly(self) -> None:
-        self._stop(0.4 * self._cell.timeout_s)
-
-    def _stop_long(self) -> None:
-        self._stop(self._cell.timeout_s + self._cell.report_s + 3.0)
-
     def _stop(self, seconds: float) -> None:
         wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
         with subprocess.Popen(["/bin/sh", "-c", wake], stdout=subprocess.DEVNULL):
             os.kill(os.getpid(), signal.SIGSTOP)
-
-    def _hold_briefly(self) -> None:
-        self._hold(0.4 * self._cell.timeout_s)
-
-    def _hold_long(self) -> None:
-        self._hold(self._cell.timeout_s + self._cell.report_s + 3.0)
 
     def _hold(self, seconds: float) -> None:
         """A thread keeps the interpreter's lock: a call of `PyDLL` does not let go of it."""
@@ -137,25 +121,26 @@ class Strike:
                 raise Silent
             time.sleep(0.05)
 
-    def _fill(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
 
 class Silent(Exception):
     """The others have ended; this rank has nothing left to do."""
 
 
-_METHODS = {
-    "SIGKILL": "_kill",
-    "SIGSEGV": "_fault",
-    "SIGSTOP, SIGCONT in time": "_stop_briefly",
-    "SIGSTOP, SIGCONT too late": "_stop_long",
-    "GIL held briefly": "_hold_briefly",
-    "GIL held too long": "_hold_long",
-    "a socket closed": "_close",
-    "abort() of the group": "_abort",
-    "a message half sent": "_stay_silent",
-    "disk full": "_fill",
+def _fill() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+_FAULTS: dict[str, Callable[[Strike], object]] = {
+    "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda _: ctypes.string_at(0),
+    "SIGSTOP, SIGCONT in time": lambda strike: strike._stop(strike.brief_s),
+    "SIGSTOP, SIGCONT too late": lambda strike: strike._stop(strike.long_s),
+    "GIL held briefly": lambda strike: strike._hold(strike.brief_s),
+    "GIL held too long": lambda strike: strike._hold(strike.long_s),
+    "a socket closed": Strike._close,
+    "abort() of the group": Strike._abort,
+    "a message half sent": Strike._stay_silent,
+    "disk full": lambda _: _fill(),
 }
 _CALLS: dict[str, tuple[Any, str]] = {
     "save: file": (os, "pwritev"),

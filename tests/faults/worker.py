@@ -18,21 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3, checkpoint
+from tests.harness.models import Block
 
 SAVE_EVERY = 10
 _ROWS = 12
 """Of the batch of all ranks; they divide by 1 to 4 ranks."""
 _WIDTH = 32
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(_WIDTH, 4 * _WIDTH)
-        self.down = nn.Linear(4 * _WIDTH, _WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 def train(folder: Path, num_steps: int, pause_s: float = 0.0) -> None:
@@ -44,7 +35,7 @@ def train(folder: Path, num_steps: int, pause_s: float = 0.0) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    module = nn.Sequential(*(Block() for _ in range(3)))
+    module = nn.Sequential(*(Block(_WIDTH, 4 * _WIDTH) for _ in range(3)))
     model = ZeRO3(module, auto_wrap_policy={Block}, timeout=timedelta(seconds=30))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     saved, step = folder / "saved", 0

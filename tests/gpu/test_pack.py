@@ -14,7 +14,14 @@ import torch
 
 from layerzero.ops import Segments, flat_step_, ordered_sum_, pack_, reference, step_reference
 from layerzero.ops.step_reference import StepTensors
-from tests.ops.truth import DTYPES, assert_same_bits, concatenate
+from tests.ops.truth import (
+    DTYPES,
+    around_the_middle_of_two,
+    assert_same_bits,
+    concatenate,
+    every_16_bit_value,
+    random_values,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +29,6 @@ CANARY = 7.0
 SCALES = [1.0, 0.25, -1.5, 0.3]
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a busy stream: far more than a call takes that does not wait."""
-
-
-def random_values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bit patterns, NaNs among them, and as many of usual size; on the CPU."""
-    bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    return torch.where(torch.rand(numel) < 0.5, bits, torch.randn(numel).to(dtype))
 
 
 def shifted(values: torch.Tensor, shift: int, device: torch.device) -> torch.Tensor:
@@ -94,7 +95,7 @@ def test_sources_and_outputs_may_start_anywhere(
 
 @pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_widens_exactly(cuda: torch.device, src_dtype: torch.dtype) -> None:
-    src = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(src_dtype)
+    src = every_16_bit_value(src_dtype)
     for dtype in DTYPES:
         check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
@@ -103,13 +104,7 @@ def test_every_16_bit_value_widens_exactly(cuda: torch.device, src_dtype: torch.
 def test_values_between_two_16_bit_values_round_to_even(
     cuda: torch.device, dtype: torch.dtype
 ) -> None:
-    grid = torch.arange(1 << 15).to(torch.int16).view(dtype).float()
-    grid = grid[grid.isfinite()]
-    middle = ((grid[:-1].double() + grid[1:].double()) / 2).float()
-    infinity = torch.full_like(middle, torch.inf)
-    largest = torch.tensor([65519.0, 65520.0, 3.38953138925e38, 3.4e38])
-    src = torch.cat([middle, middle.nextafter(infinity), middle.nextafter(-infinity), largest])
-    src = torch.cat([src, -src])
+    src = around_the_middle_of_two(dtype)
     check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
 

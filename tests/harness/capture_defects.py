@@ -22,7 +22,7 @@ from layerzero.graph_capture import CapturedStep
 from layerzero.step.operations import Operations
 from layerzero.step.unit import Unit
 from layerzero.watch.watchdog import _Board
-from tests.harness.missing_waits import BLOCKS, at_each_reduction
+from tests.harness.missing_waits import BLOCKS, at_each_reduction, idle
 from tests.harness.simulated_streams import Stream
 
 _Context = AbstractContextManager[object]
@@ -111,10 +111,6 @@ def keeping_events_for_the_watchdog() -> _Context:
     return mock.patch.object(Streams, "fork", fork)
 
 
-def without_waiting_for_the_current_stream() -> _Context:
-    return mock.patch.object(Stream, "wait_stream", lambda *_: None)
-
-
 def without_the_inputs() -> _Context:
     replay = CapturedStep._replay
     return mock.patch.object(CapturedStep, "_replay", lambda own, _: replay(own, own._inputs))
@@ -122,23 +118,6 @@ def without_the_inputs() -> _Context:
 
 def without_copies_of_outputs() -> _Context:
     return mock.patch.object(graph_capture, "_copies", lambda outputs: outputs)
-
-
-def without_gradients() -> _Context:
-    return mock.patch.object(CapturedStep, "_leave", lambda _: None)
-
-
-def leaving_gradients_in_the_pool() -> _Context:
-    """Not where the next step finds them."""
-    return mock.patch.object(torch, "_foreach_copy_", lambda *_: None)
-
-
-def without_growing_versions() -> _Context:
-    return mock.patch.object(torch.autograd.graph, "increment_version", lambda _: None)
-
-
-def with_the_optimizer_in_the_graph() -> _Context:
-    return mock.patch.object(CapturedStep, "_before_step", lambda *_: None)
 
 
 def without_the_factor_of_clipping() -> _Context:
@@ -164,6 +143,19 @@ def dropping_tables() -> _Context:
     return mock.patch.object(CapturedStep, "_record", record)
 
 
+_IDLE: dict[str, tuple[Any, str]] = {
+    "without_waiting_for_the_current_stream": (Stream, "wait_stream"),
+    "without_gradients": (CapturedStep, "_leave"),
+    # They are not where the next step finds them.
+    "leaving_gradients_in_the_pool": (torch, "_foreach_copy_"),
+    "without_growing_versions": (torch.autograd.graph, "increment_version"),
+    "with_the_optimizer_in_the_graph": (CapturedStep, "_before_step"),
+}
+"""Defect -> the function that does nothing."""
+
+
 def defect(name: str) -> _Context:
+    if name in _IDLE:
+        return idle(*_IDLE[name])
     made: _Context = at_each_reduction(BLOCKS[name]) if name in BLOCKS else globals()[name]()
     return made

@@ -38,6 +38,16 @@ def _backward(model: ZeRO3, x: Tensor) -> Tensor:
     return loss
 
 
+def _step_of(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 class _Descent(torch.optim.Optimizer):
     """Writes parameters by operators that count versions; torch's fused ones do not."""
 
@@ -107,14 +117,7 @@ def an_option_that_is_a_number(model: ZeRO3, wrap: Wrap, steps: int) -> list[Ten
 def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """torch refuses the backward of a forward whose weights were written since: also by a graph."""
     optimizer = _Descent(model.parameters(), {"lr": 0.1, "capturable": True})
-
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, x)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    train = wrap(step, SAMPLE)
+    train = wrap(_step_of(model, optimizer), SAMPLE)
     found = []
     for number in range(steps):
         found.append(train(_batch()))
@@ -187,17 +190,11 @@ def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     between them, also of other shapes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, x)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
     def evaluate(x: Tensor) -> Tensor:
         with torch.no_grad():
             return model(x).sum()
 
-    train, look = wrap(step, SAMPLE), wrap(evaluate, SAMPLE)
+    train, look = wrap(_step_of(model, optimizer), SAMPLE), wrap(evaluate, SAMPLE)
     found = []
     for number in range(steps):
         found.append(train(_batch()))

@@ -15,9 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.gpu.mirror import Wires
+from tests.gpu.mirror import Wires, fake_world
 from tests.harness.ranks import run_ranks
 
 
@@ -45,12 +44,11 @@ _plain_all_to_all_single = dist.all_to_all_single
 @contextmanager
 def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     """Inside, this process is rank `rank` of the default group."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        with mock.patch.object(dist, "all_to_all_single", _all_to_all_single):
-            yield
-    finally:
-        dist.destroy_process_group()
+    with (
+        fake_world(rank, world_size),
+        mock.patch.object(dist, "all_to_all_single", _all_to_all_single),
+    ):
+        yield
 
 
 def run_fake_ranks(

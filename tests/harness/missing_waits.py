@@ -41,6 +41,27 @@ class _Never:
     def __set__(self, *_: object) -> None: ...
 
 
+_IDLE: dict[str, tuple[type, str]] = {
+    "without_waiting_for_marks": (DeviceStream, "wait"),
+    "without_waiting_for_gathers": (_OnStream, "wait"),
+    "without_compute_waiting_for_unsharded_parameters": (FlatParamHandle, "wait_for_unshard"),
+    "without_waiting_before_frees": (RuntimeContext, "before_free"),
+    "without_memory_of_compute_for_chunks": (Reduction, "_allocate_chunk"),
+    "without_the_host_waiting": (Streams, "wait_on_host"),
+}
+"""Defect -> the method that does nothing."""
+_EVENTS: dict[str, tuple[type, str]] = {
+    "without_the_event_of_weights": (RuntimeContext, "weights_written"),
+    "without_the_event_of_uploads": (RuntimeContext, "shard_uploaded"),
+    "without_the_event_of_landed_gradients": (Reduction, "landed"),
+}
+"""Defect -> the attribute that never has an event."""
+
+
+def idle(owner: Any, method: str) -> AbstractContextManager[object]:
+    return mock.patch.object(owner, method, lambda *_: None)
+
+
 def _with_stream(change: Callable[[Streams], None]) -> AbstractContextManager[object]:
     original = Streams.__init__
 
@@ -58,10 +79,6 @@ _DEAF_STREAMS = {
     "without_waiting_on_the_offload_stream": "offload",
 }
 """Defect -> the stream that never waits for an event."""
-
-
-def _without_waits_of(name: str) -> AbstractContextManager[object]:
-    return _with_stream(lambda streams: setattr(getattr(streams, name), "wait", lambda _: None))
 
 
 _VERBS = {
@@ -90,14 +107,6 @@ def _without_waiting_for(verb: str) -> AbstractContextManager[object]:
     return mock.patch.object(Pending, "wait_for_data", skipping)
 
 
-def without_waiting_for_marks() -> AbstractContextManager[object]:
-    return mock.patch.object(DeviceStream, "wait", lambda *_: None)
-
-
-def without_waiting_for_gathers() -> AbstractContextManager[object]:
-    return mock.patch.object(_OnStream, "wait", lambda _: None)
-
-
 def without_the_streams_event() -> AbstractContextManager[object]:
     """The stream is never ordered after the collective."""
 
@@ -107,10 +116,6 @@ def without_the_streams_event() -> AbstractContextManager[object]:
         return _OnStream(stream, stream.record_event(), pending)
 
     return mock.patch.object(DeviceStream, "enqueue_wait", enqueue_wait)
-
-
-def without_the_event_of_weights() -> AbstractContextManager[object]:
-    return mock.patch.object(RuntimeContext, "weights_written", _Never(), create=True)
 
 
 def without_a_new_event_of_weights() -> AbstractContextManager[object]:
@@ -133,14 +138,10 @@ def without_waiting_when_a_step_ends() -> AbstractContextManager[object]:
     end_step = UnshardScheduler.end_step
 
     def ending(scheduler: UnshardScheduler) -> None:
-        with mock.patch.object(scheduler._context.streams.pre_unshard, "wait", lambda _: None):
+        with idle(scheduler._context.streams.pre_unshard, "wait"):
             end_step(scheduler)
 
     return mock.patch.object(UnshardScheduler, "end_step", ending)
-
-
-def without_compute_waiting_for_unsharded_parameters() -> AbstractContextManager[object]:
-    return mock.patch.object(FlatParamHandle, "wait_for_unshard", lambda _: None)
 
 
 def without_waiting_for_unused_gathers() -> AbstractContextManager[object]:
@@ -160,18 +161,14 @@ def without_waiting_for_unused_gathers() -> AbstractContextManager[object]:
         if not is_resharding:
             wait(unit)
         else:
-            with mock.patch.object(FlatParamHandle, "wait_for_unshard", lambda _: None):
+            with idle(FlatParamHandle, "wait_for_unshard"):
                 wait(unit)
 
-    both = mock.patch.multiple(Unit, reshard=resharding, wait_for_unshard=waiting)
-    return both
+    return mock.patch.multiple(Unit, reshard=resharding, wait_for_unshard=waiting)
 
 
-def without_waiting_before_frees() -> AbstractContextManager[object]:
-    return mock.patch.object(RuntimeContext, "before_free", lambda _: None)
-
-
-def waiting_at_the_next_gather_only() -> AbstractContextManager[object]:
+@contextmanager
+def waiting_at_the_next_gather_only() -> Iterator[None]:
     """Enough for memory that stays in its stream's pool."""
     gather = FlatParamHandle._gather
 
@@ -179,8 +176,11 @@ def waiting_at_the_next_gather_only() -> AbstractContextManager[object]:
         context.streams.unshard.wait(context.streams.record_compute_event())
         return gather(handle, context, *args)
 
-    both = mock.patch.multiple(FlatParamHandle, _gather=waits_first)
-    return _both(without_waiting_before_frees(), both)
+    with (
+        idle(RuntimeContext, "before_free"),
+        mock.patch.object(FlatParamHandle, "_gather", waits_first),
+    ):
+        yield
 
 
 def waiting_after_the_free() -> AbstractContextManager[object]:
@@ -188,7 +188,7 @@ def waiting_after_the_free() -> AbstractContextManager[object]:
     before, reshard = RuntimeContext.before_free, Unit.reshard
 
     def resharding(unit: Unit, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(RuntimeContext, "before_free", lambda _: None):
+        with idle(RuntimeContext, "before_free"):
             reshard(unit, *args, **kwargs)
         before(unit.context)
 
@@ -232,30 +232,18 @@ def with_waits_of_the_current_device() -> AbstractContextManager[object]:
     return mock.patch.object(DeviceStream, "current_stream", current_stream)
 
 
-def without_memory_of_compute_for_chunks() -> AbstractContextManager[object]:
-    return mock.patch.object(Reduction, "_allocate_chunk", lambda *_: None)
-
-
 def _completing(waits: bool) -> AbstractContextManager[object]:
     """Compute takes what was reduced without a wait, or frees what is reduced before its wait."""
     complete = GradientReducer._complete_oldest
 
     def completing(reducer: GradientReducer) -> None:
         pending = reducer._in_flight[0].pending
-        with mock.patch.object(_OnStream, "wait", lambda _: None):
+        with idle(_OnStream, "wait"):
             complete(reducer)
         if waits and pending is not None:
             pending.wait()
 
     return mock.patch.object(GradientReducer, "_complete_oldest", completing)
-
-
-def without_compute_waiting_for_reductions() -> AbstractContextManager[object]:
-    return _completing(waits=False)
-
-
-def freeing_gradients_before_they_are_reduced() -> AbstractContextManager[object]:
-    return _completing(waits=True)
 
 
 @contextmanager
@@ -288,15 +276,6 @@ def _collecting_on_reduce(waits: bool) -> Iterator[None]:
         yield
 
 
-def collecting_on_reduce_at_once() -> AbstractContextManager[object]:
-    return _collecting_on_reduce(waits=False)
-
-
-def collecting_on_reduce_after_a_wait() -> AbstractContextManager[object]:
-    """Gradients of compute are freed while the reduce stream reads them."""
-    return _collecting_on_reduce(waits=True)
-
-
 def with_one_event_for_all() -> AbstractContextManager[object]:
     """As a pool would that gives an event to a second user while the first needs it."""
     events: list[Any] = []
@@ -309,10 +288,6 @@ def with_one_event_for_all() -> AbstractContextManager[object]:
     return mock.patch.object(EventPool, "record", record)
 
 
-def without_the_host_waiting() -> AbstractContextManager[object]:
-    return mock.patch.object(Streams, "wait_on_host", lambda *_: None)
-
-
 def asking_instead_of_waiting() -> AbstractContextManager[object]:
     """The host asks whether the event has happened, and goes on whatever the answer."""
 
@@ -321,14 +296,6 @@ def asking_instead_of_waiting() -> AbstractContextManager[object]:
             event.query()
 
     return mock.patch.object(Streams, "wait_on_host", asks)
-
-
-def without_the_event_of_uploads() -> AbstractContextManager[object]:
-    return mock.patch.object(RuntimeContext, "shard_uploaded", _Never(), create=True)
-
-
-def without_the_event_of_landed_gradients() -> AbstractContextManager[object]:
-    return mock.patch.object(Reduction, "landed", _Never(), create=True)
 
 
 def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
@@ -360,14 +327,6 @@ def _staging_on_compute(owner: type, name: str) -> Iterator[None]:
 
     with mock.patch.object(owner, name, staging):
         yield
-
-
-def staging_shards_on_compute() -> AbstractContextManager[object]:
-    return _staging_on_compute(flat_param.FlatParam, "write_compute_slice")
-
-
-def staging_sums_on_compute() -> AbstractContextManager[object]:
-    return _staging_on_compute(GradientSums, "add_host_sum_to")
 
 
 def at_each_reduction(block: Callable[[Tensor, Unit], object]) -> AbstractContextManager[object]:
@@ -419,11 +378,17 @@ def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
     return mock.patch("layerzero.flat.gradients.pack_", packing)
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    first, second = contexts
-    with first, second:
-        yield
+_WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "without_compute_waiting_for_reductions": lambda: _completing(waits=False),
+    "freeing_gradients_before_they_are_reduced": lambda: _completing(waits=True),
+    "collecting_on_reduce_at_once": lambda: _collecting_on_reduce(waits=False),
+    # Gradients of compute are freed while the reduce stream reads them.
+    "collecting_on_reduce_after_a_wait": lambda: _collecting_on_reduce(waits=True),
+    "staging_shards_on_compute": lambda: _staging_on_compute(
+        flat_param.FlatParam, "write_compute_slice"
+    ),
+    "staging_sums_on_compute": lambda: _staging_on_compute(GradientSums, "add_host_sum_to"),
+}
 
 
 def defect(name: str) -> AbstractContextManager[object]:
@@ -432,6 +397,11 @@ def defect(name: str) -> AbstractContextManager[object]:
     if name in _VERBS:
         return _without_waiting_for(_VERBS[name])
     if name in _DEAF_STREAMS:
-        return _without_waits_of(_DEAF_STREAMS[name])
-    made: AbstractContextManager[object] = globals()[name]()
+        stream = _DEAF_STREAMS[name]
+        return _with_stream(lambda own: setattr(getattr(own, stream), "wait", lambda _: None))
+    if name in _IDLE:
+        return idle(*_IDLE[name])
+    if name in _EVENTS:
+        return mock.patch.object(*_EVENTS[name], _Never(), create=True)
+    made: AbstractContextManager[object] = (_WAYS.get(name) or globals()[name])()
     return made

@@ -206,9 +206,13 @@ USES = [
     unused_gathers,
     whole_tensors,
 ]
+BF16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+REDUCED_IN_FLOAT32 = {
+    "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
-    "bfloat16": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    "bfloat16": BF16,
     "deterministic": {"deterministic": True},
     "three ahead, no limit": {"forward_prefetch": 3, "limit_all_gathers": False},
     "backward post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
@@ -219,42 +223,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 LAYERED: dict[str, dict[str, Any]] = {
     "zero1": {"zero3_size": 2},
-    "zero1, bfloat16": {
-        "zero3_size": 2,
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
-    },
+    "zero1, bfloat16": {"zero3_size": 2, **BF16},
     "replicate": {"zero3_size": 2, "outer": "replicate"},
-    "replicate, bfloat16": {
-        "zero3_size": 2,
-        "outer": "replicate",
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    },
+    "replicate, bfloat16": {"zero3_size": 2, "outer": "replicate", **REDUCED_IN_FLOAT32},
     "deterministic": {"zero3_size": 2, "deterministic": True},
     "sums in shards": {"zero3_size": 2, "accumulation": "sharded"},
-    "sums in shards, replicate": {
-        "zero3_size": 2,
-        "outer": "replicate",
-        "accumulation": "sharded",
-    },
-    "kept shards": {
-        "zero3_size": 2,
-        "outer": "shard",
-        "reshard_after_forward": "compute_shard",
-    },
+    "sums in shards, replicate": {"zero3_size": 2, "outer": "replicate", "accumulation": "sharded"},
+    "kept shards": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
-    "whole parameters, replicated, bfloat16": {
-        "zero3_size": 1,
-        "outer": "replicate",
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
-    },
+    "whole parameters, replicated, bfloat16": {"zero3_size": 1, "outer": "replicate", **BF16},
 }
 if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # Since torch 2.13.
     SETTINGS["arena"] = {"arena": True}
     LAYERED["arena, bfloat16"] = {
         "zero3_size": 2,
         "arena": True,
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        **REDUCED_IN_FLOAT32,
     }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "sums": {"offload": OffloadPolicy(grads=True), "accumulation": "unsharded"},
@@ -264,16 +249,9 @@ OFFLOADED: dict[str, dict[str, Any]] = {
         "accumulation": "sharded",
         "zero3_size": 1,
     },
-    "bfloat16 sums": {
-        "offload": OffloadPolicy(grads=True),
-        "accumulation": "unsharded",
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
-    },
+    "bfloat16 sums": {"offload": OffloadPolicy(grads=True), "accumulation": "unsharded", **BF16},
     "parameters": {"offload": OffloadPolicy(params=True)},
-    "bfloat16 parameters": {
-        "offload": OffloadPolicy(params=True),
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
-    },
+    "bfloat16 parameters": {"offload": OffloadPolicy(params=True), **BF16},
     "everything": {"offload": OffloadPolicy(params=True, grads=True), "accumulation": "sharded"},
     "whole parameters": {"offload": OffloadPolicy(params=True), "zero3_size": 1},
 }

@@ -31,7 +31,7 @@ LENGTH = 8
 BATCH = 4  # rows in a step, over all data-parallel ranks
 
 
-def _let_saves_work() -> None:
+def let_saves_work() -> None:
     """Of Megatron's distributed checkpoints, in a process that ends with the test."""
     # A save forks writers, which a daemon, as ranks are, may not; they answer this process.
     multiprocessing.current_process()._config["daemon"] = False
@@ -53,7 +53,7 @@ def megatron_on_cpu(
     tensor_parallel_size: int = 1, pipeline_size: int = 1, expert_parallel_size: int = 1
 ) -> Iterator[None]:
     """Inside, this rank is one of Megatron's."""
-    _let_saves_work()
+    let_saves_work()
     with ExitStack() as stack:
         stack.enter_context(emulation())
         before = set(dist.distributed_c10d._world.pg_map)

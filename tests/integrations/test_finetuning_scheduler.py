@@ -46,7 +46,7 @@ from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_same_parameters
 from tests.harness.internals import inner_units, root_state
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.integrations.test_lightning_parallel import loader, styles, whole
+from tests.integrations.test_lightning_parallel import loader, styles
 from tests.integrations.trainers import (
     NUM_BATCHES,
     RANKS,
@@ -80,6 +80,8 @@ def _schedule() -> dict[int, Any]:
 def _scheduler(**arguments: Any) -> FinetuningScheduler:
     adapter = "layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
     is_sharded = torch.distributed.is_initialized()
+    if "ft_schedule" in arguments:
+        arguments |= {"epoch_transitions_only": True, "restore_best": False}
     return FinetuningScheduler(
         allow_untested=True,
         custom_strategy_adapters={"layerzero": adapter} if is_sharded else None,
@@ -146,7 +148,7 @@ def _fit(
 def _three_phases(
     folder: Path, strategy: Any = None, callbacks: Sequence[Callback] = (), **arguments: Any
 ) -> tuple[Regression, _Watch]:
-    scheduler = _scheduler(ft_schedule=_schedule(), epoch_transitions_only=True, restore_best=False)
+    scheduler = _scheduler(ft_schedule=_schedule())
     checkpoints = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=1)
     return _fit(folder, [scheduler, checkpoints, *callbacks], ENDS[-1], strategy, **arguments)
 
@@ -250,12 +252,7 @@ class _Own(Regression):
 @on_ranks(RANKS)
 def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
     def fit(strategy: ZeRO3Strategy, model: Regression | None = None, **cfg: Any) -> Regression:
-        scheduler = _scheduler(
-            ft_schedule=_schedule(),
-            epoch_transitions_only=True,
-            restore_best=False,
-            strategy_adapter_cfg=cfg,
-        )
+        scheduler = _scheduler(ft_schedule=_schedule(), strategy_adapter_cfg=cfg)
         checkpoints = FTSCheckpoint(tmp_path / "planned", save_top_k=0)
         return _fit(tmp_path, [scheduler, checkpoints], 2, strategy, model)[0]
 
@@ -317,9 +314,7 @@ _SHORT = {
 
 
 def _short(folder: Path, strategy: Any = None, cls: Any = Regression, **cfg: Any) -> Any:
-    scheduler = _scheduler(
-        ft_schedule=_SHORT, epoch_transitions_only=True, restore_best=False, **cfg
-    )
+    scheduler = _scheduler(ft_schedule=_SHORT, **cfg)
     checkpoints = FTSCheckpoint(folder / "checkpoints", save_top_k=0)
     data = partial(loader, 1 if strategy is None else 2)
     return _fit(folder, [scheduler, checkpoints], 3, strategy, seeded(cls), data)
@@ -335,7 +330,7 @@ def _changed(tmp_path: Path) -> Any:
         ValueError, match=r"phase 0 unfreezes 'blocks.1.down.weight', which .* no lon"
     ):
         _short(tmp_path, ZeRO3Strategy(), _Renamed)
-    return model.losses, whole(model), watch.epochs
+    return model.losses, full(model), watch.epochs
 
 
 @pytest.mark.slow

@@ -57,9 +57,7 @@ def _fit(strategy: Any = None, **arguments: Any) -> Regression:
 
 def _assert_same_run(ours: Regression, theirs: Regression) -> None:
     assert ours.losses == theirs.losses
-    expected = full(theirs)
-    for name, value in full(ours).items():
-        assert_bitwise(value, expected[name], name)
+    assert_same_parameters(full(ours), full(theirs))
 
 
 class _Operations(Callback):
@@ -437,9 +435,7 @@ def _goes_on(cls: type[Regression], kind: str, folder: Path) -> None:
     fitted(first, 1).save_checkpoint(folder / kind)
     fitted(again, 2, folder / kind)
     assert first.losses + again.losses == whole.losses, cls
-    expected = full(whole)
-    for name, value in full(again).items():
-        assert_bitwise(value, expected[name], f"{cls.__name__} {name}")
+    assert_same_parameters(full(again), full(whole), what=cls.__name__)
 
 
 class _ByNdim(Regression):
@@ -453,9 +449,7 @@ def _decays_by_ndim_as_under_ddp() -> None:
     ours, theirs = seeded(_ByNdim), seeded(_ByNdim)
     trainer(max_epochs=1).fit(ours, rows())
     trainer(ddp(), max_epochs=1).fit(theirs, rows())
-    expected = full(theirs)
-    for name, value in full(ours).items():
-        assert_bitwise(value, expected[name], name)
+    assert_same_parameters(full(ours), full(theirs))
 
 
 def _warns_at_the_users_line() -> None:

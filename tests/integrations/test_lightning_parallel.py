@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
-from layerzero import ShardingPlan, ZeRO3, units
+from layerzero import ShardingPlan, units
 from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import (
@@ -38,7 +39,14 @@ from tests.harness.checks import (
 )
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
-from tests.integrations.trainers import NUM_BATCHES, Regression, seeded, trainer
+from tests.integrations.trainers import (
+    NUM_BATCHES,
+    Regression,
+    full,
+    seeded,
+    trainer,
+    zero3_strategy,
+)
 
 
 def styles() -> dict[str, ParallelStyle]:
@@ -86,10 +94,7 @@ def loader(num_data_ranks: int = 1) -> DataLoader[Any]:
     return DataLoader(data, 8 // num_data_ranks, sampler=sampler)
 
 
-def strategy(**arguments: Any) -> ZeRO3Strategy:
-    if "plan" not in arguments:
-        arguments.setdefault("auto_wrap_policy", {Block})
-    return ZeRO3Strategy(tensor_parallel_size=2, **arguments)
+strategy = functools.partial(zero3_strategy, tensor_parallel_size=2)
 
 
 def fit(
@@ -100,17 +105,6 @@ def fit(
     num_data_ranks = dist.get_world_size() // 2 if dist.is_initialized() else 1
     fitter.fit(model, loader(num_data_ranks), ckpt_path=ckpt)
     return model
-
-
-def whole(model: Any) -> dict[str, Tensor]:
-    wrapper = model.__dict__.get("_layerzero_lightning_wrapper")
-    if not isinstance(wrapper, ZeRO3):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-    with wrapper.summon_full_params(writeback=False):
-        return {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in model.named_parameters()
-        }
 
 
 CLIP = {"gradient_clip_val": 0.05}
@@ -132,26 +126,26 @@ def _trains(tmp_path: Path) -> Any:
     model = fit(strategy())
     assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
     assert model.blocks[0].up.weight.layerzero.tensor_parallel is not None
-    expected = whole(model)
+    expected = full(model)
     for options in ({"plan": plan}, {"zero3_size": 1, "outer": "replicate"}):
         other = fit(strategy(**options))
         assert_close_in_float64(torch.tensor(other.losses), torch.tensor(model.losses), "losses")
-        assert_close_in_float64(whole(other), expected, "parameter")
+        assert_close_in_float64(full(other), expected, "parameter")
     for kind in ("full", "sharded"):
         fit(strategy(state_dict_type=kind), callbacks=[_Save(tmp_path / kind)], max_epochs=1)
     resumed = fit(strategy(), seed=7, ckpt=tmp_path / "sharded")
     assert resumed.losses == model.losses[NUM_BATCHES:]
-    assert_same_parameters(whole(resumed), expected)
+    assert_same_parameters(full(resumed), expected)
     with trainer(strategy()).init_module(empty_init=True):
         unmade = Split()
     trainer(strategy()).fit(unmade, loader(2), ckpt_path=tmp_path / "full")
-    assert_same_parameters(whole(unmade), expected, what="without storage before")
+    assert_same_parameters(full(unmade), expected, what="without storage before")
     clipped = fit(strategy(), **CLIP)
     _an_overflow_of_one_part_is_one_of_all()
     _one_value_on_all_ranks()
     _samples_are_counted_once()
     _what_does_not_fit()
-    return model.losses, expected, whole(clipped)
+    return model.losses, expected, full(clipped)
 
 
 class _Overflow(Callback):
@@ -174,7 +168,7 @@ def _an_overflow_of_one_part_is_one_of_all() -> None:
     model = fit(strategy(precision_plugin=scaled), callbacks=[overflow], max_epochs=1)
     assert overflow.scales == [32.0] * NUM_BATCHES
     # The stem is whole on every rank: it stays the same on those of one tensor-parallel group.
-    for name, value in whole(model).items():
+    for name, value in full(model).items():
         assert_same_on_all_ranks(value, name)
 
 
@@ -183,13 +177,9 @@ def _one_value_on_all_ranks() -> None:
     own = trainer(strategy(), max_epochs=0)
     model = seeded(Split, seed=dist.get_rank())
     own.fit(model, loader(2))
-    for name, value in whole(model).items():
+    for name, value in full(model).items():
         assert_same_on_all_ranks(value, name)
-    assert_same_parameters(whole(model), whole_of_plain(0))
-
-
-def whole_of_plain(seed: int) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in seeded(Regression, seed=seed).named_parameters()}
+    assert_same_parameters(full(model), full(seeded()))
 
 
 def _samples_are_counted_once() -> None:
@@ -233,7 +223,7 @@ def _what_does_not_fit() -> None:
     model = fit(own, _OnOwnMesh)
     assert model.device_mesh == mesh
     assert own.distributed_sampler_kwargs["num_replicas"] == 2
-    assert_close_in_float64(whole(model), whole(fit(strategy())), "parameter")
+    assert_close_in_float64(full(model), full(fit(strategy())), "parameter")
 
 
 def _goes_on(tmp_path: Path) -> None:
@@ -241,7 +231,7 @@ def _goes_on(tmp_path: Path) -> None:
         model = seeded(Regression, seed=3)
         trainer(ZeRO3Strategy({Block})).fit(model, loader(2), ckpt_path=tmp_path / kind)
         assert len(model.losses) == NUM_BATCHES
-        assert_close_in_float64(whole(model), torch.load(tmp_path / "expected"), "parameter")
+        assert_close_in_float64(full(model), torch.load(tmp_path / "expected"), "parameter")
 
 
 @pytest.mark.slow
@@ -254,9 +244,9 @@ def test_two_by_two_ranks_train_save_and_go_on_as_one_process(tmp_path: Path) ->
     assert torch.equal(losses[0], losses[1]) and torch.equal(losses[2], losses[3])
     assert not torch.equal(losses[0], losses[2])
     assert_close_in_float64(losses[::2].mean(0), torch.tensor(plain.losses), "losses")
-    assert_close_in_float64(results[0][1], whole(plain), "parameter")
-    assert_close_in_float64(results[0][2], whole(fit(**CLIP)), "parameter")
-    torch.save(whole(plain), tmp_path / "expected")
+    assert_close_in_float64(results[0][1], full(plain), "parameter")
+    assert_close_in_float64(results[0][2], full(fit(**CLIP)), "parameter")
+    torch.save(full(plain), tmp_path / "expected")
     run_ranks(2, _goes_on, tmp_path, in_float64=True)
     alone = fit(cls=Regression, seed=3, ckpt=tmp_path / "full")
-    assert_close_in_float64(whole(alone), whole(plain), "parameter")
+    assert_close_in_float64(full(alone), full(plain), "parameter")

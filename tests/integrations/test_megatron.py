@@ -13,8 +13,6 @@ import importlib
 import inspect
 import itertools
 import math
-import multiprocessing
-import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +32,16 @@ from tests.harness.recording import gathered, recorded_operations
 
 pytest.importorskip("megatron.core")
 
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallelConfig as _ddp
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from layerzero.integrations.megatron import ZeRO3DataParallel, get_zero3_optimizer
+from layerzero.integrations.megatron.arguments import check_optimizer_config
+from layerzero.integrations.megatron.ranks import MegatronRanks
 from tests.integrations import megatron_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -253,8 +261,6 @@ def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
 @on_ranks(1)
 def test_shards_of_a_16_bit_model_are_float32() -> None:
     def run(options: Any) -> None:
-        from layerzero.integrations.megatron import ZeRO3DataParallel
-
         example = _example()
         config = example.transformer_config(options)
         model = example.Float16Module(config, example.MakeModel(options, config)())
@@ -348,10 +354,6 @@ def _gradients_of(options: Any) -> None:
 
 
 def _groups_of(options: Any) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from layerzero.integrations.megatron.ranks import MegatronRanks
-
     collection = ProcessGroupCollection.use_mpu_process_groups()
     assert MegatronRanks.of(collection, 1) == MegatronRanks.of(None, 1)
     minimal = ProcessGroupCollection(
@@ -370,11 +372,6 @@ def _groups_of(options: Any) -> None:
 
 def _other_arguments_of(options: Any) -> None:
     """Those of `get_megatron_optimizer`, in its order."""
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from layerzero.integrations.megatron import get_zero3_optimizer
-
     theirs, ours = map(inspect.signature, (get_megatron_optimizer, get_zero3_optimizer))
     assert list(ours.parameters)[: len(theirs.parameters)] == list(theirs.parameters)
     surface = _Surface(options)
@@ -502,9 +499,6 @@ def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
 
 
 def _goes_on(folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     def run(options: Any) -> None:
         first = _Surface(options)
         first.run()
@@ -524,13 +518,9 @@ def _goes_on(folder: Path) -> None:
         for name, value in second.chunk.state_dict_for_save_checkpoint().items():
             assert value is None or torch.equal(value, expected[name]), name
 
-    # Saving starts a process, which daemons may not, and these ranks are.
-    multiprocessing.current_process()._config["daemon"] = False
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem_async, "_results_queue", queue.Queue())
-        patch.setattr(filesystem_async, "_process_memory", lambda: 0)  # of a log line
-        settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
-        _on_megatrons_ranks([*SMALL, *settings], run)
+    megatron_ranks.let_saves_work()
+    settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
+    _on_megatrons_ranks([*SMALL, *settings], run)
 
 
 def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_path: Path) -> None:
@@ -542,26 +532,13 @@ def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_pa
 
 
 def _config(**changes: Any) -> Any:
-    from megatron.core.transformer import TransformerConfig
-
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     for name, value in changes.items():
         setattr(config, name, value)
     return config
 
 
-def _ddp(**changes: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallelConfig
-
-    return DistributedDataParallelConfig(**changes)
-
-
 def test_what_is_not_supported_is_refused_with_what_to_use() -> None:
-    from megatron.core.optimizer import OptimizerConfig
-
-    from layerzero.integrations.megatron import ZeRO3DataParallel
-    from layerzero.integrations.megatron.arguments import check_optimizer_config
-
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     tensor = {"num_moe_experts": 2, "expert_tensor_parallel_size": 2}
     for config, ddp, options, message in (
@@ -594,12 +571,6 @@ def test_what_is_not_supported_is_refused_with_what_to_use() -> None:
 def test_combinations_are_refused_before_anything_is_sent() -> None:
     def run(options: Any) -> None:
         example = _example()
-        from megatron.core.distributed import DistributedDataParallel
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        from layerzero.integrations.megatron import ZeRO3DataParallel, get_zero3_optimizer
-        from layerzero.integrations.megatron.ranks import MegatronRanks
-
         collection = ProcessGroupCollection.use_mpu_process_groups()
         with pytest.raises(ValueError, match=r"\['pp', 'tp'\] are missing"):
             del collection.tp, collection.pp

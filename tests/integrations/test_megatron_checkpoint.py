@@ -119,6 +119,12 @@ def _load_model(model: ZeRO3, folder: str, strategy: Any = None) -> None:
     load_model_state_dict(model, loaded["model"])
 
 
+def _load_plain(model: nn.Module, folder: str) -> None:
+    """Into a model of Megatron's own."""
+    wanted = {"model": model.sharded_state_dict()}
+    model.load_state_dict(dist_checkpointing.load(wanted, folder)["model"])
+
+
 def _entries(
     model: ZeRO3, optimizer: torch.optim.Optimizer, is_loading: bool = False
 ) -> dict[str, Any]:
@@ -164,12 +170,21 @@ def _with_experts(seed: int) -> GPTModel:
     return module
 
 
-def _sharded(seed: int, **options: Any) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
-    module = _with_experts(seed)
+def _chunk(
+    module: GPTModel,
+    lr: float = 1e-2,
+    clip: float = 0.5,
+    make_optimizer: Any = None,
+    **options: Any,
+) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
     settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
     chunk = ZeRO3DataParallel(module.config, settings, module, **options)
-    config = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0)
-    return chunk, get_zero3_optimizer(config, [chunk])
+    config = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=clip)
+    return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make_optimizer)
+
+
+def _sharded(seed: int, **options: Any) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
+    return _chunk(_with_experts(seed), clip=0.0, **options)
 
 
 def _both(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, is_loading: bool) -> dict[str, Any]:
@@ -213,8 +228,7 @@ def _experts_of_a_rank(root: str) -> dict[str, Tensor]:
         dist_checkpointing.save(_both(chunk, optimizer, False), after)
         checkpoint.save(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
         back = ddp(_with_experts(5)).module
-        wanted = {"model": back.sharded_state_dict()}
-        back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+        _load_plain(back, after)
         own = _tensors(chunk.state_dict_for_save_checkpoint())
         _assert_same(_tensors(back.state_dict()), own)
         other, again = _sharded(6)
@@ -317,8 +331,7 @@ def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_
                 dist_checkpointing.save({"model": entries}, after)
                 assert _described(after) == _described(before)
                 back = ddp(gpt(seed=4, **options)).module
-                wanted = {"model": back.sharded_state_dict()}
-                back.load_state_dict(dist_checkpointing.load(wanted, after)["model"])
+                _load_plain(back, after)
                 _assert_same(_full(back), _full(model))
         _plain_modules(root)
 
@@ -530,8 +543,7 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
         dist_checkpointing.save({"model": sharded_state_dict(model)}, folder)
         assert not load_main_parameters(model, folder)
         narrow = gpt(seed=5, bf16=True).bfloat16()
-        wanted = {"model": narrow.sharded_state_dict()}
-        narrow.load_state_dict(dist_checkpointing.load(wanted, folder)["model"])
+        _load_plain(narrow, folder)
         _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
 
 
@@ -560,8 +572,7 @@ def _resize(root: str, expected: Values) -> None:
         optimizer = _adamw(model, lr=1.0)
         _resume(model, optimizer, f"{root}/dp2")
         whole = gpt(seed=2)
-        wanted = {"model": whole.sharded_state_dict()}
-        whole.load_state_dict(dist_checkpointing.load(wanted, f"{root}/dp2")["model"])
+        _load_plain(whole, f"{root}/dp2")
         _assert_same(_full(model), _full(whole))
         dist_checkpointing.save(_entries(model, optimizer), _folder(root, "dp2 tp2"))
 
@@ -600,8 +611,7 @@ def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -
         whole = zero3(gpt(seed=5))
         _load_model(whole, f"{root}/theirs")
         plain = gpt(seed=6)
-        wanted = {"model": plain.sharded_state_dict()}
-        plain.load_state_dict(dist_checkpointing.load(wanted, f"{root}/theirs")["model"])
+        _load_plain(plain, f"{root}/theirs")
         _assert_same(_full(whole), _full(plain))
         _load_model(whole, f"{root}/ours")
         dist_checkpointing.save({"model": sharded_state_dict(whole)}, _folder(root, "whole"))
@@ -702,15 +712,10 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
 
 
 def _with_whole_tensors(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
-    module = gpt(seed=seed)
-    settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
-    chunk = ZeRO3DataParallel(module.config, settings, module)
-    config = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=0.5)
-
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return WholeTensorOptimizer(groups, torch.optim.Adafactor, lr=lr)
 
-    return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make)
+    return _chunk(gpt(seed=seed), lr, make_optimizer=make)
 
 
 def _steps(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, steps: range) -> list[float]:
@@ -761,11 +766,6 @@ def _save_whole(root: str) -> dict[str, Any]:
 
 
 def _with_several(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
-    module = gpt(seed=seed)
-    settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
-    chunk = ZeRO3DataParallel(module.config, settings, module)
-    config = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=0.5)
-
     def make(groups: list[dict[str, Any]]) -> dict[str, torch.optim.Optimizer]:
         parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
@@ -775,7 +775,7 @@ def _with_several(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3
         muon = WholeTensorOptimizer(parts[True], torch.optim.Muon, lr=lr)
         return {"matrices": muon, "rest": torch.optim.AdamW(parts[False], lr=lr)}
 
-    return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make)
+    return _chunk(gpt(seed=seed), lr, make_optimizer=make)
 
 
 @on_ranks(2)
@@ -808,18 +808,15 @@ def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
         loss_of(chunk, batch(0)).backward()
         with pytest.raises(NotImplementedError, match="make_optimizer returns a dict"):
             chained.step()
-        sgd, config = torch.optim.SGD, OptimizerConfig(optimizer="adam", lr=1e-2)
+        sgd = torch.optim.SGD
         for make, message in (
             (lambda g: {"a": sgd(g), "b": sgd(g)}, "is in two optimizers, 'a' and 'b'"),
             (lambda g: {"a": sgd(g[:1])}, "no optimizer has .*; give each to one"),
             (lambda g: {1: sgd(g)}, "dict of optimizers by name, got 1: SGD"),
             (lambda g: [sgd(g)], "expected an optimizer, or a dict of optimizers by name"),
         ):
-            module = gpt()
-            settings = DistributedDataParallelConfig(gradient_reduce_div_fusion=False)
-            chunk = ZeRO3DataParallel(module.config, settings, module)
             with pytest.raises((ValueError, TypeError), match=message):
-                get_zero3_optimizer(config, [chunk], make_optimizer=make)
+                _chunk(gpt(), make_optimizer=make)
 
 
 def _load_whole(root: str, expected: dict[str, Any]) -> None:

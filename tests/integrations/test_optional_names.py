@@ -81,7 +81,6 @@ def _transformers(folder: str) -> None:
 
     from layerzero.integrations.accelerate import prepare
     from tests.integrations.test_transformers import (
-        arguments,
         as_if_launched,
         build,
         sharded_trainer,
@@ -89,7 +88,7 @@ def _transformers(folder: str) -> None:
 
     options: dict[str, Any] = {"optional_modules": ["model.layers.1"]}
     with recorded_regions() as found:
-        sharded_trainer(build("llama"), lambda: arguments(folder), zero3=options).train()
+        sharded_trainer(build("llama"), folder, zero3=options).train()
         as_if_launched(True)
         prepare(Accelerator(cpu=True), build("llama"), optional_mean="participants", **options)
         as_if_launched(True)

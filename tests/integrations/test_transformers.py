@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +38,21 @@ from tests.harness.recording import recorded_operations, reduced
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
 
+import transformers as hf
+from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
+
+from layerzero.integrations.accelerate import prepare
+from layerzero.integrations.transformers import (
+    ZeRO3Trainer,
+    load_pretrained,
+    pretrained_saving,
+    save_pretrained,
+    shard,
+)
+
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 VOCAB = 37
 SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 1}
@@ -47,8 +62,6 @@ TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 def build(kind: str, dropout: float = 0.0, **changes: Any) -> Any:
     """A tiny model, the same on every call."""
-    import transformers as hf
-
     torch.manual_seed(0)
     if kind == "gpt2":
         drops = {f"{place}_pdrop": dropout for place in ("resid", "embd", "attn")}
@@ -76,8 +89,6 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def arguments(folder: str | Path, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
     chosen = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -99,8 +110,6 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 def as_if_launched(launched: bool) -> None:
     """What torchrun would have told this rank; or nothing, for a process on its own."""
-    from accelerate.state import AcceleratorState
-
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     numbers = (dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
     for name, number in zip(LAUNCHED, numbers, strict=True):
@@ -110,18 +119,28 @@ def as_if_launched(launched: bool) -> None:
     AcceleratorState._reset_state(True)
 
 
-def plain_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
-    from transformers import Trainer
+OWN = ("callbacks", "eval_dataset", "model_init", "optimizer_cls_and_kwargs", "zero3")
+"""Arguments of trainers; all others are those of TrainingArguments."""
 
+
+def _trainer(cls: Any, model: nn.Module | None, folder: str | Path, options: dict[str, Any]) -> Any:
+    own = {name: options.pop(name) for name in OWN if name in options}
+    return cls(model, arguments(folder, **options), train_dataset=Sentences(), **own)
+
+
+def plain_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
     as_if_launched(False)
-    return Trainer(model, args(), train_dataset=Sentences(), **named)
+    return _trainer(Trainer, model, folder, options)
 
 
-def sharded_trainer(model: nn.Module | None, args: Callable[[], Any], **named: Any) -> Any:
-    from layerzero.integrations.transformers import ZeRO3Trainer
-
+def sharded_trainer(model: nn.Module | None, folder: str | Path, **options: Any) -> Any:
     as_if_launched(True)
-    return ZeRO3Trainer(model, args(), train_dataset=Sentences(), **named)
+    return _trainer(ZeRO3Trainer, model, folder, options)
+
+
+def trained(trainer: Any) -> Any:
+    trainer.train()
+    return trainer
 
 
 def logged(trainer: Any, key: str) -> list[float]:
@@ -132,24 +151,20 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
     return checkpoint.get_model_state_dict(model, full=True)
 
 
-def _computes_otherwise(folder: str, losses: list[float]) -> None:
+def _computes_otherwise(folder: Path, losses: list[float]) -> None:
     """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    ours = sharded_trainer(build("llama"), lambda: arguments(folder, **compiled))
-    ours.train()
+    ours = trained(sharded_trainer(build("llama"), folder, **compiled))
     assert logged(ours, "loss") == losses
     made = {"model_init": lambda: build("llama")}  # seeds once more, hence another order of data
-    plain = plain_trainer(None, lambda: arguments(folder, gradient_accumulation_steps=2), **made)
-    plain.train()
-    ours = sharded_trainer(None, lambda: arguments(folder), **made)
-    ours.train()
+    plain = trained(plain_trainer(None, folder, gradient_accumulation_steps=2, **made))
+    ours = trained(sharded_trainer(None, folder, **made))
     assert logged(ours, "loss") == logged(plain, "loss")
     assert len(units(ours.sharded_model)) == 3
     module = build("llama")
     seen = set()
     module.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    ours = sharded_trainer(module, lambda: arguments(folder, bf16=True))
-    ours.train()
+    ours = trained(sharded_trainer(module, folder, bf16=True))
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in ours.sharded_model.parameters()} == {torch.float32}
     # Three steps of a loss near log(37), computed with 8 bits.
@@ -164,7 +179,7 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
         module.lm_head.weight.add_(dist.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours = sharded_trainer(module, lambda: arguments(tmp_path, ddp_timeout=77))
+        ours = sharded_trainer(module, tmp_path, ddp_timeout=77)
     assert_bitwise(ours.model.lm_head.weight.layerzero.full_tensor(), of_first)
     unit = inner_units(ours.sharded_model)[0]
     assert unit.handles[0].placement.shard_group.limit.total_seconds() == 77
@@ -173,12 +188,9 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     for kind in ("llama", "gpt2"):
-        plain = plain_trainer(build(kind), lambda: arguments(folder, gradient_accumulation_steps=2))
-        plain.train()
-        ours = sharded_trainer(build(kind), lambda: arguments(folder))
-        ours.train()
+        plain = trained(plain_trainer(build(kind), tmp_path, gradient_accumulation_steps=2))
+        ours = trained(sharded_trainer(build(kind), tmp_path))
         assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
         assert logged(ours, "loss") == logged(plain, "loss"), kind
         assert logged(ours, "total_flos") == logged(plain, "total_flos")
@@ -193,32 +205,31 @@ def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path
             listed = [plain_names[id(p)] for p in group["params"]]
             assert [names[id(p)] for p in own["params"]] == listed
         if kind == "llama":
-            _computes_otherwise(folder, logged(ours, "loss"))
+            _computes_otherwise(tmp_path, logged(ours, "loss"))
 
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-
     def make() -> Any:
         return in_default_dtype(build("llama"))
 
     steps, micro_batches = 3, 2
     args = {"max_grad_norm": 0.5, "max_steps": steps, "label_smoothing_factor": 0.1}
-    plain = plain_trainer(
-        make(),
-        lambda: arguments(folder, gradient_accumulation_steps=2 * micro_batches, **args),
-        eval_dataset=Sentences(),
+    plain = trained(
+        plain_trainer(
+            make(),
+            tmp_path,
+            gradient_accumulation_steps=2 * micro_batches,
+            **args,
+            eval_dataset=Sentences(),
+        )
     )
-    plain.train()
     ours = sharded_trainer(
         make(),
-        lambda: arguments(
-            folder,
-            gradient_accumulation_steps=micro_batches,
-            activation_checkpointing=True,
-            **args,
-        ),
+        tmp_path,
+        gradient_accumulation_steps=micro_batches,
+        activation_checkpointing=True,
+        **args,
         eval_dataset=Sentences(),
     )
     with recorded_operations(ours.sharded_model) as operations:
@@ -242,20 +253,18 @@ def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path:
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
     import train_hf
 
     as_if_launched(True)
-    answer = train_hf.train(Path(folder), 10, use_cpu=True)
-    assert len(answer) == 5 and (Path(folder) / "checkpoint-10" / "training_args.json").exists()
+    answer = train_hf.train(tmp_path, 10, use_cpu=True)
+    assert len(answer) == 5 and (tmp_path / "checkpoint-10" / "training_args.json").exists()
 
 
 def _resumes(folder: str) -> None:
     root = Path(folder)
     tied = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    straight = sharded_trainer(build("gpt2", dropout=0.2), lambda: arguments(root / "a", **tied))
-    straight.train()
+    straight = trained(sharded_trainer(build("gpt2", dropout=0.2), root / "a", **tied))
     expected = weights_of(straight.sharded_model)
     saved = root / "a" / "checkpoint-2"
     dist.barrier()
@@ -269,20 +278,19 @@ def _resumes(folder: str) -> None:
     other = build("gpt2", dropout=0.2)
     with torch.no_grad():
         other.transformer.wte.weight.zero_()
-    resumed = sharded_trainer(other, lambda: arguments(root / "a", **tied))
+    resumed = sharded_trainer(other, root / "a", **tied)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(straight, "loss")
     assert_same_parameters(weights_of(resumed.sharded_model), expected)
     # Another folder, for one process; no dropout, whose masks are other ones there.
     torch.set_default_dtype(torch.float64)
-    two = sharded_trainer(in_default_dtype(build("llama")), lambda: arguments(root / "b", **tied))
-    two.train()
+    trained(sharded_trainer(in_default_dtype(build("llama")), root / "b", **tied))
 
 
 def _goes_on_alone(folder: str) -> tuple[list[float], dict[str, Tensor]]:
     changes = {"per_device_train_batch_size": 4, "max_steps": 4}
     model = in_default_dtype(build("llama"))
-    one = sharded_trainer(model, lambda: arguments(Path(folder, "c"), **changes))
+    one = sharded_trainer(model, Path(folder, "c"), **changes)
     one.train(resume_from_checkpoint=str(Path(folder, "b", "checkpoint-2")))
     return logged(one, "loss"), weights_of(one.sharded_model)
 
@@ -303,7 +311,6 @@ def test_a_run_resumes_exactly_and_at_another_world_size(tmp_path: Path) -> None
 
 @on_ranks(2, timeout=120)
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     changes = {
         "max_steps": 4,
         "save_steps": 2,
@@ -317,15 +324,16 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         "save_total_limit": 1,
     }
     for save_only_model in (False, True):
-        root = Path(folder, str(save_only_model))
-        ours = sharded_trainer(
-            build("qwen2"),
-            lambda root=root, only=save_only_model: arguments(
-                root, save_only_model=only, **changes
-            ),
-            eval_dataset=Sentences(),
+        root = tmp_path / str(save_only_model)
+        ours = trained(
+            sharded_trainer(
+                build("qwen2"),
+                root,
+                save_only_model=save_only_model,
+                **changes,
+                eval_dataset=Sentences(),
+            )
         )
-        ours.train()
         best = Path(ours.state.best_model_checkpoint)
         assert best.name == "checkpoint-2"
         found = weights_of(ours.sharded_model)
@@ -343,8 +351,6 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
 
 def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
     """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
-    from layerzero.integrations.transformers import pretrained_saving
-
     with pytest.raises(CheckpointError, match="Not a directory"):
         pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
 
@@ -361,15 +367,10 @@ def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
 
 @on_ranks(2, timeout=120)
 def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    import transformers as hf
-
-    from layerzero.integrations.transformers import load_pretrained, save_pretrained, shard
-
     as_if_launched(True)
     ids = torch.arange(12).view(2, 6)
     for kind in ("llama", "qwen2", "gpt2", "mixtral"):
-        root = Path(folder, kind)
+        root = tmp_path / kind
         plain = build(kind).eval()
         if dist.get_rank() == 0:
             plain.save_pretrained(root / "plain")
@@ -410,13 +411,13 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
-    _fails_on_all_ranks(shard(build("llama")), Path(folder))
+    _fails_on_all_ranks(shard(build("llama")), tmp_path)
     # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
     bare = build("gpt2").transformer
     if dist.get_rank() == 0:
-        bare.save_pretrained(Path(folder, "bare"))
+        bare.save_pretrained(tmp_path / "bare")
     dist.barrier()
-    loaded = load_pretrained(hf.GPT2LMHeadModel, Path(folder, "bare"))
+    loaded = load_pretrained(hf.GPT2LMHeadModel, tmp_path / "bare")
     assert_same_parameters(weights_of(loaded), build("gpt2").state_dict())
     # Ranks have prompts of other lengths, and stop at other times.
     prompt = torch.arange(1, 4 + dist.get_rank()).view(1, -1)
@@ -443,11 +444,7 @@ def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int)
     return losses
 
 
-def _accelerate(folder: str) -> None:
-    from accelerate import Accelerator, DistributedType
-
-    from layerzero.integrations.accelerate import prepare
-
+def _accelerate(folder: Path) -> None:
     def parts(model: Any) -> tuple[Any, Any]:
         loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
         return torch.optim.AdamW(model.parameters(), 1e-2), loader
@@ -524,12 +521,8 @@ def _accelerate(folder: str) -> None:
         prepare(Accelerator(cpu=True), build("llama"))
 
 
-def _several_optimizers(folder: str) -> None:
+def _several_optimizers(folder: Path) -> None:
     """Muon on whole matrices and AdamW on the rest, each with a schedule; saved and resumed."""
-    from accelerate import Accelerator
-
-    from layerzero.integrations.accelerate import prepare
-    from layerzero.integrations.transformers import shard
 
     def made(rate: float) -> tuple[Any, ...]:
         as_if_launched(True)
@@ -562,9 +555,7 @@ def _several_optimizers(folder: str) -> None:
     assert len(set(rates)) == 1 and rates[0] < 0.02
 
 
-def _refuses(folder: str) -> None:
-    from layerzero.integrations.transformers import ZeRO3Trainer, load_pretrained, shard
-
+def _refuses(folder: Path) -> None:
     as_if_launched(False)
     with pytest.raises(ValueError, match="accelerate detects 1, "):
         ZeRO3Trainer(build("llama"), arguments(folder))
@@ -636,22 +627,23 @@ def _refuses(folder: str) -> None:
 @on_ranks(2, timeout=120)
 def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
     """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
-    folder = str(tmp_path)
 
-    def trained(max_steps: int, resumes: bool) -> Any:
+    def run(max_steps: int, resumes: bool) -> Any:
         changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
         options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
         trainer = sharded_trainer(
             build("llama"),
-            lambda: arguments(Path(folder, "whole"), lr_scheduler_type="constant", **changes),
+            tmp_path / "whole",
+            lr_scheduler_type="constant",
+            **changes,
             optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
         )
         trainer.train(resume_from_checkpoint=resumes or None)
         return trainer
 
-    trained(2, resumes=False)
-    resumed = trained(3, resumes=True)
-    straight = trained(3, resumes=False)
+    run(2, resumes=False)
+    resumed = run(3, resumes=True)
+    straight = run(3, resumes=False)
     assert logged(resumed, "loss") == logged(straight, "loss")
     expected = weights_of(straight.sharded_model)
     assert_same_parameters(weights_of(resumed.sharded_model), expected)
@@ -661,15 +653,14 @@ def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Pat
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    _accelerate(folder)
-    _refuses(folder)
+    _accelerate(tmp_path)
+    _refuses(tmp_path)
 
 
-def _lora(folder: str) -> None:
+@needs_peft
+@on_ranks(2, timeout=120)
+def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
-
-    from layerzero.integrations.transformers import load_pretrained
 
     config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -677,48 +668,37 @@ def _lora(folder: str) -> None:
         return get_peft_model(build("llama"), config)
 
     saves = {"save_strategy": "steps", "save_steps": 2}
-    ddps = Path(folder, f"plain{dist.get_rank()}")
-    plain = plain_trainer(
-        adapted(), lambda: arguments(ddps, gradient_accumulation_steps=2, **saves)
-    )
-    plain.train()
-    ours = sharded_trainer(adapted(), lambda: arguments(folder, **saves))
-    ours.train()
+    ddps = Path(tmp_path, f"plain{dist.get_rank()}")
+    plain = trained(plain_trainer(adapted(), ddps, gradient_accumulation_steps=2, **saves))
+    ours = trained(sharded_trainer(adapted(), tmp_path, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
     with pytest.raises(ValueError, match=r"To continue.*PeftModel.from_pretrained\(base, folder, "):
         ours.train(resume_from_checkpoint=str(ddps / "checkpoint-2"))
     adapters = PeftModel.from_pretrained(build("llama"), ddps / "checkpoint-2", is_trainable=True)
     count = adapters.get_nb_trainable_parameters()[0]
-    going_on = sharded_trainer(adapters, lambda: arguments(folder))
-    going_on.train()
+    going_on = trained(sharded_trainer(adapters, tmp_path))
     assert going_on.get_num_trainable_parameters() == count > 0
     assert going_on.state.global_step == 3
     with recorded_operations(ours.sharded_model) as operations:
-        ours.save_model(str(Path(folder, "adapters")))
+        ours.save_model(str(tmp_path / "adapters"))
     assert {operation.unit for operation in operations} == {
         handle.fqns[0]
         for unit in inner_units(ours.sharded_model)
         for handle in unit.handles
         if "lora_" in handle.fqns[0]
     }
-    again = PeftModel.from_pretrained(build("llama"), Path(folder, "adapters"))
+    again = PeftModel.from_pretrained(build("llama"), tmp_path / "adapters")
     assert_same_parameters(again.state_dict(), plain.model.state_dict())
-    resumed = sharded_trainer(adapted(), lambda: arguments(folder))
-    resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    resumed = sharded_trainer(adapted(), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(resumed, "loss") == logged(ours, "loss")
     # The base goes straight into shards, and gets its adapters there.
     if dist.get_rank() == 0:
-        build("llama").save_pretrained(Path(folder, "base"))
+        build("llama").save_pretrained(tmp_path / "base")
     dist.barrier()
-    loaded = load_pretrained(type(build("llama")), Path(folder, "base"))
+    loaded = load_pretrained(type(build("llama")), tmp_path / "base")
     build("llama")  # Draws what `adapted` draws before its adapters.
-    ours = sharded_trainer(get_peft_model(loaded, config), lambda: arguments(folder, **saves))
-    ours.train()
+    ours = trained(sharded_trainer(get_peft_model(loaded, config), tmp_path, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
-    ours.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(ours, "loss") == logged(plain, "loss")
-
-
-def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, _lora, str(tmp_path), timeout=120)

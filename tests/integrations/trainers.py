@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from layerzero import ZeRO3
@@ -131,5 +132,8 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     wrapper = model.__dict__.get("_layerzero_lightning_wrapper")
     if isinstance(wrapper, ZeRO3):
         with wrapper.summon_full_params(writeback=False):
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
+            return {
+                name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+                for name, p in model.named_parameters()
+            }
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerzero.ops import checked_sum_, ordered_sum_, reference, word_sums
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, baseline
-
-IDS = {"ids": str}
+from layerzero.ops import checked_sum_, ordered_sum_, word_sums
+from tests.ops.truth import DTYPES, assert_same_bits, call, with_threads
 
 
-def _call(implementation: str, op: str, *args: object) -> None:
-    if implementation == "reference":
-        getattr(reference, op)(*args)
-        return
-    with baseline(implementation == "baseline"):
-        getattr(torch.ops.layerzero, op).default(*args)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, **IDS)
-@pytest.mark.parametrize("part_dtype", DTYPES, **IDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("part_dtype", DTYPES, ids=str)
 def test_sums_with_checksums(
     implementation: str, part_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
@@ -33,21 +22,14 @@ def test_sums_with_checksums(
         got = torch.full((count,), 9)
         # Into a part, where that is possible: its checksum is that of what was received.
         out = parts[0] if dtype == part_dtype else torch.empty(numel, dtype=dtype)
-        _call(implementation, "checked_sum_", out, got, parts, 0.5, skip)
+        call(implementation, "checked_sum_", out, got, parts, 0.5, skip)
         assert_same_bits(out, wanted)
         assert got.tolist() == sums.tolist()
 
 
 def test_threads_add_up_to_the_same_checksums() -> None:
     parts = list(torch.randn(600_000).chunk(2))
-    results = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(checked_sum_(torch.empty(300_000), parts).tolist())
-    finally:
-        torch.set_num_threads(threads)
+    results = [checked_sum_(torch.empty(300_000), parts).tolist() for _ in with_threads(1, 2, 3)]
     assert results[0] == results[1] == results[2]
 
 
@@ -57,11 +39,10 @@ def test_other_dtypes_have_checksums_too() -> None:
     assert checked_sum_(torch.empty_like(parts[0]), parts, skip=0)[1:].equal(wanted[1:])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_does_not_fit_is_refused(implementation: str) -> None:
     source, out = torch.randn(10), torch.full((10,), 7.0)
     with pytest.raises(ValueError, match="checksums"):
-        _call(implementation, "checked_sum_", out, torch.zeros(3).long(), [source], 1.0)
+        call(implementation, "checked_sum_", out, torch.zeros(3).long(), [source], 1.0)
     assert (out == 7).all()
 
 

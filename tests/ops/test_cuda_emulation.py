@@ -70,54 +70,54 @@ def emulate(sources: Path, source: Path = PROGRAM) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sanitizers")
-def test_every_thread_of_the_kernels_stays_in_bounds_and_is_right() -> None:
-    done = emulate(SOURCES)
+@pytest.mark.parametrize(
+    ("program", "counted", "least"),
+    [
+        (PROGRAM, r"emulated (\d+) launches, checked (\d+) elements", (1000, 1_000_000)),
+        # Segments: those in wide accesses.
+        (
+            STEP_PROGRAM,
+            r"(\d+) launches, checked (\d+) elements, (\d+) segments",
+            (100, 1_000_000, 500),
+        ),
+    ],
+    ids=["kernels", "a step"],
+)
+def test_every_thread_stays_in_bounds_and_is_right(
+    program: Path, counted: str, least: tuple[int, ...]
+) -> None:
+    done = emulate(SOURCES, program)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = re.search(r"emulated (\d+) launches, checked (\d+) elements", done.stdout)
+    counts = re.search(counted, done.stdout)
     assert counts, done.stdout
-    assert int(counts[1]) > 1000
-    assert int(counts[2]) > 1_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("sanitizers")
-def test_every_lane_of_a_step_stays_in_bounds_and_is_right() -> None:
-    done = emulate(SOURCES, STEP_PROGRAM)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = re.search(r"(\d+) launches, checked (\d+) elements, (\d+) segments", done.stdout)
-    assert counts, done.stdout
-    assert int(counts[1]) > 100
-    assert int(counts[2]) > 1_000_000
-    assert int(counts[3]) > 500, "few segments in wide accesses"
+    assert all(int(count) > few for count, few in zip(counts.groups(), least, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.usefixtures("sanitizers")
-def test_the_emulation_of_a_step_notices_a_segment_that_nobody_takes(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(SOURCES, broken)
-    body = broken / "cuda" / "step_body.h"
-    source = body.read_text()
-    assert source.count("+ kSegmentNumel - 1) / kSegmentNumel") == 1
-    body.write_text(
-        source.replace("+ kSegmentNumel - 1) / kSegmentNumel", "+ kSegmentNumel) / kSegmentNumel")
-    )
-    done = emulate(broken, STEP_PROGRAM)
-    assert done.returncode != 0
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.usefixtures("sanitizers")
-def test_the_emulation_notices_a_bound_that_is_off_by_one(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(SOURCES, broken)
-    body = broken / "cuda" / "pack_body.h"
+@pytest.mark.parametrize(
+    ("program", "file", "right", "wrong", "error"),
+    [
+        (
+            PROGRAM,
+            "pack_body.h",
+            "kNumel <= span.readable)",
+            "kNumel <= span.readable + 1)",
+            "heap-buffer-overflow",
+        ),
+        (STEP_PROGRAM, "step_body.h", "kSegmentNumel - 1) / k", "kSegmentNumel) / k", ""),
+    ],
+    ids=["a bound that is off by one", "a segment that nobody takes"],
+)
+def test_the_emulation_notices(
+    program: Path, file: str, right: str, wrong: str, error: str, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(SOURCES, tmp_path / "broken")
+    body = broken / "cuda" / file
     text = body.read_text(encoding="utf-8")
-    right = "at + kNumel <= span.readable)"
     assert text.count(right) == 1
-    body.write_text(text.replace(right, "at + kNumel <= span.readable + 1)"), encoding="utf-8")
-    done = emulate(broken)
+    body.write_text(text.replace(right, wrong), encoding="utf-8")
+    done = emulate(broken, program)
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr
+    assert error in done.stderr

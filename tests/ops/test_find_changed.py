@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerzero import ops
 from layerzero.ops import delta
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline, random_values
 
 
 def run(
@@ -42,20 +42,13 @@ def bits(values: Tensor) -> list[int]:
     return delta.bits_of(values).tolist()
 
 
-def weights(numel: int, dtype: torch.dtype) -> Tensor:
-    """Half of them random bits: infinities, subnormals, NaNs."""
-    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    return torch.where(torch.rand(numel) < 0.5, raw, torch.randn(numel).to(dtype))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("main_dtype", DTYPES, ids=str)
 def test_what_changed_is_found_with_its_bits(
     implementation: str, main_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     for numel in (0, 1, 7, 8, 511, 512, 513, 5000):
-        main = weights(numel + 3, main_dtype)[3:]  # unaligned
+        main = random_values(numel + 3, main_dtype)[3:]  # unaligned
         snapshot = delta.cast(main, dtype)
         assert run(implementation, main, snapshot)[::2] == ([], numel)
         for share in (0.02, 0.5, 1.0):
@@ -67,7 +60,6 @@ def test_what_changed_is_found_with_its_bits(
             assert bits(values) == bits(snapshot[changed])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementation: str) -> None:
     main = torch.randn(3000)
     snapshot = main.bfloat16()
@@ -84,7 +76,6 @@ def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementat
     assert run(implementation, main, snapshot, 3000)[::2] == ([], 3000)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> None:
     main = torch.randn(2000)
     snapshot = main.bfloat16()
@@ -100,7 +91,6 @@ def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> Non
     assert not run(implementation, main, snapshot)[0]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.dtype) -> None:
     main = torch.randn(2100)
@@ -119,10 +109,9 @@ def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.
             assert bits(values) == bits(changed[found])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dtype) -> None:
-    for main in (weights(600, dtype), weights(600, torch.float32)):
+    for main in (random_values(600, dtype), random_values(600, torch.float32)):
         snapshot = torch.empty(600, dtype=dtype)
         delta.bits_of(snapshot).fill_(delta.UNKNOWN)
         delta.bits_of(main)[17] = delta.UNKNOWN
@@ -132,7 +121,6 @@ def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dty
         assert not run(implementation, main, values)[0], "a NaN is found once"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_zeros_of_both_signs_differ_and_nans_of_a_cast_do_not(implementation: str) -> None:
     main = torch.tensor([0.0, -0.0, torch.nan, -torch.nan])
     snapshot = delta.cast(main.flip(0), torch.bfloat16).flip(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from layerzero.ops import step_reference as R
 from layerzero.ops import sum_squares
 from tests.harness.checks import assert_close_in_float64
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, with_threads
 
 NUMEL = 3000
 EMPTY = torch.empty(0)
@@ -86,7 +87,6 @@ def test_the_kernel_has_the_bits_of_the_reference(implementation: str) -> None:
                 assert_same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementation: str) -> None:
     def made() -> list[R.StepTensors]:
         torch.manual_seed(0)
@@ -119,7 +119,6 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
     call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [1, 7, 8, 15, 100, 4099])
 def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: int) -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
@@ -151,7 +150,6 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
 def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
-    threads = torch.get_num_threads()
     numel = 100_003
     table = torch.tensor(
         [[0, 0, 0, 50_001, 0, 77, 5, 0], [50_001, 50_001, 50_001, 50_002, 0, 3, 9, 250]]
@@ -167,16 +165,10 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
         return [main, *states, *scales, sum_squares(grad).reshape(1)]
 
-    try:
-        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-            torch.set_num_threads(1)
-            wanted = step(dtype)
-            for count in (2, 3):
-                torch.set_num_threads(count)
-                for ours, theirs in zip(step(dtype), wanted, strict=True):
-                    assert_same_bits(ours, theirs)
-    finally:
-        torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        wanted, *others = [step(dtype) for _ in with_threads(1, 2, 3)]
+        for ours, theirs in zip(itertools.chain(*others), wanted * 2, strict=True):
+            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -211,7 +203,6 @@ def test_rounding_at_random_is_right_on_average() -> None:
             assert abs(rest.double().mean() - value) < 5 * step / math.sqrt(numel)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.dtype) -> None:
     for numel in (0, 1, 17, 4096, 10_001):
@@ -223,7 +214,6 @@ def test_a_sum_of_squares_is_taken_in_float64(implementation: str, dtype: torch.
         assert_close_in_float64(out[0], x.double().square().sum())
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_does_not_fit_is_refused_before_anything_is_written(implementation: str) -> None:
     main, grad = torch.ones(10), torch.ones(10)
     states = [torch.zeros(10), torch.zeros(10)]

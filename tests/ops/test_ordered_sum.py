@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from layerzero.ops import ordered_sum_
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, narrowed, widened
+from tests.ops.truth import (
+    DTYPES,
+    assert_same_bits,
+    call,
+    narrowed,
+    widened,
+    with_threads,
+)
 
 CANARY = 7.0
 
@@ -24,7 +31,6 @@ def expected(parts: Sequence[torch.Tensor], dtype: torch.dtype, scale: float) ->
     return narrowed(total, dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("part_dtype", DTYPES, ids=str)
 def test_every_dtype_pair_has_the_bits_of_the_contract(
@@ -45,7 +51,6 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
         assert (buffer[:3] == CANARY).all() and (buffer[3 + numel :] == CANARY).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_out_may_be_any_one_of_the_parts(implementation: str, dtype: torch.dtype) -> None:
     for place in range(4):
@@ -55,7 +60,6 @@ def test_out_may_be_any_one_of_the_parts(implementation: str, dtype: torch.dtype
         assert_same_bits(parts[place], wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_one_tensor_may_be_several_parts(implementation: str) -> None:
     part = torch.randn(700)
     wanted = expected([part, part, part], torch.float32, 1.0)
@@ -63,22 +67,15 @@ def test_one_tensor_may_be_several_parts(implementation: str) -> None:
     assert_same_bits(part, wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_sum_does_not_depend_on_the_number_of_threads(implementation: str) -> None:
     parts = [torch.randn(300_001) * 10**i for i in range(5)]
     wanted = expected(parts, torch.bfloat16, 0.2)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            out = torch.empty(300_001, dtype=torch.bfloat16)
-            call(implementation, "ordered_sum_", out, parts, 0.2)
-            assert_same_bits(out, wanted)
-    finally:
-        torch.set_num_threads(threads)
+    for _ in with_threads(1, 2, 3):
+        out = torch.empty(300_001, dtype=torch.bfloat16)
+        call(implementation, "ordered_sum_", out, parts, 0.2)
+        assert_same_bits(out, wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parts_of_any_strides_are_read_in_the_order_of_their_shape(implementation: str) -> None:
     parts = [torch.randn(9, 12).t(), torch.randn(12, 18)[:, ::2], torch.randn(108)]
     out = torch.empty(108)
@@ -86,7 +83,6 @@ def test_parts_of_any_strides_are_read_in_the_order_of_their_shape(implementatio
     assert_same_bits(out, expected([part.reshape(-1) for part in parts], torch.float32, 1.0))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("case", "text"),
     [

@@ -15,11 +15,15 @@ from layerzero.ops import Segments, pack_, reference
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
+    around_the_middle_of_two,
     assert_same_bits,
     call,
     concatenate,
+    every_16_bit_value,
     narrowed,
+    random_values,
     scaled,
+    with_threads,
 )
 
 CANARY = 7.0
@@ -61,14 +65,6 @@ def check(
         assert_same_bits(src, copy)
 
 
-def random_values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bit patterns: subnormals, infinities and NaNs among them; half of them of usual size."""
-    itemsize = dtype.itemsize
-    bits = torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8).view(dtype)
-    return torch.where(torch.rand(numel) < 0.5, bits, torch.randn(numel).to(dtype))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
 def test_every_dtype_pair_has_the_bits_of_the_contract(
@@ -82,32 +78,22 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
         check(implementation, srcs, segs, dtype, scale, out_offset=3, nt=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch.dtype) -> None:
-    src = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(src_dtype)
+    src = every_16_bit_value(src_dtype)
     segs = concatenate([src.numel()]).table
     for dtype in DTYPES:
         check(implementation, [src], segs, dtype, 1.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_values_between_two_16_bit_values_round_to_even(
     implementation: str, dtype: torch.dtype
 ) -> None:
-    grid = torch.arange(0, 1 << 15, dtype=torch.int16).view(dtype).float()
-    grid = grid[grid.isfinite()]
-    middle = (grid[:-1].double() + grid[1:].double()) / 2
-    exact = middle.float()
-    assert (exact.double() == middle).all()
-    infinity = torch.full_like(exact, torch.inf)
-    src = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity)])
-    src = torch.cat([src, -src])
+    src = around_the_middle_of_two(dtype)
     check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("src_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_any_kind_follow_each_other(
@@ -133,7 +119,6 @@ def test_rows_of_any_kind_follow_each_other(
     check(implementation, srcs, segs, dtype, 1.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nothing_is_read_past_the_end_of_a_source(implementation: str) -> None:
     """Sources that end where memory ends: a load past it, unlike a prefetch, ends the process."""
     libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
@@ -163,7 +148,6 @@ def test_a_source_that_shares_its_memory_lazily_goes_on_sharing(implementation: 
     assert torch._C._is_cow_tensor(src) and (out == 2).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("count", [0, 1, 33, 449, 2000, 4001])
 def test_any_number_of_sources_packs(implementation: str, count: int) -> None:
     numels = [random.randrange(0, 40) for _ in range(count)]
@@ -172,7 +156,6 @@ def test_any_number_of_sources_packs(implementation: str, count: int) -> None:
     check(implementation, list(flat.split(numels)), segs, torch.float32, 0.5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_odd_layouts_pack(implementation: str) -> None:
     """Odd starts, chunks of a source in any order, gaps, sources used twice or not at all."""
     generator = random.Random(1)
@@ -195,23 +178,16 @@ def test_odd_layouts_pack(implementation: str) -> None:
         check(implementation, srcs, segs, dtype, scale, out_offset=shift, nt=nt)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_threads_meet_without_a_seam(implementation: str) -> None:
     numels = [100_003, 1, 40_000, 17, 77_777]
     segs = concatenate(numels, alignment=32, multiple=64).table
     srcs = [torch.randn(numel).to(torch.bfloat16) for numel in numels]
     srcs[2] = torch.empty(0, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            check(implementation, srcs, segs, torch.float32, 0.3, out_offset=1)
-            check(implementation, srcs, segs, torch.float32, 0.3, nt=True)
-    finally:
-        torch.set_num_threads(threads)
+    for _ in with_threads(1, 2, 3, 5):
+        check(implementation, srcs, segs, torch.float32, 0.3, out_offset=1)
+        check(implementation, srcs, segs, torch.float32, 0.3, nt=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "shape", [(3, 5), (64, 64), (65, 130), (1, 9), (9, 1), (700, 301)], ids=str
 )
@@ -227,7 +203,6 @@ def test_transposed_sources_are_read_in_the_order_of_their_shape(
         check(implementation, [src], middle, dtype, 1.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sources_of_any_strides_are_read_in_the_order_of_their_shape(implementation: str) -> None:
     base = torch.randn(6, 10, 8)
     srcs = [base.permute(2, 0, 1), base[:, ::2, 1:], base[0, 0].expand(5, 8), base[1, 2, 3]]
@@ -235,14 +210,12 @@ def test_sources_of_any_strides_are_read_in_the_order_of_their_shape(implementat
     check(implementation, srcs, segs, torch.bfloat16, 0.3)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_what_is_missing_is_zero_even_where_the_scale_is_not_finite(implementation: str) -> None:
     segs = Segments.build([(0, 0, 1, 3), (-1, 0, 4, 2), (1, 0, 6, 2)], 9).table
     for scale in (-1.0, torch.inf, torch.nan):
         check(implementation, [torch.ones(3), torch.empty(0)], segs, torch.float32, scale)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_an_empty_output_is_fine(implementation: str) -> None:
     for srcs in ([], [torch.empty(0)], [torch.ones(3)]):
         check(implementation, srcs, Segments.build([], 0).table, torch.float32, 1.0)
@@ -332,7 +305,6 @@ def _bad_calls() -> dict[str, tuple[dict[str, object], str]]:
     }
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", _bad_calls())
 def test_bad_input_is_refused_with_its_values_and_nothing_is_written(
     implementation: str, name: str

@@ -29,6 +29,40 @@ def concatenate(numels: Sequence[int], alignment: int = 1, multiple: int = 1) ->
     return Segments.build(rows, -(-end // multiple) * multiple)
 
 
+def random_values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bit patterns: subnormals, infinities and NaNs among them; half of them of usual size."""
+    bits = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    return torch.where(torch.rand(numel) < 0.5, bits, torch.randn(numel).to(dtype))
+
+
+def every_16_bit_value(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+
+
+def around_the_middle_of_two(dtype: torch.dtype) -> torch.Tensor:
+    """float32 values half-way between neighbours of 16 bits, and those beside them."""
+    grid = torch.arange(1 << 15).to(torch.int16).view(dtype).float()
+    grid = grid[grid.isfinite()]
+    middle = (grid[:-1].double() + grid[1:].double()) / 2
+    exact = middle.float()
+    assert (exact.double() == middle).all()
+    infinity = torch.full_like(exact, torch.inf)
+    largest = torch.tensor([65519.0, 65520.0, 3.38953138925e38, 3.4e38])
+    values = torch.cat([exact, exact.nextafter(infinity), exact.nextafter(-infinity), largest])
+    return torch.cat([values, -values])
+
+
+def with_threads(*counts: int) -> Iterator[int]:
+    """Each count in turn, as the number of torch's threads."""
+    threads = torch.get_num_threads()
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            yield count
+    finally:
+        torch.set_num_threads(threads)
+
+
 def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(next(Path(layerzero.__file__).parent.glob("_C.*so"))))
 

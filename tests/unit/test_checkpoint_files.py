@@ -263,13 +263,6 @@ def test_a_full_or_broken_disk_is_an_error(
         _read(direct_folder / "file", MIB)
 
 
-def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
-    _file_of(tmp_path / "file", MIB, random.Random(0))
-    for nbytes in (2 * MIB, MIB + 5000):
-        with pytest.raises(OSError, match=f"now ends at byte {MIB}: it was truncated"):
-            _read(tmp_path / "file", nbytes, needed=MIB + 5000)
-
-
 def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
     begins = itertools.accumulate(sizes, initial=begin)
     return [_transfer(at, _drawn(size)) for at, size in zip(begins, sizes, strict=False)]

@@ -1,7 +1,7 @@
 """What pages and docstrings name exists: paths, members of classes, Notes, links; Python compiles.
 
-Each check is a function of a text that returns what it does not find, and a test of its own shows
-that it finds a seeded mistake.
+Each check is a function of a text that returns what it does not find. `SEEDED` has a mistake that
+it must find.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,21 +73,6 @@ def missing_paths(text: str) -> list[str]:
     quoted = re.findall(r"`([a-z][\w/-]*\.(?:py|cpp|cu|h|inc))`", text)
     found = {*rooted, *quoted} - ELSEWHERE
     return sorted(name for name in found if name not in endings())
-
-
-@pytest.mark.parametrize("page", CURRENT)
-def test_paths_in_a_page_exist(page: str) -> None:
-    assert missing_paths((REPOSITORY / page).read_text()) == []
-
-
-def test_paths_in_sources_exist() -> None:
-    missing = {name: missing_paths((REPOSITORY / name).read_text()) for name in SOURCES}
-    assert {name: paths for name, paths in missing.items() if paths} == {}
-
-
-def test_a_path_that_is_gone_is_found() -> None:
-    text = "See docs/layered.md, `step/unti.py`, `layerzero/zero3.py` and `unit.py`."
-    assert missing_paths(text) == ["docs/layered.md", "step/unti.py"]
 
 
 def _assigned(tree: ast.AST) -> Iterator[str]:
@@ -155,23 +140,6 @@ def missing_members(text: str) -> list[str]:
     return sorted(missing)
 
 
-@pytest.mark.parametrize("page", CURRENT)
-def test_members_in_a_page_exist(page: str) -> None:
-    assert missing_members((REPOSITORY / page).read_text()) == []
-
-
-def test_members_in_sources_exist() -> None:
-    missing = {name: missing_members((REPOSITORY / name).read_text()) for name in SOURCES}
-    assert {name: members for name, members in missing.items() if members} == {}
-
-
-def test_a_member_that_is_gone_is_found() -> None:
-    text = (
-        "`FlatLayout.build` and `FlatLayout.construct()`; `OffloadPolicy.params`, `torch.nothing`"
-    )
-    assert missing_members(text) == ["FlatLayout.construct"]
-
-
 def unknown_names(text: str) -> list[str]:
     """Names in backticks in the first column or in brackets of a glossary that no code defines."""
     defined = {
@@ -183,17 +151,6 @@ def unknown_names(text: str) -> list[str]:
     rows = "\n".join(re.findall(r"^\|.*", text, re.MULTILINE))
     named = re.findall(r"^\| `(\w+)`|\(`(\w+)`\)", rows, re.MULTILINE)
     return sorted({a or b for a, b in named} - defined)
-
-
-def test_names_in_the_glossary_exist() -> None:
-    glossary = (DOCS / "README.md").read_text().partition("## Glossary")[2].partition("## ")[0]
-    assert glossary.count("(`") >= 3
-    assert unknown_names(glossary) == []
-
-
-def test_a_name_that_is_gone_is_found() -> None:
-    text = "| `FlatParamHandle` | x |\n| `FlatHandle` | y |\n| rate limiter | z (`RateLimit`) |"
-    assert unknown_names(text) == ["FlatHandle", "RateLimit"]
 
 
 NOTE = re.compile(r"Note\s+\[([^\]]+)\]")
@@ -220,16 +177,6 @@ def missing_notes(text: str) -> list[str]:
     return sorted(set(notes(text)) - all_notes() - {"...", "Title"})
 
 
-def test_notes_that_are_cited_are_written_somewhere() -> None:
-    cited = {name: missing_notes((REPOSITORY / name).read_text()) for name in [*SOURCES, *PAGES]}
-    assert {name: titles for name, titles in cited.items() if titles} == {}
-
-
-def test_a_note_that_nobody_wrote_is_found() -> None:
-    text = "as Note [Views outlive\n    # storage] says, and Note [Views outlive their storage]"
-    assert missing_notes(text) == ["Views outlive their storage"]
-
-
 def broken_python(text: str) -> list[str]:
     """The first line of each fenced block of Python that does not compile."""
     broken = []
@@ -241,29 +188,11 @@ def broken_python(text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_python_in_a_page_compiles(page: str) -> None:
-    assert broken_python((REPOSITORY / page).read_text()) == []
-
-
-def test_python_that_does_not_compile_is_found() -> None:
-    assert broken_python("```python\nx = (1,\n```\n\n```python\ny = 1\n```\n") == ["x = (1,"]
-
-
-def long_code(text: str, limit: int) -> list[str]:
+def long_code(text: str, page: str) -> list[str]:
     """Lines of fenced blocks that a reader would have to scroll sideways for."""
+    limit = 88 if page == "README.md" or "/howto/" in page else 100
     blocks = re.findall(r"^```.*?^```$", text, re.M | re.S)
     return [line for block in blocks for line in block.splitlines() if len(line) > limit]
-
-
-def test_code_in_pages_needs_no_scrolling_sideways() -> None:
-    limits = {name: 88 if name == "README.md" or "/howto/" in name else 100 for name in CURRENT}
-    found = {n: long_code((REPOSITORY / n).read_text(), limit) for n, limit in limits.items()}
-    assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-def test_a_long_line_of_code_is_found() -> None:
-    assert long_code("a long line\n```\nshort\nlong one\n```\n", 6) == ["long one"]
 
 
 OF_OTHERS = {"a different number of tensors was saved"}
@@ -291,16 +220,6 @@ def missing_texts(text: str) -> list[str]:
     )
 
 
-def test_errors_in_tables_are_those_of_sources() -> None:
-    pages = [name for name in CURRENT if name.startswith("docs/howto/")]
-    assert {n: t for n in pages if (t := missing_texts((REPOSITORY / n).read_text()))} == {}
-
-
-def test_an_error_that_nothing_raises_is_found() -> None:
-    text = '| "the model changed after wrapping" | x |\n| ValueError: `2 ducks in a row` | y |\n'
-    assert missing_texts(text) == ["2 ducks in a row"]
-
-
 def anchors(text: str) -> set[str]:
     """Of the headings, as GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
@@ -322,16 +241,6 @@ def broken_links(text: str, page: str) -> list[str]:
         if anchor and anchor not in anchors(linked.read_text() if path else text):
             broken.append(target)
     return broken
-
-
-@pytest.mark.parametrize("page", [*PAGES, *RESULTS])
-def test_links_of_a_page_lead_somewhere(page: str) -> None:
-    assert broken_links((REPOSITORY / page).read_text(), page) == []
-
-
-def test_a_link_to_nowhere_is_found() -> None:
-    text = "## A b\n[1](README.md) [2](layered.md) [3](#a-b) [4](#a-c) ![5](figures/none.png)"
-    assert broken_links(text, "docs/page.md") == ["layered.md", "#a-c", "figures/none.png"]
 
 
 def test_every_page_is_reached_from_the_index() -> None:
@@ -356,12 +265,6 @@ def not_as_in_nav(config: str, pages: Iterable[str]) -> list[str]:
 def test_nav_lists_every_page() -> None:
     pages = [page for page in PAGES if page.startswith("docs/")]
     assert not_as_in_nav((REPOSITORY / "mkdocs.yml").read_text(), pages) == []
-
-
-def test_a_page_out_of_nav_is_found() -> None:
-    config = "x: y.md\nnav:\n  - Start: index.md\n  - README.md\n  - A:\n      - a/gone.md\n"
-    pages = ["docs/README.md", "docs/a/new.md", "docs/internals/decisions/0001.md"]
-    assert not_as_in_nav(config, pages) == ["a/gone.md", "a/new.md"]
 
 
 API = DOCS / "reference" / "api"
@@ -402,11 +305,6 @@ def test_the_list_of_api_pages_has_each_name_beside_its_page() -> None:
         assert set(re.findall(r"`(\w+)`", row)) == shown_names(path.read_text()), path.name
 
 
-def test_the_names_that_an_api_page_shows_are_found() -> None:
-    page = "# T\n\n::: layerzero.units\n\n::: layerzero.a.B\n    options:\n      members: false\n"
-    assert shown_names(page) == {"units", "B"}
-
-
 def imports_of(file: str) -> set[str]:
     """Files of the package that one imports, wherever in it."""
     imported = set()
@@ -439,7 +337,93 @@ def test_each_file_of_a_step_imports_the_next() -> None:
     assert false_arrows(text) == []
 
 
-def test_an_arrow_against_the_imports_is_found() -> None:
-    row = "| unshard | `flat/layout` -> `zero3`, `zero3` -> `flat/nothing` -> `ops/schema` | x |"
-    expected = ["flat/layout -> zero3", "zero3 -> flat/nothing", "flat/nothing -> ops/schema"]
-    assert false_arrows(row) == expected
+CHECKS = {
+    missing_paths: [*CURRENT, *SOURCES],
+    missing_members: [*CURRENT, *SOURCES],
+    missing_notes: [*SOURCES, *PAGES],
+    broken_python: PAGES,
+    missing_texts: [name for name in CURRENT if name.startswith("docs/howto/")],
+}
+"""Check of a text -> pages and sources in which it must find nothing."""
+CHECKS_BY_PLACE = {long_code: CURRENT, broken_links: [*PAGES, *RESULTS]}
+"""Likewise, but the check also depends on where the page is."""
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *CHECKS_BY_PLACE])
+def test_what_texts_name_exists(check: Callable[..., list[str]]) -> None:
+    found = {}
+    for name in CHECKS.get(check) or CHECKS_BY_PLACE[check]:
+        place = (name,) if check in CHECKS_BY_PLACE else ()
+        found[name] = check((REPOSITORY / name).read_text(), *place)
+    assert {name: missing for name, missing in found.items() if missing} == {}
+
+
+def test_names_in_the_glossary_exist() -> None:
+    glossary = (DOCS / "README.md").read_text().partition("## Glossary")[2].partition("## ")[0]
+    assert glossary.count("(`") >= 3
+    assert unknown_names(glossary) == []
+
+
+SEEDED = [
+    (
+        functools.partial(
+            not_as_in_nav,
+            pages=["docs/README.md", "docs/a/new.md", "docs/internals/decisions/0001.md"],
+        ),
+        "x: y.md\nnav:\n  - Start: index.md\n  - README.md\n  - A:\n      - a/gone.md\n",
+        ["a/gone.md", "a/new.md"],
+    ),
+    (
+        missing_paths,
+        "See docs/layered.md, `step/unti.py`, `layerzero/zero3.py` and `unit.py`.",
+        ["docs/layered.md", "step/unti.py"],
+    ),
+    (
+        missing_members,
+        "`FlatLayout.build` and `FlatLayout.construct()`; `OffloadPolicy.params`, `torch.nothing`",
+        ["FlatLayout.construct"],
+    ),
+    (
+        unknown_names,
+        "| `FlatParamHandle` | x |\n| `FlatHandle` | y |\n| rate limiter | z (`RateLimit`) |",
+        ["FlatHandle", "RateLimit"],
+    ),
+    (
+        missing_notes,
+        "as Note [Views outlive\n    # storage] says, and Note [Views outlive their storage]",
+        ["Views outlive their storage"],
+    ),
+    (broken_python, "```python\nx = (1,\n```\n\n```python\ny = 1\n```\n", ["x = (1,"]),
+    (
+        functools.partial(long_code, page="README.md"),
+        f"{'a' * 99}\n```\n{'b' * 88}\n{'c' * 89}\n```\n",
+        ["c" * 89],
+    ),
+    (
+        missing_texts,
+        '| "the model changed after wrapping" | x |\n| ValueError: `2 ducks in a row` | y |\n',
+        ["2 ducks in a row"],
+    ),
+    (
+        functools.partial(broken_links, page="docs/page.md"),
+        "## A b\n[1](README.md) [2](layered.md) [3](#a-b) [4](#a-c) ![5](figures/none.png)",
+        ["layered.md", "#a-c", "figures/none.png"],
+    ),
+    (
+        false_arrows,
+        "| unshard | `flat/layout` -> `zero3`, `zero3` -> `flat/nothing` -> `ops/schema` | x |",
+        ["flat/layout -> zero3", "zero3 -> flat/nothing", "flat/nothing -> ops/schema"],
+    ),
+    (
+        lambda page: sorted(shown_names(page)),
+        "# T\n\n::: layerzero.units\n\n::: layerzero.a.B\n    options:\n      members: false\n",
+        ["B", "units"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "text", "found"), SEEDED)
+def test_a_seeded_mistake_is_found(
+    check: Callable[[str], list[str]], text: str, found: list[str]
+) -> None:
+    assert check(text) == found

@@ -27,9 +27,15 @@ def _tower() -> Tower:
     return Tower(depth=2)
 
 
+def _planned(module: nn.Module | None = None, **changes: Any) -> Any:
+    """Of four ranks on the CPU, but for `changes`."""
+    options = {"world_size": 4, "batch": BATCH, "device": "cpu", **UNITS, **changes}
+    return plan_memory(_tower() if module is None else module, **options)
+
+
 @pytest.fixture(scope="module")
 def plan() -> layerzero.memory_plan.MemoryPlan:
-    return plan_memory(_tower().to("meta"), world_size=4, batch=BATCH, device="cpu", **UNITS)
+    return _planned(_tower().to("meta"))
 
 
 def test_kinds_add_up(plan: Any) -> None:
@@ -57,34 +63,32 @@ def test_the_table_says_what_sets_the_peak(plan: Any) -> None:
 
 @pytest.mark.slow
 def test_more_ranks_hold_less_and_a_smaller_shard_group_more(plan: Any) -> None:
-    many = plan_memory(_tower(), world_size=64, batch=BATCH, device="cpu", **UNITS)
+    many = _planned(world_size=64)
     assert many.resting_bytes < plan.resting_bytes and many.peak_bytes < plan.peak_bytes
-    small = plan_memory(_tower(), world_size=64, zero3_size=2, batch=BATCH, device="cpu", **UNITS)
+    small = _planned(world_size=64, zero3_size=2)
     assert small.peak_bytes > many.peak_bytes
     assert small.by_kind["compute shards"][1] > 0 == small.by_kind["compute shards"][0]
     assert many.by_kind["compute shards"] == (0, 0)
 
 
 def test_an_optimizer_is_bytes_for_each_element(plan: Any) -> None:
-    tower = _tower()
-    two = plan_memory(tower, world_size=4, batch=BATCH, optimizer=2, device="cpu", **UNITS)
+    two = _planned(optimizer=2)
     # The fullest rank has no padding.
     assert two.by_kind["optimizer state"][0] == two.by_kind["shards"][0] // 2
-    none = plan_memory(tower, world_size=4, batch=BATCH, optimizer="sgd", device="cpu", **UNITS)
+    none = _planned(optimizer="sgd")
     assert none.by_kind["optimizer state"] == (0, 0)
 
 
 def test_an_accelerator_that_is_not_here_is_planned(plan: Any) -> None:
-    there = plan_memory(_tower(), world_size=4, batch=BATCH, device="cuda", **UNITS)
+    there = _planned(device="cuda")
     assert there.device.type == "cuda" and there.resting_bytes == plan.resting_bytes
     # A reduction there needs its result beside its input; on gloo, all received parts.
     assert there.resting_bytes < there.peak_bytes < plan.peak_bytes
 
 
 def test_verification_on_an_accelerator_sums_what_the_backend_would_and_keeps_checksums() -> None:
-    of: dict[str, Any] = {"world_size": 4, "batch": BATCH, "optimizer": "sgd", "device": "cuda"}
-    plain = plan_memory(_tower(), **of, **UNITS)
-    checked = plan_memory(_tower(), **of, verify="always", **UNITS)
+    plain = _planned(optimizer="sgd", device="cuda")
+    checked = _planned(optimizer="sgd", device="cuda", verify="always")
     assert checked.peak_bytes > plain.peak_bytes and checked.resting_bytes > plain.resting_bytes
     assert checked.by_kind["other"][1] > plain.by_kind["other"][1]
 
@@ -95,9 +99,7 @@ def _with_experts(ranks: Any, world_size: int = 4) -> Any:
     def policy(module: nn.Module, fqn: str) -> Any:
         return {"process_group": ranks} if fqn == "blocks.1" else fqn == "blocks.0"
 
-    return plan_memory(
-        _tower(), world_size=world_size, batch=BATCH, device="cpu", auto_wrap_policy=policy
-    )
+    return _planned(world_size=world_size, auto_wrap_policy=policy)
 
 
 def test_experts_are_sharded_over_the_ranks_that_have_them(plan: Any) -> None:
@@ -128,8 +130,7 @@ def test_bad_ranks_of_experts_are_refused(ranks: Any, error: type[Exception], te
 @pytest.mark.slow
 def test_a_memory_budget_is_held_or_refused() -> None:
     def planned(budget: int | None) -> Any:
-        of: Any = {"world_size": 2, "batch": BATCH, "device": "cpu", "memory_budget": budget}
-        return plan_memory(Tower(depth=3), **of, **UNITS)
+        return _planned(Tower(depth=3), world_size=2, memory_budget=budget)
 
     unbound = planned(None)
     budget = int(1.05 * unbound.peak_bytes)
@@ -147,14 +148,7 @@ def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
         seen.append(module)
         return isinstance(module, Block)
 
-    plan = plan_memory(
-        tower,
-        world_size=2,
-        batch=BATCH,
-        device="cpu",
-        auto_wrap_policy=policy,
-        ignored_modules=[tower.head],
-    )
+    plan = _planned(tower, world_size=2, auto_wrap_policy=policy, ignored_modules=[tower.head])
     assert plan.by_kind["whole parameters"][0] == tower.head.weight.nbytes
     assert {id(module) for module in seen} <= {id(module) for module in tower.modules()}
     trainable = (
@@ -175,7 +169,7 @@ def test_a_plan_with_optional_modules_needs_a_batch_that_enters_them() -> None:
     def planned(batch: Any, **of: Any) -> Any:
         # An iterator is read once.
         of = {"optional_modules": iter(module.blocks), **of}
-        return plan_memory(module, world_size=2, batch=batch, device="cpu", **of, **UNITS)
+        return _planned(module, world_size=2, batch=batch, **of)
 
     with pytest.raises(ValueError, match=r"does not enter 'blocks\.0' of optional_modules"):
         planned(((BATCH,), {"skips": True}))
@@ -269,9 +263,7 @@ def test_nothing_is_left_changed(default_group: None) -> None:
     resize, random = torch.UntypedStorage.resize_, torch.get_rng_state()
     group, threads = dist.group.WORLD, threading.active_count()
     after_steps = dict(optimizer._global_optimizer_post_hooks)
-    plan_memory(
-        tower, world_size=8, zero3_size=4, batch=BATCH, device="cpu", verify="always", **UNITS
-    )
+    _planned(tower, world_size=8, zero3_size=4, verify="always")
     assert optimizer._global_optimizer_post_hooks == after_steps
     assert dist.group.WORLD is group and dist.get_world_size() == 1
     assert len(dist.distributed_c10d._world.pg_names) == 1

@@ -8,20 +8,25 @@ import pytest
 import torch
 
 from layerzero.flat.host_memory import HostMemory
-from tests.harness.simulated_device import SimulatedDevice, simulated_device
+from tests.harness.simulated_device import SimulatedDevice, Stream, simulated_device
 from tests.harness.simulated_streams import COMES_NEVER
 
 CPU = torch.device("cpu")
 
 
+def _freed_after_a_use_on_compute(device: SimulatedDevice) -> Stream:
+    """Use memory of a side stream, which is returned, on compute; and free it."""
+    side = device.Stream(device.index)
+    with device.stream(side):
+        first = torch.ones(4)
+    device.compute.wait_event(side.record_event())
+    first.add(1)
+    return side
+
+
 def test_memory_handed_out_again_too_early_is_found() -> None:
     with simulated_device() as device:
-        side = device.Stream(device.index)
-        with device.stream(side):
-            first = torch.ones(4)
-        device.compute.wait_event(side.record_event())
-        first.add(1)
-        del first
+        side = _freed_after_a_use_on_compute(device)
         with device.stream(side):
             torch.ones(4)
     (early,) = device.early_frees
@@ -33,12 +38,7 @@ def test_memory_handed_out_again_too_early_is_found() -> None:
 def test_a_free_is_seen_when_it_happens() -> None:
     """Not when memory is next allocated: the stream may have waited by then."""
     with simulated_device() as device:
-        side = device.Stream(device.index)
-        with device.stream(side):
-            first = torch.ones(4)
-        device.compute.wait_event(side.record_event())
-        first.add(1)
-        del first
+        side = _freed_after_a_use_on_compute(device)
         side.wait_event(device.compute.record_event())
     assert len(device.early_frees) == 1 and not device.races
 

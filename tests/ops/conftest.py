@@ -1,0 +1,13 @@
+"""What the tests of this folder are run with."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.truth import IMPLEMENTATIONS
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest) -> str:
+    """One after the other; see `truth.call`."""
+    return str(request.param)
