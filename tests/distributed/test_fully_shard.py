@@ -132,7 +132,8 @@ POLICIES = {
 }
 
 
-def _like_torch() -> None:
+@on_ranks(2)
+def test_training_is_bitwise_torchs() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for (name, policy), reshard in zip(POLICIES.items(), (None, True, False), strict=True):
 
@@ -144,11 +145,8 @@ def _like_torch() -> None:
         assert_alike(Transformer, shard, train, f"{name}, reshard_after_forward={reshard}")
 
 
-def test_training_is_bitwise_torchs() -> None:
-    run_ranks(2, _like_torch)
-
-
-def _sum_in_bf16() -> None:
+@on_ranks(2)
+def test_sums_in_bfloat16_are_one_rounding_from_torchs() -> None:
     """torch rounds a sum in bfloat16, this engine what it delivers: one rounding apart."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     own, theirs = (
@@ -161,11 +159,8 @@ def _sum_in_bf16() -> None:
     assert_same_parameters(gradients(own), expected, bounds, "gradient of")
 
 
-def test_sums_in_bfloat16_are_one_rounding_from_torchs() -> None:
-    run_ranks(2, _sum_in_bf16)
-
-
-def _ways_to_shard() -> None:
+@on_ranks(2)
+def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
     assert_alike(untied, in_one_list, train, "a list of modules")
     assert_alike(Transformer, lambda e, m: by_blocks(e, m, root=False), _blocks, "no root")
 
@@ -210,11 +205,8 @@ def _blocks(model: nn.Module) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
-    run_ranks(2, _ways_to_shard)
-
-
-def _compiled() -> None:
+@on_ranks(2, timeout=180)
+def test_blocks_may_be_compiled_before_and_after() -> None:
     expected = twice(by_blocks(layerzero, seeded(Transformer)))
 
     def compile_each(model: Any, when: str) -> nn.Module:
@@ -240,11 +232,8 @@ def _compiled() -> None:
             assert_losses(twice(compile_each(seeded(Transformer), when)), expected, when)
 
 
-def test_blocks_may_be_compiled_before_and_after() -> None:
-    run_ranks(2, _compiled, timeout=180)
-
-
-def _same_module() -> None:
+@on_ranks(2)
+def test_the_module_stays_what_it_was() -> None:
     plain = seeded(untied)
     names, buffers = list(plain.state_dict()), dict(plain.named_buffers())
     model = copy.deepcopy(plain)
@@ -272,10 +261,6 @@ def _same_module() -> None:
     assert type(sequence[1:]) is nn.Sequential and len(sequence[1:]) == 2
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
-
-
-def test_the_module_stays_what_it_was() -> None:
-    run_ranks(2, _same_module)
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
@@ -394,7 +379,8 @@ def registered(engine: Engine, model: nn.Module) -> nn.Module:
     return model
 
 
-def _methods() -> None:
+@on_ranks(2, timeout=120)
+def test_methods_do_what_torchs_do() -> None:
     assert_alike(Transformer, by_blocks, _accumulate, "accumulation")
     assert_alike(untied, in_one_list, _accumulate, "accumulation with a list")
     assert_alike(Transformer, by_blocks, _with_lists, "prefetch lists")
@@ -403,10 +389,6 @@ def _methods() -> None:
     plain = twice(by_blocks(torchs, seeded(Transformer)))
     assert_losses(_by_hand(by_blocks(layerzero, seeded(Transformer))), plain, "unshard")
     assert_alike(Transformer, registered, _registered, "a registered method")
-
-
-def test_methods_do_what_torchs_do() -> None:
-    run_ranks(2, _methods, timeout=120)
 
 
 @pytest.mark.since_torch("2.13")  # torch's own engine crashes in it with 2.11
@@ -448,7 +430,8 @@ def _all_sync(model: Any) -> None:
     model.set_requires_gradient_sync(True)
 
 
-def _flags_of_some() -> None:
+@on_ranks(2)
+def test_units_may_differ_in_synchronization() -> None:
     plans = (_first_waits, _others_wait, _root_waits, _first_waits, _all_sync)
     assert_alike(Transformer, by_blocks, lambda m: _with_flags(m, plans), "flags of some units")
     # `zero_grad` drops what waits of one unit, too.
@@ -462,10 +445,6 @@ def _flags_of_some() -> None:
     fresh = by_blocks(layerzero, seeded(Transformer))
     fresh(batch).backward()
     assert_same_parameters(gradients(model), gradients(fresh), what="gradient of")
-
-
-def test_units_may_differ_in_synchronization() -> None:
-    run_ranks(2, _flags_of_some)
 
 
 def _meta_first() -> None:
@@ -520,7 +499,8 @@ def test_a_meta_model_is_sharded_then_allocated_then_initialised() -> None:
     run_ranks(2, _one_seed)
 
 
-def _derivatives_in_forward_mode() -> None:
+@on_ranks(2)
+def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
@@ -551,11 +531,8 @@ def _derivatives_in_forward_mode() -> None:
     assert_same_parameters(gradients(model), expected, what="gradient of")
 
 
-def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
-    run_ranks(2, _derivatives_in_forward_mode)
-
-
-def _full_tensors() -> None:
+@on_ranks(2)
+def test_a_parameter_gathers_itself() -> None:
     model: Any = by_blocks(layerzero, seeded(Transformer))
     plain = dict(seeded(Transformer).named_parameters())
     for name, parameter in model.named_parameters():
@@ -567,11 +544,8 @@ def _full_tensors() -> None:
             again.full_tensor()
 
 
-def test_a_parameter_gathers_itself() -> None:
-    run_ranks(2, _full_tensors)
-
-
-def _ignored_and_frozen() -> None:
+@on_ranks(2)
+def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
     def shard(engine: Engine, model: nn.Module) -> nn.Module:
         ignored = {model.norm.weight, model.layers[1].mlp_norm.weight}
         for parameter in ignored:
@@ -584,11 +558,8 @@ def _ignored_and_frozen() -> None:
         assert type(model.norm.weight) is nn.Parameter and model.norm.weight.shape == (24,)
 
 
-def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
-    run_ranks(2, _ignored_and_frozen)
-
-
-def _four_ranks() -> None:
+@on_ranks(4, timeout=120)
+def test_copies_and_smaller_groups() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def partly(model: Any) -> list[Tensor]:
@@ -641,11 +612,8 @@ def _mesh_of_four() -> DeviceMesh:
     return init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
 
 
-def test_copies_and_smaller_groups() -> None:
-    run_ranks(4, _four_ranks, timeout=120)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_what_has_no_counterpart_is_refused_by_name() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (NotImplementedError, "dp_mesh_dims", {"dp_mesh_dims": object()}),
@@ -693,10 +661,6 @@ def _refused() -> None:
     share_comm_ctx([module, module[0]])
     with pytest.raises(ValueError, match="expected modules that fully_shard sharded"):
         share_comm_ctx([nn.Linear(2, 2)])
-
-
-def test_what_has_no_counterpart_is_refused_by_name() -> None:
-    run_ranks(1, _refused)
 
 
 def test_methods_are_those_of_torch() -> None:
