@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,14 @@ from layerzero.flat.names import clean_name
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.models import CASES, Block, Transformer, TransformerBlock, loss_of
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of,
+    batches_of,
+    forward_backward,
+    seeded,
+    train_rank,
+)
 
 Engine = Any
 """`torch.distributed.fsdp`, or `layerzero`."""
@@ -164,18 +172,15 @@ def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
     assert_alike(untied, in_one_list, train, "a list of modules")
     assert_alike(Transformer, lambda e, m: by_blocks(e, m, root=False), _blocks, "no root")
 
-    def wrapped(engine: Engine, model: nn.Module) -> nn.Module:
+    def wrapped(engine: Engine, model: nn.Module, later: bool = False) -> nn.Module:
+        first, second = checkpoint_wrapper, engine.fully_shard
         for index, layer in enumerate(model.layers):
-            model.layers[index] = engine.fully_shard(checkpoint_wrapper(layer))
-        return engine.fully_shard(model)
-
-    def wrapped_later(engine: Engine, model: nn.Module) -> nn.Module:
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(engine.fully_shard(layer))
+            model.layers[index] = first(second(layer)) if later else second(first(layer))
         return engine.fully_shard(model)
 
     assert_alike(Transformer, wrapped, twice, "inside checkpoint_wrapper")
-    assert_alike(Transformer, wrapped_later, twice, "around checkpoint_wrapper")
+    around = functools.partial(wrapped, later=True)
+    assert_alike(Transformer, around, twice, "around checkpoint_wrapper")
 
     def recomputed(engine: Engine, model: nn.Module) -> nn.Module:
         for layer in model.layers:
@@ -194,15 +199,16 @@ def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
 def _blocks(model: nn.Module) -> list[Tensor]:
     """Layers that are models of their own, in a model that is not sharded."""
     optimizer = OPTIMIZERS["adamw"](model.layers.parameters())
-    losses = []
-    for step in batches(2):
+
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
         model.zero_grad()
-        losses.append(model(step[dist.get_rank()]))
-        losses[-1].backward()
+        loss = forward_backward(model, batch)
         nn.utils.clip_grad_norm_(model.layers.parameters(), 1e3)
-        optimizer.step()
+        return loss
+
+    losses = train_rank(model, optimizer, batches(2), dist.get_rank(), run)
     model.zero_grad()  # Others than the layers' are this rank's own.
-    return [loss.detach() for loss in losses]
+    return losses
 
 
 @on_ranks(2, timeout=180)
@@ -362,14 +368,10 @@ class WithoutHead(Transformer):
 
 
 def _registered(model: Any) -> list[Tensor]:
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    losses = []
-    for step in batches(3):
-        optimizer.zero_grad()
-        losses.append(loss_of(model.logits(step[dist.get_rank()])))
-        losses[-1].backward()
-        optimizer.step()
-    return [loss.detach() for loss in losses]
+    run = backward_of(lambda model, batch: loss_of(model.logits(batch)))
+    return train_rank(
+        model, OPTIMIZERS["adamw"](model.parameters()), batches(3), dist.get_rank(), run
+    )
 
 
 def registered(engine: Engine, model: nn.Module) -> nn.Module:
@@ -562,23 +564,10 @@ def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
 def test_copies_and_smaller_groups() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
-    def partly(model: Any) -> list[Tensor]:
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        losses = []
-        for index, batch in enumerate(batches(4)):
-            model.set_requires_all_reduce(index % 2 == 1)
-            losses.append(model(batch[dist.get_rank()]))
-            losses[-1].backward()
-            if index % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [loss.detach() for loss in losses]
-
     def shard(engine: Engine, model: nn.Module) -> nn.Module:
         return by_blocks(engine, model, mesh=mesh)
 
     assert_alike(Transformer, shard, twice, "replicated")
-    assert_alike(Transformer, shard, partly, "replicated, reduced over shards first")
 
     def first_in_shards(model: Any) -> None:
         model.layers[0].set_requires_all_reduce(False)
@@ -587,8 +576,16 @@ def test_copies_and_smaller_groups() -> None:
         model.set_requires_all_reduce(False)
         model.layers[0].set_requires_gradient_sync(False)
 
-    plans = (first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync)
-    assert_alike(Transformer, shard, lambda m: _with_flags(m, plans), "some in shards")
+    all_in_shards, all_reduce = (
+        lambda model, flag=flag: model.set_requires_all_reduce(flag) for flag in (False, True)
+    )
+    for what, plans in {
+        "over shards first": (all_in_shards, all_reduce),
+        "some in shards": (
+            *(first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync),
+        ),
+    }.items():
+        assert_alike(Transformer, shard, lambda m, plans=plans: _with_flags(m, plans), what)
 
     def train_with(root: Any, layers: Any) -> list[Tensor]:
         model: Any = seeded(Transformer)
@@ -601,15 +598,12 @@ def test_copies_and_smaller_groups() -> None:
         assert_losses(train_with(root, layers), expected, f"reshard_after_forward={root, layers}")
     with pytest.raises(ValueError, match="a divisor of 4"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(NotImplementedError, match="with a mesh of two axes"):
-        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four(), reshard_after_forward=2)
+        fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # One copy is no mistake, and `outer` no word of torch's.
-        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four())
-
-
-def _mesh_of_four() -> DeviceMesh:
-    return init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+        fully_shard(nn.Linear(8, 8), mesh=mesh)
 
 
 @on_ranks(1)
