@@ -25,7 +25,7 @@ import layerzero
 from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_parameters
 
 WIDTH = 12
@@ -98,10 +98,6 @@ def _drawn(model: Any, seed: int = 5) -> Any:
     return model
 
 
-def _one_process(dtype: torch.dtype = torch.float32) -> Any:
-    return _drawn(Titan(dtype))
-
-
 def _by_hand(model: nn.Module, **options: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, **options)
@@ -110,10 +106,6 @@ def _by_hand(model: nn.Module, **options: Any) -> nn.Module:
 
 def _wrapped(model: nn.Module, **options: Any) -> nn.Module:
     return ZeRO3(model, auto_wrap_policy={Block}, param_init_fn="later", **options)
-
-
-def _one_unit(model: nn.Module) -> nn.Module:
-    return fully_shard(model)
 
 
 def _rows(model: nn.Module) -> nn.Module:
@@ -128,14 +120,9 @@ def _offloaded(model: nn.Module) -> nn.Module:
     return _by_hand(model, offload_policy=OffloadPolicy(params=True))
 
 
-WAYS: tuple[Callable[[nn.Module], nn.Module], ...] = (
-    _by_hand,
-    _wrapped,
-    _one_unit,
-    _rows,
-    _layered,
-    _offloaded,
-)
+WAYS: list[Callable[[nn.Module], nn.Module]] = [
+    *(_by_hand, _wrapped, fully_shard, _rows, _layered, _offloaded)
+]
 
 
 def _emptied(shard: Callable[[nn.Module], nn.Module] = _by_hand, **arguments: Any) -> Any:
@@ -148,9 +135,11 @@ def _tokens() -> Tensor:
     return torch.arange(8).view(2, 4) + 5 * dist.get_rank()
 
 
-def _like_one_process() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_what_ranks_hold_is_what_one_process_draws(world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        expected = _one_process(dtype)
+        expected = _drawn(Titan(dtype))
         for shard in WAYS:
             model = _drawn(_emptied(shard, dtype=dtype))
             assert [p.shape for p in model.parameters()] == [
@@ -158,15 +147,8 @@ def _like_one_process() -> None:
             ], "parameters are whole while values are drawn"
             assert all(isinstance(p, nn.Parameter) for p in model.parameters())
             assert_bitwise(model(_tokens()), expected(_tokens()), f"{shard.__name__}, {dtype}")
-            found = {k: v.detach() for k, v in full_parameters(model).items()}
-            wanted = {k: v.detach() for k, v in expected.named_parameters()}
-            assert_same_parameters(found, wanted)
+            assert_same_parameters(full_parameters(model), full_parameters(expected))
             assert all(type(p) is nn.Parameter for p in model.parameters()), "sharded ones again"
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_ranks_hold_is_what_one_process_draws(num_ranks: int) -> None:
-    run_ranks(num_ranks, _like_one_process)
 
 
 @on_ranks(2)
@@ -176,12 +158,12 @@ def test_drawing_inside_a_summon_gives_the_same_values() -> None:
     model = _wrapped(module)
     with model.summon_full_params():
         _drawn(model)
-    assert_bitwise(model(_tokens()), _one_process()(_tokens()), "output")
+    assert_bitwise(model(_tokens()), _drawn(Titan())(_tokens()), "output")
 
 
 @on_ranks(2)
 def test_ranks_that_draw_from_seeds_of_their_own_hold_parts_of_their_own_draws() -> None:
-    model = _emptied(_one_unit)
+    model = _emptied(fully_shard)
     _drawn(model, seed=dist.get_rank())
     own = [p.layerzero.range for p in model.parameters()]
     plain = _drawn(Titan(), seed=dist.get_rank())
@@ -235,7 +217,7 @@ def _held() -> int:
     return sum(t.untyped_storage().nbytes() // 4 for t in found if not t.is_meta)
 
 
-def _uses(folder: str) -> dict[str, Callable[[Any], object]]:
+def _uses(folder: Path) -> dict[str, Callable[[Any], object]]:
     """What may come first after the values; each is to see the sharded parameters."""
     return {
         "forward": lambda model: model(_tokens()),
@@ -253,21 +235,22 @@ def _uses(folder: str) -> dict[str, Callable[[Any], object]]:
     }
 
 
-def _first_uses(folder: str) -> None:
-    expected = _one_process()
-    wanted = {k: v.detach() for k, v in expected.named_parameters()}
-    for name, use in _uses(folder).items():
+@on_ranks(2)
+def test_the_first_use_sees_shards(tmp_path: Path) -> None:
+    expected = _drawn(Titan())
+    wanted = full_parameters(expected)
+    for name, use in _uses(tmp_path).items():
         for shard in (_by_hand, _wrapped):
             model = _drawn(_emptied(shard))
             use(model)
-            found = {k: v.detach() for k, v in full_parameters(model).items()}
-            assert_same_parameters(found, wanted, what=f"{name}, {shard.__name__}")
-            assert_bitwise(model(_tokens()), expected(_tokens()), f"{name}, {shard.__name__}")
+            what = f"{name}, {shard.__name__}"
+            assert_same_parameters(full_parameters(model), wanted, what=what)
+            assert_bitwise(model(_tokens()), expected(_tokens()), what)
     # Loads, where nothing was drawn, or is thrown away.
     whole = {k: v.clone() for k, v in expected.state_dict().items()}
     for draws in (False, True):
         for load in (
-            lambda model: checkpoint.load(f"{folder}/ours", model),
+            lambda model: checkpoint.load(f"{tmp_path}/ours", model),
             lambda model: model.load_state_dict(whole),
             lambda model: model.load_state_dict(whole, assign=True),
         ):
@@ -277,10 +260,6 @@ def _first_uses(folder: str) -> None:
             model.table = torch.arange(4.0)
             load(model)
             assert_bitwise(model(_tokens()), expected(_tokens()), "after a load")
-
-
-def test_the_first_use_sees_shards(tmp_path: Path) -> None:
-    run_ranks(2, _first_uses, str(tmp_path))
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -309,7 +288,7 @@ def test_optimizers_hooks_flags_and_attributes_reach_the_shards() -> None:
             optimizer = build([p for p in model.parameters() if p.requires_grad])
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             assert own == {id(p) for p in model.parameters() if p.requires_grad}, name
-            before = {k: v.clone() for k, v in full_parameters(model).items()}
+            before = full_parameters(model)
             _step(model, optimizer)
             after = full_parameters(model)
             for key, value in before.items():
@@ -357,28 +336,24 @@ def test_torchs_tools_load_a_part_and_the_rest_is_drawn() -> None:
         assert_same_parameters(found, whole, what=f"{options}")
 
 
-def _loads_and_draws(folder: str) -> None:
+@on_ranks(2)
+def test_a_part_is_loaded_and_the_rest_is_drawn(tmp_path: Path) -> None:
     base = _by_hand(_drawn(Titan()))
-    dcp.save(base.state_dict(), checkpoint_id=folder)
+    dcp.save(base.state_dict(), checkpoint_id=tmp_path)
     expected = Adapted()
     expected.load_state_dict(checkpoint.get_model_state_dict(base, full=True), strict=False)
     expected.draw_adapters()
-    for shard in (_by_hand, _wrapped, _one_unit):
+    for shard in (_by_hand, _wrapped, fully_shard):
         with torch.device("meta"):
             module = Adapted()
         model = shard(module).to_empty(device="cpu")
         state = model.state_dict()
-        dcp.load({k: v for k, v in state.items() if "adapters" not in k}, checkpoint_id=folder)
+        dcp.load({k: v for k, v in state.items() if "adapters" not in k}, checkpoint_id=tmp_path)
         model.draw_adapters()
         model.table = torch.arange(4.0)
         model(_tokens())
-        found = {k: v.detach() for k, v in full_parameters(model).items()}
-        wanted = {k: v.detach() for k, v in expected.named_parameters()}
+        found, wanted = full_parameters(model), full_parameters(expected)
         assert_same_parameters(found, wanted, what=shard.__name__)
-
-
-def test_a_part_is_loaded_and_the_rest_is_drawn(tmp_path: Path) -> None:
-    run_ranks(2, _loads_and_draws, str(tmp_path))
 
 
 def _split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -463,7 +438,7 @@ def test_what_was_not_drawn_or_was_replaced_is_an_error() -> None:
 
 @on_ranks(2)
 def test_a_model_with_values_is_emptied_and_drawn_again() -> None:
-    expected = _one_process()
+    expected = _drawn(Titan())
     model = _drawn(_emptied(), seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _step(model, optimizer)
@@ -476,14 +451,8 @@ def test_a_model_with_values_is_emptied_and_drawn_again() -> None:
     # Block by block, as where a pipeline stage draws its own.
     model.table = torch.arange(4.0)
     _drawn(model.to_empty(device="cpu"), seed=2)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        model.blocks[1].to_empty(device="cpu").init_weights()
-    torch.manual_seed(3)
-    block = Block()
-    with torch.no_grad():
-        torch.manual_seed(3)
-        block.init_weights()
+    _drawn(model.blocks[1].to_empty(device="cpu"), seed=3)
+    block = _drawn(Block(), seed=3)
     found = full_parameters(model)
-    for name, value in block.named_parameters():
-        assert_bitwise(found[f"blocks.1.{name}"].detach(), value.detach(), name)
+    for name, value in full_parameters(block).items():
+        assert_bitwise(found[f"blocks.1.{name}"], value, name)

@@ -44,9 +44,8 @@ def _assert_as_torchs(models: list[ZeRO3], plain: nn.Module, what: str) -> None:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    for (name, own), other in zip(
-        models[0].named_parameters(), models[1].parameters(), strict=True
-    ):
+    pairs = zip(models[0].named_parameters(), models[1].parameters(), strict=True)
+    for (name, own), other in pairs:
         assert_bitwise(own.detach(), other.detach(), f"{what}: {name}")
 
 

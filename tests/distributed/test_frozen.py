@@ -108,25 +108,13 @@ def test_no_gradient_bytes_travel_for_what_is_frozen(before_wrapping: bool) -> N
         assert least / 2 <= saved, f"{saved} bytes saved, of {block / 2} of gradients"
 
 
-def _step_alike(
-    model: nn.Module, plain: nn.Module, optimizers: list[torch.optim.Optimizer], step: list[Tensor]
-) -> None:
-    """As `assert_trains_alike`, with optimizers that live on."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss = forward_backward(model, step[dist.get_rank()])
-    expected = backward_of_all_ranks(plain, step)
-    assert_bitwise(loss, expected[dist.get_rank()], "loss")
-    assert_same_gradients(model, plain)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same_values(model, plain)
+def _batches(steps: int) -> list[list[Tensor]]:
+    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @on_ranks(2)
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> None:
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
     schedule = [
         lambda name: True,
         lambda name: not name.startswith("blocks.1"),
@@ -136,19 +124,21 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> 
         lambda name: "up" in name or "blocks.2" in name,
         lambda name: True,
     ]
-    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=len(schedule))
-    for phase, step in zip(schedule, batches, strict=True):
-        for each in (model, plain):
-            for name, parameter in each.named_parameters():
-                parameter.requires_grad_(phase(name))
-        _step_alike(model, plain, optimizers, step)
+    steps = zip(schedule, _batches(len(schedule)), strict=True)
+    batches = [[(is_trained, batch) for batch in step] for is_trained, step in steps]
+
+    def run(model: nn.Module, batch: tuple[Callable[[str], bool], Tensor]) -> Tensor:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(batch[0](name))
+        return forward_backward(model, batch[1])
+
+    trained_alike(Mlp, Block, batches=batches, optimizer=optimizer, run=run)
 
 
 @on_ranks(2)
 def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
     model, plain = sharded(CASES["frozen_parts"]), seeded(FrozenParts)
-    batches = batches_of(CASES["frozen_parts"], dist.get_world_size(), steps=4)
+    batches = _batches(4)
     assert_trains_alike(model, plain, batches[:2])
     for each in (model, plain):
         each.requires_grad_(True)
@@ -158,7 +148,7 @@ def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
 @on_ranks(2)
 def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    batch = _batches(1)[0][0]
     for each in (model, plain):
         each.requires_grad_(False)
     out = model(batch)
@@ -177,19 +167,13 @@ def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
 
 @on_ranks(2)
 def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
-    """As in plain torch, freezing does not touch a `.grad` that is there."""
     model = zero3(Mlp, Block)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    batch = _batches(1)[0][0]
     forward_backward(model, batch)
-    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    before = full_gradients(model.blocks[1])
     model.blocks[1].requires_grad_(False)
-    kept = {
-        name: None if before[name] is None else before[name].clone()
-        for name, _ in model.blocks[1].named_parameters(prefix="blocks.1")
-    }
     forward_backward(model, batch)
-    own = dict(model.named_parameters())
-    assert_same_parameters({name: own[name].grad for name in kept}, kept, what="gradient of")
+    assert_same_parameters(full_gradients(model.blocks[1]), before, what="gradient of")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -197,7 +181,7 @@ def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
 def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
     """As GANs do: the discriminator's forward is over, and its parameters are not to learn."""
     model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    batch = _batches(1)[0][0]
     hooked: list[Tensor] = []
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(hooked.append)
     for each in (model, plain):
@@ -269,16 +253,14 @@ class _Checkpointed(Mlp):
 
 @on_ranks(2)
 def test_a_forward_with_other_flags_may_run_before_the_backward() -> None:
-    runs = [("plain", each) for each in ("", "blocks.0", "blocks.1.up.weight")]
-    runs += [
+    for how, *names in (
+        ("plain", "", "blocks.0", "blocks.1.up.weight"),
         ("reentrant", "blocks.0"),
-        ("nonreentrant", "blocks.1.up.weight"),
-        ("nonreentrant", ""),
-    ]
-    for how, frozen in runs:
-        build = partial(_Checkpointed, how)
-        run = partial(_other_pass_between, frozen=frozen)
-        trained_alike(build, Block, run=run)
+        ("nonreentrant", "blocks.1.up.weight", ""),
+    ):
+        for frozen in names:
+            run = partial(_other_pass_between, frozen=frozen)
+            trained_alike(partial(_Checkpointed, how), Block, run=run)
 
 
 class _FreezesItself(Mlp):
@@ -309,7 +291,6 @@ def test_a_forward_may_freeze_its_own_parameters() -> None:
 def test_each_micro_batch_may_train_other_parameters(
     world_size: int, zero3_size: int | None
 ) -> None:
-    """Each micro-batch trains other parameters, in one unit and over units."""
     sets = [("",), ("blocks.0", "head"), ("blocks.1.up",), ("blocks.0.down", "stem", "blocks.1")]
     for accumulation in ("sharded", "unsharded"):
         model = zero3(Mlp, Block, accumulation=accumulation, zero3_size=zero3_size)
@@ -344,27 +325,18 @@ class _Float8(nn.Module):
 
 @on_ranks(2)
 def test_a_frozen_float8_parameter_stands_beside_trained_ones() -> None:
-    model, plain = ZeRO3(seeded(_Float8)), seeded(_Float8)
-    batches = [[torch.randn(3, WIDTH) for _ in range(2)] for _ in range(2)]
-    assert_trains_alike(model, plain, batches)
-    forward_backward(model, batches[0][dist.get_rank()])
+    model = trained_alike(_Float8)
+    forward_backward(model, _batches(1)[0][dist.get_rank()])
     assert model.clip_grad_norm_(1.0).dtype == torch.float32
     state = get_model_state_dict(model, full=True)
     assert state["scale"].dtype == torch.float8_e4m3fn
-    assert torch.equal(state["scale"].float(), plain.scale.float())
+    assert torch.equal(state["scale"].float(), seeded(_Float8).scale.float())
 
 
 # Hooks on parameters run with the reduced gradient, once it is there, or are refused by name ------
 
 
-def _batches(steps: int) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    size = dist.get_world_size()
-    return [[torch.randn(4, WIDTH, generator=generator) for _ in range(size)] for _ in range(steps)]
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+_sgd = OPTIMIZERS["sgd_momentum"]
 
 
 def _step_in_hooks(model: nn.Module) -> None:

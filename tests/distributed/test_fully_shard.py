@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import io
 import pickle
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     _init_optim_state,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +51,14 @@ from tests.harness.checks import (
 )
 from tests.harness.models import CASES, Block, Transformer, TransformerBlock, loss_of
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of,
+    batches_of,
+    forward_backward,
+    seeded,
+    train_rank,
+)
 
 Engine = Any
 """`torch.distributed.fsdp`, or `layerzero`."""
@@ -145,7 +153,8 @@ POLICIES = {
 }
 
 
-def _like_torch() -> None:
+@on_ranks(2)
+def test_training_is_bitwise_torchs() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for (name, policy), reshard in zip(POLICIES.items(), (None, True, False), strict=True):
 
@@ -157,11 +166,8 @@ def _like_torch() -> None:
         assert_alike(Transformer, shard, train, f"{name}, reshard_after_forward={reshard}")
 
 
-def test_training_is_bitwise_torchs() -> None:
-    run_ranks(2, _like_torch)
-
-
-def _sum_in_bf16() -> None:
+@on_ranks(2)
+def test_sums_in_bfloat16_are_one_rounding_from_torchs() -> None:
     """torch rounds a sum in bfloat16, this engine what it delivers: one rounding apart."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     own, theirs = (
@@ -174,26 +180,20 @@ def _sum_in_bf16() -> None:
     assert_same_parameters(gradients(own), expected, bounds, "gradient of")
 
 
-def test_sums_in_bfloat16_are_one_rounding_from_torchs() -> None:
-    run_ranks(2, _sum_in_bf16)
-
-
-def _ways_to_shard() -> None:
+@on_ranks(2)
+def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
     assert_alike(untied, in_one_list, train, "a list of modules")
     assert_alike(Transformer, lambda e, m: by_blocks(e, m, root=False), _blocks, "no root")
 
-    def wrapped(engine: Engine, model: nn.Module) -> nn.Module:
+    def wrapped(engine: Engine, model: nn.Module, later: bool = False) -> nn.Module:
+        first, second = checkpoint_wrapper, engine.fully_shard
         for index, layer in enumerate(model.layers):
-            model.layers[index] = engine.fully_shard(checkpoint_wrapper(layer))
-        return engine.fully_shard(model)
-
-    def wrapped_later(engine: Engine, model: nn.Module) -> nn.Module:
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(engine.fully_shard(layer))
+            model.layers[index] = first(second(layer)) if later else second(first(layer))
         return engine.fully_shard(model)
 
     assert_alike(Transformer, wrapped, twice, "inside checkpoint_wrapper")
-    assert_alike(Transformer, wrapped_later, twice, "around checkpoint_wrapper")
+    around = functools.partial(wrapped, later=True)
+    assert_alike(Transformer, around, twice, "around checkpoint_wrapper")
 
     def recomputed(engine: Engine, model: nn.Module) -> nn.Module:
         for layer in model.layers:
@@ -212,22 +212,20 @@ def _ways_to_shard() -> None:
 def _blocks(model: nn.Module) -> list[Tensor]:
     """Layers that are models of their own, in a model that is not sharded."""
     optimizer = OPTIMIZERS["adamw"](model.layers.parameters())
-    losses = []
-    for step in batches(2):
+
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
         model.zero_grad()
-        losses.append(model(step[dist.get_rank()]))
-        losses[-1].backward()
+        loss = forward_backward(model, batch)
         nn.utils.clip_grad_norm_(model.layers.parameters(), 1e3)
-        optimizer.step()
+        return loss
+
+    losses = train_rank(model, optimizer, batches(2), dist.get_rank(), run)
     model.zero_grad()  # Others than the layers' are this rank's own.
-    return [loss.detach() for loss in losses]
+    return losses
 
 
-def test_each_way_to_shard_trains_bitwise_as_torchs() -> None:
-    run_ranks(2, _ways_to_shard)
-
-
-def _compiled() -> None:
+@on_ranks(2, timeout=180)
+def test_blocks_may_be_compiled_before_and_after() -> None:
     expected = twice(by_blocks(layerzero, seeded(Transformer)))
 
     def compile_each(model: Any, when: str) -> nn.Module:
@@ -253,11 +251,8 @@ def _compiled() -> None:
             assert_losses(twice(compile_each(seeded(Transformer), when)), expected, when)
 
 
-def test_blocks_may_be_compiled_before_and_after() -> None:
-    run_ranks(2, _compiled, timeout=180)
-
-
-def _same_module() -> None:
+@on_ranks(2)
+def test_the_module_stays_what_it_was() -> None:
     plain = seeded(untied)
     names, buffers = list(plain.state_dict()), dict(plain.named_buffers())
     model = copy.deepcopy(plain)
@@ -285,10 +280,6 @@ def _same_module() -> None:
     assert type(sequence[1:]) is nn.Sequential and len(sequence[1:]) == 2
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
-
-
-def test_the_module_stays_what_it_was() -> None:
-    run_ranks(2, _same_module)
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:
@@ -390,14 +381,10 @@ class WithoutHead(Transformer):
 
 
 def _registered(model: Any) -> list[Tensor]:
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    losses = []
-    for step in batches(3):
-        optimizer.zero_grad()
-        losses.append(loss_of(model.logits(step[dist.get_rank()])))
-        losses[-1].backward()
-        optimizer.step()
-    return [loss.detach() for loss in losses]
+    run = backward_of(lambda model, batch: loss_of(model.logits(batch)))
+    return train_rank(
+        model, OPTIMIZERS["adamw"](model.parameters()), batches(3), dist.get_rank(), run
+    )
 
 
 def registered(engine: Engine, model: nn.Module) -> nn.Module:
@@ -407,7 +394,8 @@ def registered(engine: Engine, model: nn.Module) -> nn.Module:
     return model
 
 
-def _methods() -> None:
+@on_ranks(2, timeout=120)
+def test_methods_do_what_torchs_do() -> None:
     assert_alike(Transformer, by_blocks, _accumulate, "accumulation")
     assert_alike(untied, in_one_list, _accumulate, "accumulation with a list")
     assert_alike(Transformer, by_blocks, _with_lists, "prefetch lists")
@@ -416,10 +404,6 @@ def _methods() -> None:
     plain = twice(by_blocks(torchs, seeded(Transformer)))
     assert_losses(_by_hand(by_blocks(layerzero, seeded(Transformer))), plain, "unshard")
     assert_alike(Transformer, registered, _registered, "a registered method")
-
-
-def test_methods_do_what_torchs_do() -> None:
-    run_ranks(2, _methods, timeout=120)
 
 
 @pytest.mark.since_torch("2.13")  # torch's own engine crashes in it with 2.11
@@ -461,7 +445,8 @@ def _all_sync(model: Any) -> None:
     model.set_requires_gradient_sync(True)
 
 
-def _flags_of_some() -> None:
+@on_ranks(2)
+def test_units_may_differ_in_synchronization() -> None:
     plans = (_first_waits, _others_wait, _root_waits, _first_waits, _all_sync)
     assert_alike(Transformer, by_blocks, lambda m: _with_flags(m, plans), "flags of some units")
     # `zero_grad` drops what waits of one unit, too.
@@ -475,10 +460,6 @@ def _flags_of_some() -> None:
     fresh = by_blocks(layerzero, seeded(Transformer))
     fresh(batch).backward()
     assert_same_parameters(gradients(model), gradients(fresh), what="gradient of")
-
-
-def test_units_may_differ_in_synchronization() -> None:
-    run_ranks(2, _flags_of_some)
 
 
 def _meta_first() -> None:
@@ -643,7 +624,8 @@ def test_dtensors_do_not_load_for_shards() -> None:
     run_ranks(2, _dtensors_for_shards)
 
 
-def _derivatives_in_forward_mode() -> None:
+@on_ranks(2)
+def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
@@ -674,11 +656,8 @@ def _derivatives_in_forward_mode() -> None:
     assert_same_parameters(gradients(model), expected, what="gradient of")
 
 
-def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
-    run_ranks(2, _derivatives_in_forward_mode)
-
-
-def _full_tensors() -> None:
+@on_ranks(2)
+def test_a_parameter_gathers_itself() -> None:
     model: Any = by_blocks(layerzero, seeded(Transformer))
     plain = dict(seeded(Transformer).named_parameters())
     for name, parameter in model.named_parameters():
@@ -690,11 +669,8 @@ def _full_tensors() -> None:
             again.full_tensor()
 
 
-def test_a_parameter_gathers_itself() -> None:
-    run_ranks(2, _full_tensors)
-
-
-def _ignored_and_frozen() -> None:
+@on_ranks(2)
+def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
     def shard(engine: Engine, model: nn.Module) -> nn.Module:
         ignored = {model.norm.weight, model.layers[1].mlp_norm.weight}
         for parameter in ignored:
@@ -707,30 +683,14 @@ def _ignored_and_frozen() -> None:
         assert type(model.norm.weight) is nn.Parameter and model.norm.weight.shape == (24,)
 
 
-def test_ignored_and_frozen_parameters_are_as_in_torch() -> None:
-    run_ranks(2, _ignored_and_frozen)
-
-
-def _four_ranks() -> None:
+@on_ranks(4, timeout=120)
+def test_copies_and_smaller_groups() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def partly(model: Any) -> list[Tensor]:
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        losses = []
-        for index, batch in enumerate(batches(4)):
-            model.set_requires_all_reduce(index % 2 == 1)
-            losses.append(model(batch[dist.get_rank()]))
-            losses[-1].backward()
-            if index % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [loss.detach() for loss in losses]
 
     def shard(engine: Engine, model: nn.Module) -> nn.Module:
         return by_blocks(engine, model, mesh=mesh)
 
     assert_alike(Transformer, shard, twice, "replicated")
-    assert_alike(Transformer, shard, partly, "replicated, reduced over shards first")
 
     def first_in_shards(model: Any) -> None:
         model.layers[0].set_requires_all_reduce(False)
@@ -739,8 +699,16 @@ def _four_ranks() -> None:
         model.set_requires_all_reduce(False)
         model.layers[0].set_requires_gradient_sync(False)
 
-    plans = (first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync)
-    assert_alike(Transformer, shard, lambda m: _with_flags(m, plans), "some in shards")
+    all_in_shards, all_reduce = (
+        lambda model, flag=flag: model.set_requires_all_reduce(flag) for flag in (False, True)
+    )
+    for what, plans in {
+        "over shards first": (all_in_shards, all_reduce),
+        "some in shards": (
+            *(first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync),
+        ),
+    }.items():
+        assert_alike(Transformer, shard, lambda m, plans=plans: _with_flags(m, plans), what)
 
     def train_with(root: Any, layers: Any) -> list[Tensor]:
         model: Any = seeded(Transformer)
@@ -753,22 +721,16 @@ def _four_ranks() -> None:
         assert_losses(train_with(root, layers), expected, f"reshard_after_forward={root, layers}")
     with pytest.raises(ValueError, match="a divisor of 4"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward=3)
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(NotImplementedError, match="with a mesh of two axes"):
-        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four(), reshard_after_forward=2)
+        fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # One copy is no mistake, and `outer` no word of torch's.
-        fully_shard(nn.Linear(8, 8), mesh=_mesh_of_four())
+        fully_shard(nn.Linear(8, 8), mesh=mesh)
 
 
-def _mesh_of_four() -> DeviceMesh:
-    return init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
-
-
-def test_copies_and_smaller_groups() -> None:
-    run_ranks(4, _four_ranks, timeout=120)
-
-
-def _refused() -> None:
+@on_ranks(1)
+def test_what_has_no_counterpart_is_refused_by_name() -> None:
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (NotImplementedError, "dp_mesh_dims", {"dp_mesh_dims": object()}),
@@ -816,10 +778,6 @@ def _refused() -> None:
     share_comm_ctx([module, module[0]])
     with pytest.raises(ValueError, match="expected modules that fully_shard sharded"):
         share_comm_ctx([nn.Linear(2, 2)])
-
-
-def test_what_has_no_counterpart_is_refused_by_name() -> None:
-    run_ranks(1, _refused)
 
 
 def test_methods_are_those_of_torch() -> None:

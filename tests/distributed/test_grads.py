@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -26,25 +24,20 @@ from tests.harness.models import (
     CASES,
     WIDTH,
     Block,
-    Branches,
     Mlp,
     TiedAcrossUnits,
-    TiedBlock,
-    TiedInUnit,
     Transformer,
     TransformerBlock,
-    UnusedParts,
     rows,
 )
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes
 from tests.harness.reference import (
     OPTIMIZERS,
+    backward_of,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
-    full_gradients,
-    full_parameters,
     plain,
     seeded,
 )
@@ -69,24 +62,6 @@ def test_every_toy_model_trains_bitwise_like_one_process(world_size: int, optimi
             assert_trains_alike(sharded(case), plain(case), batches, optimizer)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"gradient_reduction": "sum"}, id="sum"),
-        pytest.param({"deterministic": True}, id="deterministic"),
-        pytest.param({"reshard_after_forward": False}, id="kept after forward"),
-        pytest.param({"auto_wrap_policy": None}, id="one unit"),
-        pytest.param({"auto_wrap_policy": {torch.nn.Linear}}, id="a unit a layer"),
-    ],
-)
-@on_ranks(3)
-def test_options_do_not_change_the_gradient(options: dict) -> None:
-    case = CASES["mlp"]
-    batches = batches_of(case, dist.get_world_size(), steps=2)
-    reduction = options.get("gradient_reduction", "mean")
-    assert_trains_alike(sharded(case, **options), seeded(case.build), batches, reduction=reduction)
-
-
 @on_ranks(2)
 def test_inputs_get_their_gradient() -> None:
     case = CASES["mlp"]
@@ -104,25 +79,7 @@ def test_inputs_get_their_gradient() -> None:
     (expected_gradient,) = torch.autograd.grad(reference(expected).square().sum(), expected)
     assert_bitwise(gradient, expected_gradient, "gradient of the input")
     assert all(parameter.grad is None for parameter in model.parameters())
-    batches = batches_of(case, dist.get_world_size(), steps=2)
-    assert_trains_alike(model, reference, batches)
-
-
-@on_ranks(3)
-def test_every_rank_has_a_gradient_for_every_shard() -> None:
-    model, full = zero3(Mlp, Block), seeded(Mlp)
-    batch = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0][dist.get_rank()]
-    assert torch.isfinite(forward_backward(model, batch))
-    pairs = zip(model.named_parameters(), full.named_parameters(), strict=True)
-    for (name, parameter), (expected, whole) in pairs:
-        assert name == expected
-        assert parameter.dim() == 1, name
-        assert parameter.grad is not None, name
-        assert parameter.grad.shape == parameter.shape, name
-        assert parameter.grad.dtype == parameter.dtype, name
-        numel = torch.tensor(parameter.numel())
-        dist.all_reduce(numel)
-        assert numel == whole.numel(), name
+    assert_trains_alike(model, reference)
 
 
 class Complex(nn.Module):
@@ -140,23 +97,6 @@ class Complex(nn.Module):
 @on_ranks(2)
 def test_a_complex_parameter_has_the_gradient_of_the_reference() -> None:
     trained_alike(Complex)
-
-
-@on_ranks(2)
-def test_a_parameter_unused_on_every_rank_keeps_no_gradient_and_its_value() -> None:
-    model, plain = sharded(CASES["unused_parts"]), seeded(UnusedParts)
-    before = full_parameters(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    step = batches_of(CASES["unused_parts"], dist.get_world_size(), steps=1)[0]
-    model(step[dist.get_rank()]).square().sum().backward()
-    optimizer.step()
-    after, gradients = full_parameters(model), full_gradients(model)
-    prefixes = ("unused.", "half_used.never.", "lost.")
-    for name, _ in plain.named_parameters():
-        is_unused = name.startswith(prefixes)
-        assert (gradients[name] is None) == is_unused, name
-        # Weight decay must not touch it: an optimizer skips what has no gradient.
-        assert torch.equal(before[name], after[name]) == is_unused, name
 
 
 class _Optional(nn.Module):
@@ -208,19 +148,7 @@ def test_a_parameter_unused_on_one_rank_counts_as_zero_there(optimizer: str) -> 
     used = [{0}, {world_size - 1}, set(), set(range(world_size)), {0}]
     batches = [[(rows(generator), rank in ranks) for rank in range(world_size)] for ranks in used]
     for build, unit in ((_Optional, Block), (_OptionalBlocks, _OptionalBlock)):
-        model = zero3(build, unit)
-        assert_trains_alike(model, seeded(build), batches, optimizer)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@on_ranks(2)
-def test_each_step_may_take_another_path_through_the_units(optimizer: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    paths = [[0, 1, 2, 3], [3], [1, 2], [], [2, 1], [0, 1, 2, 3], [3, 3, 0]]
-    world_size = dist.get_world_size()
-    batches = [[(rows(generator), path) for _ in range(world_size)] for path in paths]
-    model = zero3(Branches, Block)
-    assert_trains_alike(model, seeded(Branches), batches, optimizer)
+        trained_alike(build, unit, batches=batches, optimizer=optimizer)
 
 
 class _Outputs(nn.Module):
@@ -246,35 +174,17 @@ _LOSSES = {
 }
 
 
-def _run_with_loss(name: str, model: nn.Module, batch: Tensor) -> Tensor:
-    loss = _LOSSES[name](*model(batch))
-    loss.backward()
-    return loss.detach()
-
-
 @on_ranks(2)
 def test_outputs_may_be_left_out_of_the_loss() -> None:
     model, plain = zero3(_Outputs, Block), seeded(_Outputs)
     for seed, name in enumerate([*_LOSSES, "both", "left"]):
-        run = functools.partial(_run_with_loss, name)
+        run = backward_of(lambda model, batch, name=name: _LOSSES[name](*model(batch)))
         batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2, seed=seed)
         assert_trains_alike(model, plain, batches, run=run)
 
 
 @on_ranks(2)
-def test_a_forward_without_a_backward_does_not_disturb_the_next_step() -> None:
-    """A forward whose outputs never meet a loss leaves nothing behind."""
-    model, plain = sharded(CASES["mlp"]), seeded(CASES["mlp"].build)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    model(batches[0][dist.get_rank()])
-    output = model(batches[0][dist.get_rank()])
-    del output
-    assert_trains_alike(model, plain, batches[1:])
-
-
-@on_ranks(2)
 def test_a_gradient_stays_where_the_next_micro_batch_brings_none() -> None:
-    """A gradient that is there stays where the next micro-batch brings none."""
     model = zero3(_OptionalBlocks, _OptionalBlock)
     plain = seeded(_OptionalBlocks)
     generator = torch.Generator().manual_seed(0)
@@ -311,145 +221,32 @@ class _Scale(nn.Module):
         return x * self.factor
 
 
-class _Widths(nn.Module):
-    """Every remainder of a size by a group."""
-
-    WIDTHS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31)
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (WIDTH, *self.WIDTHS)
-        self.layers = nn.ModuleList(
-            nn.Linear(left, right, bias=bool(right % 2)) for left, right in pairwise(sizes)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-@pytest.mark.parametrize(("world_size", "optimizer"), zip((2, 4), OPTIMIZERS, strict=True))
+@pytest.mark.parametrize(("world_size", "optimizer"), [*zip((2, 4), OPTIMIZERS, strict=True)])
 @on_ranks()
 def test_a_unit_may_have_fewer_elements_than_ranks(world_size: int, optimizer: str) -> None:
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for count in (1, 3):
         for units in ((_Scale,), ()):
-            model = zero3(lambda count=count: _Scalars(count), *units)
-            plain = seeded(lambda count=count: _Scalars(count))
-            assert_trains_alike(model, plain, batches, optimizer)
-
-
-@pytest.mark.parametrize("world_size", [3, 4])
-@on_ranks()
-def test_sizes_of_every_remainder_train(world_size: int) -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    for units in ((nn.Linear,), ()):
-        assert_trains_alike(zero3(_Widths, *units), seeded(_Widths), batches, "adamw")
-
-
-@on_ranks(3)
-def test_element_wise_optimizers_take_shards_of_no_element() -> None:
-    """Shards of no element are ordinary parameters to torch's optimizers."""
-    kinds = {
-        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, nesterov=True, momentum=0.9),
-        "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-4),
-        "AdamW foreach": lambda parameters: torch.optim.AdamW(
-            parameters, lr=1e-2, eps=1e-4, foreach=True
-        ),
-        "AdamW fused": lambda parameters: torch.optim.AdamW(
-            parameters, lr=1e-2, eps=1e-4, fused=True
-        ),
-        "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
-        "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-4),
-        "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=1e-2, eps=1e-4),
-    }
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    for name, kind in kinds.items():
-        model = zero3(Mlp, Block)
-        assert any(parameter.numel() == 0 for parameter in model.parameters())
-        with named(name), mock.patch.dict(OPTIMIZERS, {name: kind}):
-            assert_trains_alike(model, seeded(Mlp), batches, name)
+            build = functools.partial(_Scalars, count)
+            trained_alike(build, *units, batches=batches, optimizer=optimizer)
 
 
 @on_ranks(3)
 def test_ranks_may_have_batches_of_other_sizes() -> None:
-    """The gradient is the mean of the ranks' gradients, whatever their batches' sizes."""
+    """The gradient is the mean of the ranks' gradients, also of a rank that has no rows."""
     generator = torch.Generator().manual_seed(0)
-    world_size = dist.get_world_size()
     batches = [
-        [
-            torch.randn(1 + (rank + step) % 3, WIDTH, generator=generator)
-            for rank in range(world_size)
-        ]
-        for step in range(3)
+        [torch.randn(rows, WIDTH, generator=generator) for rows in sizes]
+        for sizes in ((1, 2, 3), (2, 0, 1), (0, 4, 2))
     ]
-    assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), batches)
-
-
-@on_ranks(2)
-def test_a_rank_may_have_an_empty_batch() -> None:
-    """A rank with no rows takes part: its loss is an empty sum."""
-
-    def run(model: nn.Module, batch: Tensor) -> Tensor:
-        loss = model(batch).square().sum()
-        loss.backward()
-        return loss.detach()
-
-    world_size = dist.get_world_size()
-    full = batches_of(CASES["mlp"], world_size, steps=2)
-    batches = [[step[0][:0], *step[1:]] for step in full]
-    assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), batches, run=run)
-
-
-@on_ranks(3)
-def test_parameter_groups_by_name_and_schedulers_work_on_shards() -> None:
-    """Parameter groups by name, as recipes for weight decay make them."""
-
-    def groups(model: nn.Module) -> list[dict]:
-        named = list(model.named_parameters())
-        return [
-            {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.5},
-            {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.01},
-        ]
-
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    optimizers = [torch.optim.SGD(groups(each), lr=0.1, momentum=0.9) for each in (model, plain)]
-    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        forward_backward(model, batch)
-        backward_of_all_ranks(plain, [batch] * dist.get_world_size())
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-    assert_same_values(model, plain)
-    assert full_parameters(model)
+    run = backward_of(lambda model, batch: model(batch).square().sum())
+    trained_alike(Mlp, Block, batches=batches, run=run)
 
 
 # A tied parameter stays one parameter: one name, one gradient, which is the sum over its uses -----
 
 
 TIED = ["transformer", "tied_in_unit", "tied_across_units", "shared_module"]
-
-
-@on_ranks(2)
-def test_a_tied_weight_gets_the_summed_gradient() -> None:
-    model = sharded(CASES["tied_in_unit"])
-    untied = seeded(TiedInUnit)
-    for block in untied.blocks:
-        assert isinstance(block, TiedBlock)
-        block.second.weight = nn.Parameter(block.first.weight.detach().clone())
-    batch = batches_of(CASES["tied_in_unit"], 1, steps=1)[0][0]  # the same on every rank
-    forward_backward(model, batch)
-    forward_backward(untied, batch)
-    with model.summon_full_params(writeback=False, with_grads=True):
-        for own, block in zip(model.blocks, untied.blocks, strict=True):
-            expected = block.first.weight.grad + block.second.weight.grad
-            assert own.first.weight is own.second.weight
-            assert_bitwise(own.first.weight.grad, expected, "gradient of a tied weight")
 
 
 @pytest.mark.parametrize("case_name", TIED)
@@ -506,34 +303,17 @@ def test_a_weight_tied_across_units_belongs_to_the_nearest_unit_around_them() ->
     assert sizes[""] == WIDTH * WIDTH + WIDTH
 
 
-class _TiedStack(nn.Module):
-    """Used by two wrapped modules and called through one alone at times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = seeded(TiedAcrossUnits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 @on_ranks(2)
 def test_a_unit_that_borrows_a_weight_can_be_called_directly() -> None:
-    model = ZeRO3(_TiedStack(), auto_wrap_policy={Block})
-    plain = _TiedStack()
+    model, plain = zero3(TiedAcrossUnits, Block), seeded(TiedAcrossUnits)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-
-    def run_last_block(model: nn.Module, batch: Tensor) -> Tensor:
-        loss = model.body.blocks[2](batch).square().sum()
-        loss.backward()
-        return loss.detach()
-
+    run_last_block = backward_of(lambda model, batch: model.blocks[2](batch).square().sum())
     batches = [[batch] * dist.get_world_size()] * 2
     assert_trains_alike(model, plain, batches, run=run_last_block)
     assert_trains_alike(model, plain, batches)
     with model.summon_full_params(writeback=False), torch.no_grad():
-        inside = model.body.blocks[2](batch)
-    assert_bitwise(inside, model.body.blocks[2](batch), "called inside summon_full_params")
+        inside = model.blocks[2](batch)
+    assert_bitwise(inside, model.blocks[2](batch), "called inside summon_full_params")
 
 
 @on_ranks(2)
@@ -574,29 +354,17 @@ def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Ten
 @pytest.mark.parametrize("other_first", [True, False])
 @on_ranks(2)
 def test_a_gradient_penalty_trains_as_without_sharding(other_first: bool) -> None:
-    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss = penalised(model, batch, other_first)
-        loss.backward()
-        if isinstance(model, ZeRO3):
-            assert set(full_nbytes(model).values()) == {0}
-        return loss.detach()
-
-    trained_alike(Mlp, Block, run=run)
+    run = backward_of(lambda model, batch: penalised(model, batch, other_first))
+    model = trained_alike(Mlp, Block, run=run)
+    run(model, torch.randn(4, WIDTH))
+    assert set(full_nbytes(model).values()) == {0}
 
 
 @on_ranks(2)
 def test_parameters_that_stay_full_for_a_second_backward_are_never_stale() -> None:
-    torch.manual_seed(0)
-    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
     x = torch.randn(4, WIDTH, requires_grad=True)
-    before = model(x)
-    torch.autograd.grad(before.sum(), x, create_graph=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data.mul_(0.5)  # unseen by version counters
-    torch.manual_seed(0)
-    plain = Mlp()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(0.5)
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(0.5)  # unseen by version counters
     assert torch.equal(model(x), plain(x))

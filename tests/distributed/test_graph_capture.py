@@ -210,18 +210,18 @@ def _plain(step: Callable[..., Any], *sample: Any) -> Callable[..., Any]:
     return step
 
 
-def _train(model: Any) -> None:
+def _train_on(model: Any) -> None:
     captured_steps._backward(model, torch.randn(3, captured_steps.WIDTH))
+
+
+def _train(model: Any) -> None:
+    _train_on(model)
     model.zero_grad()
 
 
 def _left(model: Any) -> None:
     with model.no_sync():
         _train_on(model)
-
-
-def _train_on(model: Any) -> None:
-    captured_steps._backward(model, torch.randn(3, captured_steps.WIDTH))
 
 
 def _unsharded(model: Any) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from layerzero import Hold, ZeRO3, units
 from layerzero.step.unit import ShardState
+from tests.harness.compare import zero3
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
@@ -20,11 +21,6 @@ def _held(model: nn.Module) -> dict[str, Hold]:
     return {unit.fqn: unit.holds for unit in units(model) if unit.state is not ShardState.SHARDED}
 
 
-def _wrapped(**options: object) -> ZeRO3:
-    torch.manual_seed(0)
-    return ZeRO3(Mlp(), auto_wrap_policy={Block}, **options)
-
-
 def _batch() -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -35,12 +31,11 @@ def _names(model: ZeRO3) -> list[str]:
 
 @on_ranks(2)
 def test_the_last_unit_of_a_forward_stays_until_its_backward() -> None:
-    model = _wrapped()
+    model = zero3(Mlp, Block)
     output = model(_batch())
-    # The root's forward ends last, if it has parameters of its own.
-    last = "" if "" in _names(model) else _names(model)[-1]
-    assert _held(model) == {last: Hold.LAST_OF_FORWARD}
-    (unit,) = (unit for unit in units(model) if unit.fqn == last)
+    # The root's forward ends last.
+    assert _held(model) == {"": Hold.LAST_OF_FORWARD}
+    (unit,) = (unit for unit in units(model) if unit.fqn == "")
     assert "held: LAST_OF_FORWARD" in repr(unit)
     output.sum().backward()
     assert _held(model) == {}
@@ -52,7 +47,7 @@ def test_the_last_unit_of_a_forward_stays_until_its_backward() -> None:
 
 @on_ranks(2)
 def test_units_that_are_not_resharded_stay_until_their_backward() -> None:
-    model = _wrapped(reshard_after_forward=False)
+    model = zero3(Mlp, Block, reshard_after_forward=False)
     output = model(_batch())
     assert set(_held(model).values()) == {Hold.POLICY}
     assert set(_held(model)) == set(_names(model))
@@ -62,7 +57,7 @@ def test_units_that_are_not_resharded_stay_until_their_backward() -> None:
 
 @on_ranks(2)
 def test_a_unit_that_was_unsharded_by_hand_stays_until_it_was_used() -> None:
-    model = _wrapped()
+    model = zero3(Mlp, Block)
     unit = units(model)[1]
     unit.unshard()
     assert _held(model) == {unit.fqn: Hold.EXPLICIT}
@@ -75,7 +70,7 @@ def test_a_unit_that_was_unsharded_by_hand_stays_until_it_was_used() -> None:
 
 @on_ranks(2)
 def test_all_units_stay_while_micro_batches_run() -> None:
-    model = _wrapped()
+    model = zero3(Mlp, Block)
     root = root_state(model)
     root.scheduler.hold_micro_batches(True)
     outputs = [model(_batch()) for _ in range(2)]
@@ -95,7 +90,7 @@ def test_all_units_stay_while_micro_batches_run() -> None:
 
 @on_ranks(2)
 def test_all_units_stay_for_a_second_backward() -> None:
-    model = _wrapped()
+    model = zero3(Mlp, Block)
     x = _batch().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
     held = _held(model)

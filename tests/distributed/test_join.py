@@ -35,11 +35,12 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.checks import assert_close_in_float64, named, of_floats, recorded_warnings
+from tests.harness.compare import zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import seeded
+from tests.harness.reference import full_parameters, seeded
 from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
@@ -250,13 +251,8 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
 
 
 LOOPS = (
-    "zeroes first",
-    "zeroes in place",
-    "zeroes before backward",
-    "evaluates",
-    "reduces later",
-    "runs a backward twice",
-    "two forwards in a backward",
+    *("zeroes first", "zeroes in place", "zeroes before backward", "evaluates", "reduces later"),
+    *("runs a backward twice", "two forwards in a backward"),
 )
 
 
@@ -505,9 +501,7 @@ def test_a_join_of_even_batches_and_means_of_low_precision_have_the_same_bits() 
     # divide and one rank alone has gradients.
     policy = layerzero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for counts in ((2, 0), (2, 2)):
-        model = ZeRO3(
-            seeded(Mlp), auto_wrap_policy={Block}, timeout=TIMEOUT, mixed_precision=policy
-        )
+        model = zero3(Mlp, Block, mixed_precision=policy)
         models.append(model)
         optimizer = _sgd(model)
         with layerzero.join(model, optimizer, divide_by_initial_world_size=False):
@@ -648,19 +642,20 @@ def _fails(where: str, model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_each(
-    call: Callable[[ZeRO3], object],
-) -> Callable[[ZeRO3, torch.optim.Optimizer], None]:
-    def loop(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-        for batch in _batches():
-            call(model)
-            _step(model, optimizer, batch)
-
-    return loop
+    call: Callable[[ZeRO3], object], model: ZeRO3, optimizer: torch.optim.Optimizer
+) -> None:
+    for batch in _batches():
+        call(model)
+        _step(model, optimizer, batch)
 
 
 def _summons(model: ZeRO3) -> None:
     with model.summon_full_params():
         pass
+
+
+def _gathers(model: ZeRO3) -> None:
+    layerzero.checkpoint.get_model_state_dict(model, full=True)
 
 
 def _parts(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
@@ -672,15 +667,12 @@ def _parts(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _scales(
-    scaler_class: Callable[[str], torch.amp.GradScaler],
-) -> Callable[[ZeRO3, torch.optim.Optimizer], None]:
-    def loop(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
-        scaler = scaler_class("cpu")
-        for batch in _batches():
-            scaler.scale(loss_of(model(batch))).backward()
-            scaler.step(optimizer)
-
-    return loop
+    scaler_class: type[torch.amp.GradScaler], model: ZeRO3, optimizer: torch.optim.Optimizer
+) -> None:
+    scaler = scaler_class("cpu")
+    for batch in _batches():
+        scaler.scale(loss_of(model(batch))).backward()
+        scaler.step(optimizer)
 
 
 def _has_a_closure(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
@@ -696,14 +688,6 @@ def _has_stages(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
         stage.clear_runtime_states()
 
 
-def _throwing(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Any:
-    return layerzero.join(model, optimizer, throw_on_early_termination=True)
-
-
-def _torchs_throwing(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Any:
-    return Join([model], throw_on_early_termination=True, optimizers=[optimizer])
-
-
 ERRORS: list[tuple[Callable[[ZeRO3, torch.optim.Optimizer], Any], Any]] = [
     (
         functools.partial(_fails, "between"),
@@ -711,17 +695,24 @@ ERRORS: list[tuple[Callable[[ZeRO3, torch.optim.Optimizer], Any], Any]] = [
     ),
     (functools.partial(_fails, "forward"), ("mat1 and mat2", "rank 0 raised")),
     (functools.partial(_fails, "backward"), ("no such image", "rank 0 ")),
-    (_before_each(_summons), "some have no batches (rank 0: summon_full_params; rank 1: out of"),
-    (
-        _before_each(lambda m: layerzero.checkpoint.get_model_state_dict(m, full=True)),
-        "rank 0: get_model_state_dict; rank 1: out of batches",
+    *(
+        (
+            functools.partial(_before_each, call),
+            f"some have no batches (rank 0: {name}; rank 1: out of",
+        )
+        for call, name in (
+            (_summons, "summon_full_params"),
+            (_gathers, "get_model_state_dict"),
+            (layerzero.global_norm, "global_norm"),
+        )
     ),
-    (_before_each(layerzero.global_norm), "rank 0: global_norm; rank 1: out of batches"),
     (lambda model, _: layerzero.rewrap(model), "rewrap: the model is inside a join"),
     (_parts, "rank 0: clip_grad_norm_; rank 1: optimizer.step"),
     (lambda model, _: _plain(model, _sgd(model)), "pass every optimizer"),
-    (_scales(layerzero.GradScaler), "a gradient scaler that the join does not have"),
-    (_scales(torch.amp.GradScaler), "a gradient scaler that the join does not have"),
+    *(
+        (functools.partial(_scales, kind), "a gradient scaler that the join does not have")
+        for kind in (layerzero.GradScaler, torch.amp.GradScaler)
+    ),
     (_has_a_closure, "SGD.step(closure) inside a join"),
     (_has_stages, "join: does not work around pipeline stages"),
     (lambda m, optimizer: layerzero.join(m, optimizer).__enter__(), "inside a join already"),
@@ -742,8 +733,7 @@ def _raises(loop: Callable[..., Any], texts: Any, join: Callable[..., Any]) -> N
     assert text in found, (text, found)
     model.zero_grad()
     ours, theirs = Trainer(model), Trainer(seeded(Mlp).double())
-    with model.summon_full_params(writeback=False):
-        theirs.model.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()})
+    theirs.model.load_state_dict(full_parameters(model))
     with layerzero.join(model, ours.optimizer):
         ours.train(_counts(1, 0))
     theirs.train_here(_counts(1, 0))
@@ -755,8 +745,11 @@ def test_errors_are_raised_on_every_rank_and_all_train_on() -> None:
     for loop, texts in ERRORS:
         with named(texts):
             _raises(loop, texts, layerzero.join)
-    _raises(_plain, ("Throwing across", "exhausted all inputs"), _torchs_throwing)
-    _raises(_plain, "some ranks are out of batches (rank 0: a forward", _throwing)
+    throwing = {"throw_on_early_termination": True}
+    torchs_texts = "Throwing across", "exhausted all inputs"
+    _raises(_plain, torchs_texts, lambda m, o: Join([m], optimizers=[o], **throwing))
+    text = "some ranks are out of batches (rank 0: a forward"
+    _raises(_plain, text, functools.partial(layerzero.join, **throwing))
 
 
 @on_ranks(2)

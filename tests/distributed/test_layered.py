@@ -59,14 +59,10 @@ SPLITS = [
 """(ranks, zero3_size, mode)"""
 
 
-def _options(zero3_size: int, mode: str, **options: Any) -> dict[str, Any]:
-    return {"zero3_size": zero3_size, "outer": mode, **options}
-
-
 def _layered(case: str, zero3_size: int, mode: str, **options: Any) -> ZeRO3:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
-        return sharded(CASES[case], **_options(zero3_size, mode, **options))
+        return sharded(CASES[case], zero3_size=zero3_size, outer=mode, **options)
 
 
 def _is_regrouped(zero3_size: int, mode: str) -> bool:
@@ -125,7 +121,6 @@ def test_a_mesh_of_two_axes_says_outer_and_inner(mode: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 @on_ranks(2)
 def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
-    """An axis of one is no axis."""
     mesh = init_device_mesh("cpu", shape)
     assert_trains_alike(zero3(Mlp, Block, process_group=mesh), seeded(Mlp))
 
@@ -277,7 +272,6 @@ def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @on_ranks(4)
 def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
-    """Stays while other units run, until the weights change."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
     model = sharded(CASES["mlp"], zero3_size=2, mixed_precision=precision)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
@@ -295,45 +289,36 @@ def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
     assert root.state.name == "SHARDED"
 
 
-def _by_optimizer(model: ZeRO3, plain: nn.Module) -> None:
-    for each in (model, plain):
-        for parameter in each.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-        each.zero_grad()
+def _by_optimizer(model: ZeRO3) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
 
 
-def _by_data(model: ZeRO3, plain: nn.Module) -> None:
-    for each in (model, plain):
-        for parameter in each.parameters():
-            parameter.data.mul_(0.5)
+def _by_data(model: ZeRO3) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
 
 
-def _by_assigned_data(model: ZeRO3, plain: nn.Module) -> None:
-    for each in (model, plain):
-        for parameter in each.parameters():
-            parameter.data = parameter.data * 0.5
+def _by_assigned_data(model: ZeRO3) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
 
 
-def _by_load(model: ZeRO3, plain: nn.Module) -> None:
-    for each in (model, plain):
-        each.load_state_dict({k: v * 0.5 for k, v in each.state_dict().items()})
+def _by_load(model: ZeRO3) -> None:
+    model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
 
-def _by_summon(model: ZeRO3, plain: nn.Module) -> None:
-    with model.summon_full_params(), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+def _by_summon(model: ZeRO3) -> None:
+    with model.summon_full_params():
+        _by_data(model)
+
+
+def _by_ema_swap(model: ZeRO3) -> None:
+    averages = [parameter.detach() * 0.5 for parameter in model.parameters()]
     with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(0.5)
-
-
-def _by_ema_swap(model: ZeRO3, plain: nn.Module) -> None:
-    for each in (model, plain):
-        averages = [parameter.detach() * 0.5 for parameter in each.parameters()]
-        with torch.no_grad():
-            torch._foreach_copy_(list(each.parameters()), averages)
+        torch._foreach_copy_(list(model.parameters()), averages)
 
 
 CHANGES = [_by_optimizer, _by_data, _by_assigned_data, _by_load, _by_summon, _by_ema_swap]
@@ -357,7 +342,7 @@ def test_changed_weights_are_never_stale(in_full: bool) -> None:
                 if halves not in expected:
                     fresh = _layered("mlp", zero3_size, mode, **options)
                     for _ in range(2):
-                        change(fresh, seeded(Mlp))
+                        change(fresh)
                     with torch.no_grad():
                         output = fresh(own)
                     forward_backward(fresh, own)
@@ -369,7 +354,7 @@ def test_changed_weights_are_never_stale(in_full: bool) -> None:
                     for _ in range(2):
                         with torch.set_grad_enabled(in_train):
                             model(own)  # What it gathered must not be used after the change.
-                        change(model, seeded(Mlp))
+                        change(model)
                     with torch.no_grad():
                         assert_bitwise(model(own), output, f"{what} output")
                     forward_backward(model, own)
@@ -395,10 +380,8 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
     def kept() -> int:
         return sum(h.post_forward_shard.nbytes for h in handles if h.post_forward_shard is not None)
 
-    everyone, inner = (
-        tuple(range(6)),
-        tuple(range(dist.get_rank() // 3 * 3, dist.get_rank() // 3 * 3 + 3)),
-    )
+    first_of_group = dist.get_rank() // 3 * 3
+    everyone, inner = tuple(range(6)), tuple(range(first_of_group, first_of_group + 3))
     for sync in (False, True, True):
         model.set_requires_gradient_sync(sync)
         first = not sync or kept() == 0
@@ -482,11 +465,8 @@ def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
     model, reference = _layered("mlp", 2, mode), seeded(Mlp)
     for options in ({}, {"rank0_only": True}):
         with model.summon_full_params(**options), torch.no_grad():
-            if not options or dist.get_rank() == 0:
-                for parameter in model.parameters():
-                    parameter.add_(1.0)
-        with torch.no_grad():
-            for parameter in reference.parameters():
+            written = model.parameters() if not options or dist.get_rank() == 0 else ()
+            for parameter in (*written, *reference.parameters()):
                 parameter.add_(1.0)
         assert_same_values(model, reference)
     assert_trains_alike(model, reference, regrouped=_is_regrouped(2, mode))
@@ -499,8 +479,7 @@ def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
         model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
-    torch.manual_seed(0)
-    assert_same_values(model, Mlp())
+    assert_same_values(model, seeded(Mlp))
 
 
 def _refuses(match: str, **options: Any) -> None:
@@ -568,7 +547,6 @@ def test_bytes_halve_with_their_dtype_on_each_hop() -> None:
 
 @on_ranks(4)
 def test_prefetching_three_ahead_gathers_all_three_in_order() -> None:
-    """The next three, in their order; compute shards with them."""
     model = sharded(CASES["mlp"], zero3_size=2, forward_prefetch=3, limit_all_gathers=False)
     for _ in range(2):
         with recorded_operations(model) as operations, torch.no_grad():
@@ -580,7 +558,6 @@ def test_prefetching_three_ahead_gathers_all_three_in_order() -> None:
 
 @on_ranks(4)
 def test_units_have_settings_of_their_own() -> None:
-    """What one unit is given does not reach another."""
     inner = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     module = seeded(Mlp)
     module.blocks[1] = ZeRO3(module.blocks[1], mixed_precision=inner, zero3_size=2)

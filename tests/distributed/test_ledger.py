@@ -269,7 +269,8 @@ def _check_trace(ledger: Ledger, path: Path) -> None:
     assert len({e["id"] for e in ends}) == len(ends) >= len(forwards)
 
 
-def _figures_of_a_step(folder: str) -> None:
+@on_ranks(2)
+def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ZeRO3(Mlp(3), auto_wrap_policy={Block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -314,14 +315,14 @@ def _figures_of_a_step(folder: str) -> None:
     # Both ranks are on one machine, with one clock.
     assert abs(reading.offset) <= reading.error < 1
     assert str(pickle.loads(pickle.dumps(ledger))) == str(ledger)
-    _check_trace(ledger, Path(folder) / f"{own.rank}.json")
+    _check_trace(ledger, Path(tmp_path) / f"{own.rank}.json")
     text = str(ledger)
     for part in ("blocks.1", "mean of 3 steps", f"advice: {ledger.advice}"):
         assert part in text
     pytest.importorskip("matplotlib")
     if own.rank == 0:  # Not collective.
-        ledger.plot(Path(folder) / "step.png")
-        assert (Path(folder) / "step.png").stat().st_size > 10_000
+        ledger.plot(Path(tmp_path) / "step.png")
+        assert (Path(tmp_path) / "step.png").stat().st_size > 10_000
     step()
 
 
@@ -336,12 +337,6 @@ def test_a_ledger_has_rows_for_one_rank_too() -> None:
     assert ledger.groups == []
     assert "nothing to change" in ledger.advice
     assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
-
-
-def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(
-    ranks: KeptRanks, tmp_path: Path
-) -> None:
-    ranks(2, _figures_of_a_step, str(tmp_path))
 
 
 @on_ranks(2)

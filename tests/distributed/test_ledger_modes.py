@@ -4,6 +4,7 @@ simulated device its events add no race, and no wait of the host in a step."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -52,12 +53,10 @@ def _wrapped(optional: tuple[int, ...] = (), **arguments: Any) -> ZeRO3:
 
 def _parameters_after(settings: dict[str, Any], use: Callable[..., Any], ledger: bool) -> Any:
     model = _wrapped(**settings)
-    if ledger:
-        with layerzero.ledger(model) as found:
-            use(model)
-        check(model, found)
-    else:
+    with layerzero.ledger(model) if ledger else nullcontext() as found:
         use(model)
+    if ledger:
+        check(model, found)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

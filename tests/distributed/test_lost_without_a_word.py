@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,19 +21,16 @@ from torch.nn.utils import parametrize
 
 import layerzero
 from layerzero import MixedPrecision, MixedPrecisionPolicy, ZeRO3, notices
-from tests.harness.checks import recorded_warnings
-from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer
+from tests.harness.checks import assert_same_parameters, recorded_warnings
+from tests.harness.compare import trained_alike, zero3
+from tests.harness.models import WIDTH, Block, Mlp, Transformer
+from tests.harness.pages import REPOSITORY
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import batches_of, full_gradients, seeded
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.harness.reference import forward_backward, full_gradients, seeded
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
-    torch.manual_seed(0)
-    options.setdefault("auto_wrap_policy", {Block})
-    return ZeRO3(build(), timeout=timedelta(seconds=20), **options)
+    return zero3(build, **{"auto_wrap_policy": {Block}, **options})
 
 
 def batch() -> torch.Tensor:
@@ -126,15 +122,12 @@ class _Parametrizes(Block):
 
 @on_ranks(2)
 def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(_Parametrizes(), Block())
+    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch)
+        return forward_backward(model, batch)
 
-    model, plain = zero3(build, Block), seeded(build)
-    with torch.no_grad():
-        model(batch())
-        plain(batch())
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    assert_trains_alike(model, plain, steps)
+    trained_alike(lambda: nn.Sequential(_Parametrizes(), Block()), Block, run=run)
 
 
 @on_ranks(1)
@@ -157,14 +150,13 @@ def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> No
     model(batch()).sum().backward()
     expected = wrapped()
     expected(batch()).sum().backward()
-    for name, gradient in full_gradients(expected).items():
-        assert torch.equal(full_gradients(model)[name], gradient), "what was dropped stays away"
+    found = full_gradients(model)
+    assert_same_parameters(found, full_gradients(expected), what="not what was dropped: gradient")
 
 
 def _penalty(power: int) -> tuple[list[str], bool]:
     model = wrapped(lambda: nn.Linear(8, 8))  # each rank has a part of the weight
-    torch.manual_seed(0)
-    plain = nn.Linear(8, 8)
+    plain = seeded(lambda: nn.Linear(8, 8))
     with recorded_warnings() as told:
         for each in (model, plain):
             penalty = sum(p.norm() if power == 1 else p.square().sum() for p in each.parameters())
@@ -223,14 +215,9 @@ def test_optimizer_states_are_shards_for_torch_whatever_was_imported(tmp_path: P
         f"_saves({str(tmp_path / 'saved')!r})\n"
         "assert rank == 1 or os.wait()[1] == 0\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -54,7 +54,7 @@ def _of_rank(names: list[str], steps: int | None, in_order: bool) -> Compared:
         torch.manual_seed(0)
         module = wish.make()
         measured = measure(
-            partial(_given, module),
+            lambda module=module: module,
             wish.batch(dist.get_rank()),
             wish.optimizer,
             wish.arguments(module),
@@ -69,10 +69,6 @@ def _of_rank(names: list[str], steps: int | None, in_order: bool) -> Compared:
             plan = plan_memory(module, batch=wish.batch(0), optimizer=wish.optimizer, **of)
         found[name] = measured, plan
     return found
-
-
-def _given(module: nn.Module) -> nn.Module:
-    return module
 
 
 def _ratios(

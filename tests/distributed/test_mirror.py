@@ -37,7 +37,7 @@ from tests.gpu.process import ProcessFailed, in_process
 from tests.gpu.test_mirror import VISIBLE, is_sighting
 from tests.harness import stream_uses
 from tests.harness.models import Block
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 
 class _Strict:
@@ -79,16 +79,13 @@ class _Nccl:
         return dist.ProcessGroupGloo(store, rank, size, options._timeout)
 
 
-def _small_exchange() -> list[int]:
+@on_ranks(1)
+def test_the_group_of_a_device_carries_the_small_exchanges_of_the_host() -> None:
     with mock.patch.object(dist, "ProcessGroupNCCL", _Nccl, create=True):
         group = mirror.one_rank_group(torch.device("cuda"))
     received = [torch.zeros(2)]
     group.allgather([received], [torch.ones(2)]).wait()
-    return received[0].tolist()
-
-
-def test_the_group_of_a_device_carries_the_small_exchanges_of_the_host() -> None:
-    assert run_ranks(1, _small_exchange)[0] == [1.0, 1.0]
+    assert received[0].tolist() == [1.0, 1.0]
 
 
 class _Lazy(TorchDispatchMode):
@@ -128,17 +125,12 @@ def _cuda_that_loads_lazily() -> Iterator[None]:
         yield
 
 
-def _behind_a_stream() -> dict[str, bool]:
-    with _cuda_that_loads_lazily():
-        return scenes.on_the_current_stream("cpu")
-
-
+@on_ranks(1)
 def test_loading_a_kernel_is_not_taken_for_a_blocked_host() -> None:
-    found = run_ranks(1, _behind_a_stream)[0]
-    # gloo returns a work either way.
-    assert [name for name, is_right in found.items() if not is_right] == [
-        "without a work: a work comes back"
-    ]
+    with _cuda_that_loads_lazily():
+        found = scenes.on_the_current_stream("cpu")
+    wrong = [name for name, is_right in found.items() if not is_right]
+    assert wrong == ["without a work: a work comes back"], "gloo returns one either way"
 
 
 def _error_of_a_late_gather() -> str:

@@ -55,7 +55,8 @@ class _Reference:
             for name, parameter in low.named_parameters():
                 if parameter.grad is not None:
                     travels = parameter.grad.to(self._reduce_dtype or parameter.grad.dtype)
-                    sums[name] = _add(sums[name], travels.float())
+                    total = sums[name]
+                    sums[name] = travels.float() if total is None else total + travels.float()
         for name, parameter in self.main.named_parameters():
             total = sums[name]
             parameter.grad = None if total is None else total / len(step)
@@ -86,10 +87,6 @@ def _cast_around(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(lambda module, args, output: output.to(came_in.pop()))
-
-
-def _add(left: Tensor | None, right: Tensor) -> Tensor:
-    return right if left is None else left + right
 
 
 def _train(
@@ -207,23 +204,16 @@ def _dtypes(**precision: Any) -> dict[str, torch.dtype]:
 @on_ranks(2)
 def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     float32 = torch.float32
-    plain = {
-        "input": float32,
-        "weight": float32,
-        "offset": float32,
-        "count": torch.long,
-        "output": float32,
-    }
+    plain = dict.fromkeys(("input", "weight", "offset", "count", "output"), float32)
+    plain["count"] = torch.long
     low = {**plain, "input": BF16, "weight": BF16}
     assert _dtypes() == plain
     assert _dtypes(reduce_dtype=BF16) == plain
     assert _dtypes(param_dtype=BF16) == low
     assert _dtypes(param_dtype=BF16, cast_forward_inputs=False) == {**low, "input": float32}
     assert _dtypes(param_dtype=BF16, buffer_dtype=BF16) == {**low, "offset": BF16, "output": BF16}
-    assert _dtypes(param_dtype=BF16, output_dtype=torch.float64) == {
-        **low,
-        "output": torch.float64,
-    }
+    wide = {**low, "output": torch.float64}
+    assert _dtypes(param_dtype=BF16, output_dtype=torch.float64) == wide
     assert _dtypes(buffer_dtype=torch.float64)["offset"] == torch.float64
 
 
@@ -265,16 +255,14 @@ def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
 
 @on_ranks(2)
 def test_main_weights_keep_the_dtype_they_came_in() -> None:
-    """Main weights keep the dtype they came in, whatever it is."""
     for dtype in (torch.float64, torch.bfloat16):
         model = zero3(lambda dtype=dtype: Mlp().to(dtype), Block)
         plain = seeded(lambda dtype=dtype: Mlp().to(dtype))
         batch = batches_of(CASES["mlp"], 1, steps=1)[0][0].to(dtype)
         loss, expected = forward_backward(model, batch), forward_backward(plain, batch)
         assert_bitwise(loss, expected, "loss")
-        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-        gradients = {parameter.grad.dtype for parameter in model.parameters()}
-        assert gradients == {dtype}
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert {p.grad.dtype for p in model.parameters()} == {dtype}
         # Every rank had this batch: the mean of equal gradients is the gradient.
         assert_same_gradients(model, plain)
 

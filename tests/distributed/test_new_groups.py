@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,13 +25,11 @@ BOUND = torch.device("cuda", 0)
 def _split_while(make: object) -> int:
     """How often torch asks whether to split the new communicator off the default group's."""
     dist.group.WORLD.bound_device_id = BOUND
-    try:
-        with mock.patch.object(c10d, "_get_split_source", return_value=None) as asked:
-            make()
-        assert dist.group.WORLD.bound_device_id == BOUND
-        return asked.call_count
-    finally:
-        dist.group.WORLD.bound_device_id = None
+    with mock.patch.object(c10d, "_get_split_source", return_value=None) as asked:
+        make()
+    assert dist.group.WORLD.bound_device_id == BOUND
+    dist.group.WORLD.bound_device_id = None
+    return asked.call_count
 
 
 def _splits() -> dict[str, int]:
@@ -71,38 +70,30 @@ def test_the_binding_comes_back_after_an_error() -> None:
 class Options(Backend.Options):
     """As ProcessGroupNCCL.Options, as far as the engine looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
         super().__init__("priority", timedelta(minutes=10))
-        self.is_high_priority_stream = False
+        self.is_high_priority_stream = is_high_priority_stream
         self.config = "default"
         self.group_name = ""
 
 
-class FakeBackend:
-    def __init__(self, options: object) -> None:
-        self.options = options
-
-
-class Group:
-    def __init__(self, options: object) -> None:
-        self._backend = FakeBackend(options)
-
-    def _get_backend(self, device: torch.device) -> FakeBackend:
-        return self._backend
+def _group_with(options: object) -> Any:
+    backend = SimpleNamespace(options=options)
+    return SimpleNamespace(_get_backend=lambda device: backend)
 
 
 def test_options_of_the_user_are_copied_without_the_groups_own() -> None:
-    given = Options()
-    given.is_high_priority_stream, given.config, given.group_name = True, "8 CTAs", "users"
-    copied = options_like(Group(given), BOUND)
+    given = Options(is_high_priority_stream=True)
+    given.config, given.group_name = "8 CTAs", "users"
+    copied = options_like(_group_with(given), BOUND)
     assert copied is not given
     assert (copied.is_high_priority_stream, copied.config) == (True, "8 CTAs")
     assert copied.group_name == ""
 
 
 def test_backends_without_such_options_get_none() -> None:
-    assert options_like(Group(None), BOUND) is None
-    assert options_like(Group(object()), BOUND) is None
+    assert options_like(_group_with(None), BOUND) is None
+    assert options_like(_group_with(object()), BOUND) is None
 
 
 def _passed_on() -> list[tuple[bool, str, timedelta]]:
@@ -116,8 +107,7 @@ def _passed_on() -> list[tuple[bool, str, timedelta]]:
 
     keep: dict[int, object] = {}
     dist.Backend.register_backend("priority", create, extended_api=True, devices=["cpu"])
-    chosen = Options()
-    chosen.is_high_priority_stream = True
+    chosen = Options(is_high_priority_stream=True)
     group = dist.new_group(timeout=timedelta(seconds=40), backend="priority", pg_options=chosen)
     # gloo's class has options of its own; a backend with NCCL's shows those it was made with.
     with mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen):
@@ -134,8 +124,7 @@ def _passed_on_by_meshes() -> set[tuple[int, bool]]:
         seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
         return helper(size, *args, backend_options=backend_options, **rest)
 
-    chosen = Options()
-    chosen.is_high_priority_stream = True
+    chosen = Options(is_high_priority_stream=True)
     with (
         mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
         mock.patch.object(c10d, "_new_process_group_helper", noting),

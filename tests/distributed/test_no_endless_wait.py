@@ -40,9 +40,10 @@ def train(model: ZeRO3, steps: int = 1) -> None:
         model(torch.randn(3, WIDTH)).sum().backward()
 
 
-def _exits(during: str, **settings: Any) -> str | None:
+def _exits(during: str, zero3_size: int | None = None) -> str | None:
     """The last rank exits in its third step; then no optimizer steps on what backward has left."""
-    model, other = wrapped(**settings), ZeRO3(nn.Linear(2, 2), dist.new_group([dist.get_rank()]))
+    model = wrapped(zero3_size=zero3_size)
+    other = ZeRO3(nn.Linear(2, 2), dist.new_group([dist.get_rank()]))
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
     both = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=1.0)
     train(model, 2)
@@ -79,13 +80,9 @@ def test_a_rank_that_exits_is_named_and_no_optimizer_steps(world_size: int, duri
         assert "all-gather" in message or "reduce-scatter" in message
 
 
-def _exits_in_layers() -> str | None:
-    return _exits("backward", zero3_size=2)
-
-
 def test_a_rank_that_exits_is_named_across_shard_groups() -> None:
     """Rank 0 shares no group with rank 3: it waits for others that wait for it."""
-    for message in run_ranks(4, _exits_in_layers, expect_exit={3: 7})[:3]:
+    for message in run_ranks(4, _exits, "backward", 2, expect_exit={3: 7})[:3]:
         assert "rank 3: no report" in message, message
         assert "Look at the ranks without a report first" in message
 

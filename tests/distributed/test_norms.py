@@ -23,14 +23,12 @@ from tests.harness.compare import (
     assert_clips,
     assert_same_gradients,
     assert_same_values,
-    follow,
     sharded,
     zero3,
 )
 from tests.harness.models import CASES, Block, Case, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import (
-    OPTIMIZERS,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
@@ -139,41 +137,6 @@ def _not_finite() -> None:
             assert_same_on_all_ranks(torch.isfinite(norm).item(), "whether the norm is finite")
 
 
-def _after_no_sync() -> None:
-    model, reference = zero3(Mlp, Block), seeded(Mlp)
-    batches = batches_of(CASES["mlp"], 2 * dist.get_world_size(), steps=1)[0]
-    step = [batches[2 * rank : 2 * rank + 2] for rank in range(dist.get_world_size())]
-    own = step[dist.get_rank()]
-    with model.no_sync():
-        forward_backward(model, own[0])
-    forward_backward(model, own[1])
-    backward_of_all_ranks(reference, step, _both)
-    assert_same_gradients(model, reference)
-    assert_clips(model, 0.1)
-
-
-def _both(model: nn.Module, micro_batches: list[Tensor]) -> Tensor:
-    return torch.stack([forward_backward(model, batch) for batch in micro_batches])
-
-
-def _training() -> None:
-    case = CASES["transformer"]
-    for optimizer in OPTIMIZERS.values():
-        model, reference = sharded(case), plain(case)
-        optimizers = [optimizer(each.parameters()) for each in (model, reference)]
-        for step in batches_of(case, dist.get_world_size(), steps=3):
-            for each in optimizers:
-                each.zero_grad()
-            forward_backward(model, step[dist.get_rank()])
-            backward_of_all_ranks(reference, step)
-            assert_same_gradients(model, reference)
-            assert_clips(model, 0.5)
-            follow(model, reference)
-            for each in optimizers:
-                each.step()
-            assert_same_values(model, reference)
-
-
 def _perturb(model: nn.Module, norm: Tensor) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -215,8 +178,6 @@ def test_norms_in_programs() -> None:
     _of_parts()
     _refused()
     _not_finite()
-    _after_no_sync()
-    _training()
     _sharpness_aware()
     _scaler_without_a_device()
     _torchs()
@@ -224,7 +185,6 @@ def test_norms_in_programs() -> None:
 
 @on_ranks(4)
 def test_ranks_without_an_element_take_part() -> None:
-    """Ranks that own nothing take part."""
     model = zero3(lambda: nn.Linear(1, 2, bias=False))
     model(torch.ones(1, 1)).sum().backward()
     assert_bitwise(model.clip_grad_norm_(100.0).float(), torch.tensor(2.0).sqrt(), "norm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from unittest import mock
@@ -19,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.optim import AdamW
-from tests.harness.checks import HAS_FMA, assert_bitwise
+from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,
-    assert_trains_alike,
     trained_alike,
     zero3,
 )
@@ -32,30 +30,28 @@ from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
+    OPTIMIZERS,
     Terms,
+    backward_of,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
     full_parameters,
     seeded,
+    train_rank,
 )
 
 
-def wrapped(build: type[nn.Module] = Mlp, **options) -> ZeRO3:
-    torch.manual_seed(0)
-    options.setdefault("auto_wrap_policy", {Block})
-    return ZeRO3(build(), timeout=timedelta(seconds=15), **options)
-
-
-def batch(seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+def batch(seed: int = 0, rank: int | None = None) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(10 * seed + rank)
     return torch.randn(3, WIDTH, generator=generator)
 
 
 @on_ranks(2)
 def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
-    model = wrapped()
+    model = zero3(Mlp, Block)
     kept = model(batch(9)).sum() if dist.get_rank() == 0 else model(batch(9)).sum().detach()
     orders = []
     for step in range(3):
@@ -63,45 +59,28 @@ def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
             model(batch(step)).sum().backward()
         orders.append([operation[:2] for operation in operations])
     assert kept.numel() == 1
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, orders)
-    assert everyone[0] == everyone[1]
+    assert_same_on_all_ranks(orders)
     assert orders[1] == orders[2], "an old graph stands in the way of one backward at the most"
 
 
-class ForceField(nn.Module):
+class ForceField(Mlp):
     """Differentiates its own energy inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
-        energy = self.stem(x)
-        for block in self.blocks:
-            energy = block(energy)
+        energy = super().forward(x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy.sum() + force.square().sum()
 
 
 def batches(seed: int) -> list[torch.Tensor]:
     """What `batch` gives on each rank."""
-    generators = [
-        torch.Generator().manual_seed(10 * seed + r) for r in range(dist.get_world_size())
-    ]
-    return [torch.randn(3, WIDTH, generator=each) for each in generators]
+    return [batch(seed, rank) for rank in range(dist.get_world_size())]
 
 
 @on_ranks(2)
 def test_gradients_inside_a_forward_train_a_force_field() -> None:
-    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss = model(batch)
-        loss.backward()
-        return loss.detach()
-
-    trained_alike(ForceField, Block, run=run)
+    trained_alike(ForceField, Block, run=backward_of(lambda model, batch: model(batch)))
 
 
 class Mixed(nn.Module):
@@ -118,15 +97,10 @@ class Mixed(nn.Module):
 
 @on_ranks(2)
 def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
-    model = wrapped(Mixed)
-    torch.manual_seed(0)
-    plain = Mixed()
+    model = zero3(Mixed, Block)
+    plain = seeded(Mixed)
 
-    def run(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        loss = sum(model(x.requires_grad_()).sum() for x in inputs)
-        loss.backward()
-        return loss.detach()
-
+    run = backward_of(lambda model, inputs: sum(model(x.requires_grad_()).sum() for x in inputs))
     # The recomputations are backward passes of their own, and each is reduced on its own.
     terms = Terms()
     backward_of_all_ranks(plain, list(zip(batches(1), batches(2), strict=True)), run, terms=terms)
@@ -136,7 +110,7 @@ def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() ->
 
 @on_ranks(2)
 def test_a_gradient_that_rank_0_removed_is_removed_everywhere() -> None:
-    model = wrapped()
+    model = zero3(Mlp, Block)
     model(batch()).sum().backward()
     with model.summon_full_params(rank0_only=True, with_grads=True):
         if dist.get_rank() == 0:
@@ -170,7 +144,7 @@ class Stages(nn.Module):
 
 @on_ranks(2)
 def test_units_inside_units_inside_units_are_prefetched_too() -> None:
-    model = wrapped(Stages, auto_wrap_policy={Stage, Block})
+    model = zero3(Stages, Stage, Block)
     ahead: dict[str, list[str]] = {}
     for unit in inner_units(model):
 
@@ -225,7 +199,7 @@ def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
 
 @on_ranks(2)
 def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
-    model = wrapped(Block, auto_wrap_policy=None)
+    model = zero3(Block)
     receive = dist.ProcessGroup.recv
 
     def late(*args, **kwargs):
@@ -235,8 +209,7 @@ def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
 
     with mock.patch.object(dist.ProcessGroup, "recv", late):
         output = model(batch())
-    torch.manual_seed(0)
-    assert torch.equal(output, Block()(batch()))
+    assert torch.equal(output, seeded(Block)(batch()))
 
 
 class OwnHook(Block):
@@ -296,23 +269,15 @@ def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
     for build in (OwnHook, EnablesGrad, Generates, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
-            model = zero3(lambda build=build: Top(build), Block, **options)
-            plain = seeded(lambda build=build: Top(build))
-            assert_trains_alike(model, plain, steps, run=_trains_after_an_evaluation)
+            run = _trains_after_an_evaluation
+            trained_alike(partial(Top, build), Block, batches=steps, run=run, **options)
     # Where the full buffer is a copy in another dtype that lives for a step.
     losses = []
     for build in (Block, ReadsNumbers):
-        model = zero3(
-            lambda build=build: Top(build),
-            Block,
-            zero3_size=1,
-            mixed_precision=MixedPrecision(param_dtype=torch.float64),
-        )
+        wide = MixedPrecision(param_dtype=torch.float64)
+        model = zero3(partial(Top, build), Block, zero3_size=1, mixed_precision=wide)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in steps:
-            losses.append(forward_backward(model, step[dist.get_rank()]))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses += train_rank(model, optimizer, steps, dist.get_rank())
     assert losses[: len(steps)] == losses[len(steps) :]
 
 
@@ -347,7 +312,7 @@ def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict
         with torch.inference_mode() if where == "inference" else torch.no_grad():
             outputs[name] = model(batches[-1]).clone()
         if where == "summoned":
-            outputs.update({f"{name} {key}": p for key, p in _values(model).items()})
+            outputs.update({f"{name} {key}": p for key, p in full_parameters(model).items()})
         average.restore()
 
     for step in range(3):
@@ -363,7 +328,7 @@ def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict
         optimizer.step()
         average.update()
         evaluate(f"after {step}")
-    return {**outputs, **_values(model)}
+    return {**outputs, **full_parameters(model)}
 
 
 class _Wide(Mlp):
@@ -376,18 +341,10 @@ class _Wide(Mlp):
         return functional_call(skeleton, wide, x.double())
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, ZeRO3):
-        return full_parameters(model)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:
-    def sgd(parameters: object) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
+    sgd = OPTIMIZERS["sgd_momentum"]
     cases: list[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, object]]] = [
         ("after", sgd, {}),
         ("inference", sgd, {}),
@@ -477,10 +434,7 @@ def _steps_between_two_backwards(
 
 @on_ranks(2)
 def test_a_graph_made_before_its_weights_were_written_is_refused_as_in_torch() -> None:
-    builds: list[Callable[..., torch.optim.Optimizer]] = [
-        partial(torch.optim.SGD, lr=0.1),
-        partial(AdamW, lr=0.1),
-    ]
+    builds = [partial(torch.optim.SGD, lr=0.1), partial(AdamW, lr=0.1)]
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for build in builds:
         for options in ({}, {"zero3_size": 1}):

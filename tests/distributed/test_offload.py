@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.flat import host_memory as host
-from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named, warns_on_first_rank
 from tests.harness.compare import assert_same_values, sharded
 from tests.harness.fake_ranks import run_mirrored
 from tests.harness.host_memory import FakeRuntime
@@ -209,10 +209,7 @@ def _around_the_step() -> None:
     with simulated_device():
         model, plain = sharded(CASES["mlp"], offload=OffloadPolicy(params=True)), seeded(Mlp)
         with model.summon_full_params(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)
-        with torch.no_grad():
-            for parameter in plain.parameters():
+            for parameter in (*model.parameters(), *plain.parameters()):
                 parameter.add_(1.0)
         assert_same_values(model, plain)
         batch = torch.ones(2, WIDTH)
@@ -269,10 +266,8 @@ def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
 def test_steps_in_backward_are_those_of_the_optimizer() -> None:
     for optimizer in OPTIMIZERS:
         for layers in ("one shard group", "zero1"):
-            try:
+            with named(optimizer, layers):
                 _steps_in_backward(optimizer, LAYERS[layers])
-            except AssertionError as error:
-                raise AssertionError(f"{optimizer}, {layers}: {error}") from error
 
 
 def _steps_as_gradients_land() -> None:
@@ -305,14 +300,11 @@ def _without_a_device() -> None:
     for offload in POLICIES.values():
         with warns_on_first_rank("has no effect: the model is on the CPU"):
             model = ZeRO3(Mlp(), offload=offload)
-        assert all(
-            handle.params_on is None for unit in inner_units(model) for handle in unit.handles
-        )
-        assert all(h.gradients.sums_on is None for unit in inner_units(model) for h in unit.handles)
+        for handle in (handle for unit in inner_units(model) for handle in unit.handles):
+            assert handle.params_on is None and handle.gradients.sums_on is None
         forward_backward(model, torch.randn(2, WIDTH))
-    with pytest.raises(
-        TypeError, match=r"offload: expected an OffloadPolicy\(params=True\) or None, got True"
-    ):
+    message = r"offload: expected an OffloadPolicy\(params=True\) or None, got True"
+    with pytest.raises(TypeError, match=message):
         ZeRO3(Mlp(), offload=True)
 
 

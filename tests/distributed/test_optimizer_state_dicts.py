@@ -107,27 +107,21 @@ def test_full_state_dicts_of_torch_are_whole_and_load_from_one_rank_or_all() -> 
         # An unsharded model and optimizer take what came out.
         if dist.get_rank() == 0:
             plain = make()
-            pairs = [(p, p.ndim < 2) for p in plain.parameters()]
             groups = [
-                {"params": [p for p, own in pairs if own == wants]} for wants in (False, True)
+                {"params": [p for p in plain.parameters() if (p.ndim < 2) == is_vector]}
+                for is_vector in (False, True)
             ]
             twin = OPTIMIZERS[kind](groups)
-            theirs.set_state_dict(
-                plain,
-                twin,
-                model_state_dict=copy.deepcopy(weights),
-                optim_state_dict=copy.deepcopy(state),
-                options=FULL,
-            )
+            own_weights, own_state = copy.deepcopy((weights, state))
+            theirs.set_model_state_dict(plain, own_weights, options=FULL)
+            theirs.set_optimizer_state_dict(plain, twin, own_state, options=FULL)
             again = theirs.get_state_dict(plain, twin)
             assert_same(again, expected, f"{what}, unsharded")
         # From the first rank to all; from every rank's full tensors; without saying so.
         all_weights, all_state = theirs.get_state_dict(model, optimizer, options=FULL)
+        sent = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         for given, how in (
-            (
-                (weights, state),
-                theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-            ),
+            ((weights, state), sent),
             ((all_weights, all_state), FULL),
             ((all_weights, all_state), theirs.StateDictOptions()),
         ):
@@ -265,13 +259,9 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Pa
         checkpoint.load(tmp_path, model, momentum)
     assert not model.head.weight.any(), "nothing was loaded"
     plain_sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = [number for number, _ in enumerate(model.parameters())]
     with pytest.raises(CheckpointError, match="SGD keeps nothing"):
-        plain_sgd.load_state_dict(
-            {
-                **saved["adamw"],
-                "param_groups": [{"params": list(range(len(list(model.parameters()))))}],
-            }
-        )
+        plain_sgd.load_state_dict({**saved["adamw"], "param_groups": [{"params": numbers}]})
 
     name = groups[0]["params"][0].layerzero.fqn
     for wrong in (torch.zeros(2, 3), torch.zeros(3)):

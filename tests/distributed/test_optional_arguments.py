@@ -68,33 +68,19 @@ def regions(model: nn.Module, *optional: nn.Module, **options: Any) -> dict[str,
 
 
 VISION = {f"vision{rest}": "vision" for rest in ("", ".blocks.0", ".blocks.1")}
+BLOCKS = {"vision.blocks.0": "vision", "vision.blocks.1": "vision"}
+SECOND = "vision.blocks.1"
 AUDIO = {"audio": "audio", "audio.blocks.0": "audio"}
 CHOSEN: list[tuple[Callable[[Any], Iterable[nn.Module]], dict[str, str], dict[str, Any]]] = [
     (lambda m: [m.vision], VISION, {}),
     (lambda m: {m.vision, m.audio}, VISION | AUDIO, {}),
     (lambda m: iter((m.vision, m.audio, m.vision)), VISION | AUDIO, {}),
     # The tower itself is no unit, but the list inside it has some.
-    (
-        lambda m: (m.vision,),
-        {"vision.blocks.0": "vision", "vision.blocks.1": "vision"},
-        {"auto_wrap_policy": {Block}},
-    ),
-    (
-        lambda m: [m.vision.blocks],
-        {"vision.blocks.0": "vision.blocks", "vision.blocks.1": "vision.blocks"},
-        {},
-    ),
+    (lambda m: (m.vision,), BLOCKS, {"auto_wrap_policy": {Block}}),
+    (lambda m: [m.vision.blocks], dict.fromkeys(BLOCKS, "vision.blocks"), {}),
     # The innermost names the region.
-    (
-        lambda m: [m.vision.blocks[1], m.vision],
-        VISION | {"vision.blocks.1": "vision.blocks.1"},
-        {},
-    ),
-    (
-        lambda m: [m.vision, *m.vision.blocks],
-        {name: name for name in VISION},
-        {},
-    ),
+    (lambda m: [m.vision.blocks[1], m.vision], VISION | {SECOND: SECOND}, {}),
+    (lambda m: [m.vision, *m.vision.blocks], {name: name for name in VISION}, {}),
 ]
 
 
@@ -102,13 +88,9 @@ CHOSEN: list[tuple[Callable[[Any], Iterable[nn.Module]], dict[str, str], dict[st
 def test_units_at_and_under_optional_modules_are_their_regions() -> None:
     for choose, expected, options in CHOSEN:
         model = seeded(Towers)
+        options = {"auto_wrap_policy": {Tower, Block}, "optional_mean": "participants", **options}
         with recorded_regions() as found:
-            ZeRO3(
-                model,
-                optional_modules=choose(model),
-                optional_mean="participants",
-                **{"auto_wrap_policy": {Tower, Block}, **options},
-            )
+            ZeRO3(model, optional_modules=choose(model), **options)
         assert found == [(expected, "participants")]
     # A module inside torch.compile or a checkpoint wrapper, and the wrapper, are one module.
     for wrap in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
@@ -160,10 +142,8 @@ def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> N
     def policy(module: nn.Module, fqn: str) -> Any:
         return {"hook_module": model.vision} if fqn == "trunk" else isinstance(module, Tower)
 
-    assert regions(model, model.vision, auto_wrap_policy=policy) == {
-        "vision": "vision",
-        "trunk": "trunk",
-    }
+    expected = {"vision": "vision", "trunk": "trunk"}
+    assert regions(model, model.vision, auto_wrap_policy=policy) == expected
 
 
 @on_ranks(2)
@@ -219,13 +199,9 @@ def test_only_the_arguments_of_the_last_wrapping_count() -> None:
     # `rewrap` has those of before, by their names.
     model = seeded(Towers)
     given = iter([model.vision, model.audio])  # Read once.
+    options = {"auto_wrap_policy": {Tower, Block}, "optional_mean": "participants"}
     with recorded_regions() as found:
-        sharded = ZeRO3(
-            model,
-            auto_wrap_policy={Tower, Block},
-            optional_modules=given,
-            optional_mean="participants",
-        )
+        sharded = ZeRO3(model, optional_modules=given, **options)
         model.vision.blocks.append(seeded(Block))
         layerzero.rewrap(sharded)
         more = VISION | {"vision.blocks.2": "vision"}
@@ -292,14 +268,10 @@ REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any], dict[str, Any]]]
         {"auto_wrap_policy": {Tower, nn.Tanh}},
     ),
     *(
-        (
-            ValueError,
-            f"{NO_UNIT}: all of its parameters are ignored",
-            lambda m: [m.vision],
-            {name: of},
-        )
-        for name, of in zip(
-            IGNORED, (lambda m: [m.vision], lambda m: m.vision.parameters()), strict=True
+        (ValueError, f"{NO_UNIT}: all of its parameters are ignored", lambda m: [m.vision], options)
+        for options in (
+            {"ignored_modules": lambda m: [m.vision]},
+            {"ignored_parameters": lambda m: m.vision.parameters()},
         )
     ),
     (

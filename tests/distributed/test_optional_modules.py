@@ -17,11 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
@@ -168,12 +164,8 @@ class Cost:
 
 
 def _wrapped(model: Model, **options: Any) -> ZeRO3:
-    return ZeRO3(
-        model.module,
-        auto_wrap_policy=lambda _, fqn: fqn in model.units,
-        timeout=TIMEOUT,
-        **options,
-    )
+    options = {"auto_wrap_policy": lambda _, fqn: fqn in model.units, "timeout": TIMEOUT, **options}
+    return ZeRO3(model.module, **options)
 
 
 def _regions(model: Model) -> list[nn.Module]:
@@ -259,12 +251,8 @@ def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     for mean, on_current_stream in (("all", False), ("participants", True)):
         with simulated_device(on_current_stream=on_current_stream) as device:
             module = three_regions()
-            model = _wrapped(
-                module,
-                process_group=group,
-                optional_modules=_regions(module),
-                optional_mean=mean,
-            )
+            regions = {"optional_modules": _regions(module), "optional_mean": mean}
+            model = _wrapped(module, process_group=group, **regions)
             optimizer, draw = torch.optim.SGD(model.parameters(), lr=0.1), Draw()
             for _ in range(2):
                 for name, pattern in patterns.items():
@@ -307,13 +295,8 @@ def _fails_apart() -> dict[str, str]:
         group = dist.new_group(timeout=PARTING_TIMEOUT)
         torch.manual_seed(0)
         module = Parting()
-        model = ZeRO3(
-            module,
-            group,
-            auto_wrap_policy={TextBlock},
-            optional_modules=[module.region],
-            timeout=PARTING_TIMEOUT,
-        )
+        options = {"auto_wrap_policy": {TextBlock}, "timeout": PARTING_TIMEOUT}
+        model = ZeRO3(module, group, optional_modules=[module.region], **options)
         x = torch.ones(2, WIDTH)
         for step in range(steps):
             model(x, step % 2 == rank).backward()
