@@ -169,7 +169,7 @@ def _two_for_the_same_parameters() -> None:
 
 
 def _clip() -> None:
-    batch = torch.randn(2, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+    batch = _batch(0)
     models = [zero3(Mlp, Block) for _ in range(2)]
     ours = AdamW(_groups(models[0]), lr=1e-2)
     theirs = torch.optim.AdamW(_groups(models[1]), lr=1e-2, fused=True)
@@ -425,13 +425,9 @@ def _scalers() -> None:
 
 def _turned_on() -> None:
     """An option that adds a state takes effect at the next step, as with torch's AdamW."""
-    models = [zero3(Mlp, Block) for _ in range(2)]
-    optimizers = [
-        cls(model.parameters(), lr=1e-2, fused=True)
-        for cls, model in zip((AdamW, torch.optim.AdamW), models, strict=True)
-    ]
+    *models, ours, theirs = _pair()
     for step in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
             optimizer.param_groups[0]["amsgrad"] = step >= 2
             for state in () if step != 2 else optimizer.state.values():
                 state.setdefault("max_exp_avg_sq", torch.zeros_like(state["exp_avg"]))
@@ -439,7 +435,7 @@ def _turned_on() -> None:
             optimizer.step()
             optimizer.zero_grad()
     _same_weights(*models, "amsgrad from the third step on")
-    assert all("max_exp_avg_sq" in own for own in optimizers[0].state.values())
+    assert all("max_exp_avg_sq" in own for own in ours.state.values())
     for name in ("capturable", "differentiable"):
         with pytest.raises(NotImplementedError, match=f"AdamW: .*{name}=True"):
             AdamW(models[0].parameters(), **{name: True})

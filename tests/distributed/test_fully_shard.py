@@ -762,10 +762,10 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
     fully_shard(tied.embed)
     with pytest.raises(ValueError, match="tied to 'weight' of a module that was sharded without"):
         fully_shard([tied.norm, tied.head])
-    for name, arguments in (
-        ("set_custom_all_gather", (None,)),
-        ("set_allocate_memory_from_process_group_for_comm", (True,)),
-        ("set_symm_mem_for_comm", ()),
+    for name, *arguments in (
+        ("set_custom_all_gather", None),
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_symm_mem_for_comm",),
     ):
         with pytest.raises(NotImplementedError, match=name):
             getattr(module, name)(*arguments)

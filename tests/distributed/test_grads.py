@@ -83,8 +83,6 @@ def test_inputs_get_their_gradient() -> None:
 
 
 class Complex(nn.Module):
-    """A complex parameter beside a real one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))

@@ -127,7 +127,7 @@ def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
 
 @on_ranks(4)
 def test_units_wrapped_by_hand_share_their_groups() -> None:
-    """Wrapped by hand: the groups are made once, and equal placements count as one."""
+    """The groups are made once, and equal placements count as one."""
     model = seeded(Mlp)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = ZeRO3(block, zero3_size=2)

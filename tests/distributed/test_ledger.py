@@ -341,7 +341,6 @@ def test_a_ledger_has_rows_for_one_rank_too() -> None:
 
 @on_ranks(2)
 def test_what_may_go_on_inside_and_around_a_ledger() -> None:
-    """What may go on inside a ledger, and around one."""
     torch.manual_seed(0)
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
     other = ZeRO3(Mlp(1), auto_wrap_policy={Block})

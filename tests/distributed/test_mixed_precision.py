@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -89,16 +90,14 @@ def _cast_around(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, output: output.to(came_in.pop()))
 
 
-def _train(
-    case_name: str, precision: MixedPrecision, optimizer: str = "sgd_momentum", **options: Any
-) -> None:
+def _train(case_name: str, precision: MixedPrecision, **options: Any) -> None:
     case = CASES[case_name]
     model = sharded(case, mixed_precision=precision, **options)
     plain = seeded(case.build)
     reference = _Reference(
         plain, precision.param_dtype, precision.reduce_dtype, precision.keep_float32
     )
-    optimizers = [OPTIMIZERS[optimizer](each.parameters()) for each in (model, plain)]
+    optimizers = [OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain)]
     for index, step in enumerate(batches_of(case, dist.get_world_size(), steps=2)):
         what = f"{case_name}, {options}, step {index}:"
         for each in optimizers:
@@ -112,11 +111,10 @@ def _train(
         assert_same_values(model, plain, what=f"{what} parameter afterwards")
 
 
+_WIDE_SUMS = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 _PRECISIONS = {
     "bf16 parameters": MixedPrecision(param_dtype=BF16),
-    "bf16 parameters, float32 reduction": MixedPrecision(
-        param_dtype=BF16, reduce_dtype=torch.float32
-    ),
+    "bf16 parameters, float32 reduction": _WIDE_SUMS,
     "bf16 reduction": MixedPrecision(reduce_dtype=BF16),
     "float16 parameters": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
     "nothing": MixedPrecision(),
@@ -133,7 +131,6 @@ def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrec
 
 @on_ranks(2)
 def test_casts_go_with_other_options() -> None:
-    precision = _PRECISIONS["bf16 parameters, float32 reduction"]
     options = [
         {"reshard_after_forward": False},
         {"backward_prefetch": None, "forward_prefetch": False},
@@ -141,14 +138,12 @@ def test_casts_go_with_other_options() -> None:
     ]
     for number, name in enumerate(_NAMES):
         for each in (options[number % 3], options[(number + 1) % 3]):
-            _train(name, precision, **each)
+            _train(name, _WIDE_SUMS, **each)
 
 
 @on_ranks(2)
 def test_norms_named_by_class_stay_in_float32() -> None:
-    precision = MixedPrecision(
-        param_dtype=BF16, reduce_dtype=torch.float32, keep_float32=(nn.RMSNorm,)
-    )
+    precision = dataclasses.replace(_WIDE_SUMS, keep_float32=(nn.RMSNorm,))
     seen: dict[str, torch.dtype] = {}
     model = zero3(Transformer, TransformerBlock, mixed_precision=precision)
     layer = model.layers[0]
@@ -219,14 +214,12 @@ def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
 
 @on_ranks(2)
 def test_a_unit_frozen_first_and_trained_later_has_the_right_dtypes() -> None:
-    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-
     def build() -> nn.Module:
         model = Mlp()
         model.blocks[1].requires_grad_(False)
         return model
 
-    model, plain = zero3(build, Block, mixed_precision=precision), seeded(build)
+    model, plain = zero3(build, Block, mixed_precision=_WIDE_SUMS), seeded(build)
     reference = _Reference(plain, BF16, torch.float32)
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
     for index, step in enumerate(batches):
