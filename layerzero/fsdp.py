@@ -385,7 +385,14 @@ class FSDPModule(UnitMethods):
         begin_first_values(self, recurse)
         return self
 
-    def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
 
         torch has no such method.
@@ -394,7 +401,13 @@ class FSDPModule(UnitMethods):
 
         root, inside = root_of(self._layerzero_unit), {state.unit for state in _states(self)}
         chosen = [unit for unit in root.units if unit in inside]
-        return summon(root, chosen, SummonOptions(**options))
+        options = SummonOptions(
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+        return summon(root, chosen, options)
 
     # Nothing depends on these here; arguments as in torch.
 
