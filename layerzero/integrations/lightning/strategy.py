@@ -100,8 +100,8 @@ class ZeRO3Strategy(MeshStrategy):
         timeout: for the process group and for every collective of the engine. None: Lightning's
             default for the former, the engine's for the latter.
         **zero3_options: arguments of `ZeRO3`. `sync_module_states` defaults to True, and `layout`
-            to "rows", with which parameters keep their `ndim`;
-            `optional_modules` may list names, or patterns as in plans.
+            to "rows", with which parameters keep their `ndim`; `optional_modules` may list names,
+            or patterns as in plans.
 
     Raises:
         ValueError, TypeError: a bad argument, or arguments that exclude each other.
@@ -153,7 +153,8 @@ class ZeRO3Strategy(MeshStrategy):
         self.before_restore = None
         self.before_sharding = None
         self._state_dict_type = state_dict_type
-        defaults = {"sync_module_states": True, "layout": "rows"}  # As in a module of before.
+        # As under DDP: the first rank's values, and a module's own rules by `ndim`.
+        defaults = {"sync_module_states": True, "layout": "rows"}
         self._zero3_options = {**defaults, **zero3_options, "timeout": timeout}
         self._is_set_up = False
         self._pending: tuple[Mapping[str, Any], bool] | None = None

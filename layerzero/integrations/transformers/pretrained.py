@@ -43,8 +43,8 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
     """`ZeRO3(module, **options)` with defaults from the transformers model. Collective.
 
     Without an `auto_wrap_policy`, units are the classes in the model's `_no_split_modules`.
-    `layout` defaults to "rows", with which parameters keep their `ndim`. Without
-    a `param_init_fn`, meta tensors, buffers included, are initialised as transformers would.
+    `layout` defaults to "rows", with which parameters keep their `ndim`. Without a `param_init_fn`,
+    meta tensors, buffers included, are initialised as transformers would.
     `optional_modules` may list names, or patterns as in plans.
     `generate` keeps running forwards on a rank that has finished until all ranks have.
     A sharded model inside `module` that got adapters after it was sharded is wrapped again first
