@@ -307,7 +307,7 @@ class CapturedStep:
         """Let the watchdog of a group wait for a replay as for one collective, by its name."""
         pending = Pending(root.operations.next("replay", self._name, group), group)
         if pending.operation.watchdog is not None:
-            pending.operation.watchdog.watch(pending)
+            pending.operation.watchdog.issued.append(pending)
         return pending
 
 

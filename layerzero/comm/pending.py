@@ -195,6 +195,6 @@ def start(
     """Issue a collective of the backend, watched by the watchdog. Raises as `Pending.start`."""
     pending = Pending(operation, group, nbytes)
     if operation.watchdog is not None:
-        operation.watchdog.watch(pending)
+        operation.watchdog.issued.append(pending)
     pending.start(issue, *args)
     return pending

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import threading
 import time
 import zlib
 from collections import deque
@@ -46,6 +45,8 @@ _logger = logging.getLogger(__name__)
 class Watchdog:
     """Watches the collectives that one model issues on one process group."""
 
+    issued: deque[Collective]
+    """Collectives that are about to be issued are appended here; the thread takes them out."""
     has_failed: bool
     """Set once, by the watchdog's thread, which then ends."""
 
@@ -71,7 +72,7 @@ class Watchdog:
         self._group = group
         self._device = device
         self._on_failure = on_failure
-        self._issued: deque[Collective] = deque()
+        self.issued = deque()
         self._in_flight: deque[Collective] = deque()
         self._standing_since: float | None = None
         self._was_warned_of = False
@@ -79,19 +80,13 @@ class Watchdog:
         self._count = 0
         self._digest = 0
         self._board = None if place is None else _Board.open(group, place)
-        self._pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
-        self._thread: threading.Thread | None = None
-
-    def watch(self, collective: Collective) -> None:
-        """Register a collective that is about to be issued. Cheap: the thread does the rest."""
-        self._issued.append(collective)
-        if self._thread is None:
-            name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, self._device)
-            self._thread = run_periodically(self, Watchdog.check, self._pause_s, name, prepare)
+        pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
+        name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, device)
+        self._thread = run_periodically(self, Watchdog.check, pause_s, name, prepare)
 
     def check(self) -> bool:
         """Check the collectives in flight once; called by the thread until it returns False."""
-        has_news = bool(self._issued)
+        has_news = bool(self.issued)
         self._take_issued()
         while self._in_flight and self._in_flight[0].is_done:
             self._in_flight.popleft()
@@ -108,8 +103,8 @@ class Watchdog:
 
     def _take_issued(self) -> None:
         """Add collectives issued since the last check to the history."""
-        while self._issued:
-            collective = self._issued.popleft()
+        while self.issued:
+            collective = self.issued.popleft()
             self._count += 1
             text = f"{collective.name}/{collective.nbytes}"
             self._digest = zlib.crc32(text.encode(), self._digest)

@@ -72,7 +72,7 @@ def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> Non
         dog = Watchdog(group, CPU, record, lambda: (record(),), lambda _: None, None)
         issued: list[tuple[bool, bool]] = []
         pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
-        dog.watch(pending)
+        dog.issued.append(pending)
         pending.start(lambda: issued.append((pending.is_reached, pending.is_done)))
     assert issued == [(False, False)]
     reached, done = events
@@ -96,7 +96,7 @@ def test_what_follows_a_collective_has_an_event_after_it() -> None:
     with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
         dog = Watchdog(group, CPU, record, tuple, lambda _: None, None)
         pending = Pending(Operation("reduce-scatter", "a", 1, dog), group, 8)
-        dog.watch(pending)
+        dog.issued.append(pending)
         pending.start(lambda: None)
         pending.then(lambda: order.append("scaled"))
         after = pending.wait()

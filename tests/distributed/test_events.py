@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import deque
 from unittest import mock
 
 from layerzero import ZeRO3
+from layerzero.watch import watchdog
 from layerzero.watch.events import EventPool, PooledEvent
-from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.simulated_device import Stream, simulated_device
 from tests.harness.stream_uses import LAYERED, SETTINGS, accumulation, train, wrapped
@@ -29,7 +30,8 @@ def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
         return record(pool, stream)
 
     # The watchdog lets go of events about once a second, when its thread looks.
-    with mock.patch.object(Watchdog, "watch", lambda *_: None), simulated_device():
+    none = functools.partial(deque, maxlen=0)
+    with mock.patch.object(watchdog, "deque", none), simulated_device():
         model = wrapped(**settings)
         for _ in range(3):
             use(model)

@@ -19,10 +19,9 @@ from torch import Tensor
 
 import layerzero
 from layerzero import OffloadPolicy, graph_capture
+from layerzero.comm.pending import Operation, Pending
 from layerzero.graph_capture import CapturedStep
 from layerzero.optim import AdamW
-from layerzero.watch.slow_waits import Collective
-from layerzero.watch.watchdog import Watchdog
 from tests.harness import capture_defects, captured_steps
 from tests.harness.captured_steps import PROGRAMS, SAMPLE, Program, draw_alike
 from tests.harness.fake_ranks import run_mirrored
@@ -69,14 +68,14 @@ def run(
         captured.append(layerzero.capture(step, *sample))
         return captured[-1]
 
-    watch = Watchdog.watch
+    make = Pending.__init__
 
-    def watch_and_ask(watchdog: Watchdog, collective: Collective) -> None:
-        watch(watchdog, collective)
-        if asks:
-            collective.is_reached  # noqa: B018
+    def make_and_ask(pending: Pending, operation: Operation, *args: Any) -> None:
+        make(pending, operation, *args)
+        if asks and operation.watchdog is not None:
+            pending.is_reached  # noqa: B018
 
-    with mock.patch.object(Watchdog, "watch", watch_and_ask), simulated_device() as device:
+    with mock.patch.object(Pending, "__init__", make_and_ask), simulated_device() as device:
         model = wrapped(group, **settings)
         draw_alike()
         values = [value.detach().clone() for value in program(model, wrap, steps)]
@@ -318,9 +317,10 @@ def _names_of_replays() -> list[str]:
         train = layerzero.capture(functools.partial(_train, model))
         for _ in range(graph_capture.WARM_UP_CALLS + 1):
             train()
-        with mock.patch.object(watchdog, "watch") as watch:
+        issued = mock.MagicMock(**{"__bool__.return_value": False})  # Its thread takes none out.
+        with mock.patch.object(watchdog, "issued", issued):
             train()
-    return [call.args[0].name.split(" (")[0] for call in watch.call_args_list]
+    return [call.args[0].name.split(" (")[0] for call in issued.append.call_args_list]
 
 
 def test_the_watchdog_knows_a_replay_by_its_name(ranks: KeptRanks) -> None:

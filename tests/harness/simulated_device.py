@@ -40,7 +40,7 @@ from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.step import root
 from layerzero.step.context import RuntimeContext
-from layerzero.watch.watchdog import Watchdog, _Board
+from layerzero.watch.watchdog import _Board
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import (
     _ENGINE,
@@ -720,7 +720,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(HostMemory, "empty", on_host),
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
-        refused(Watchdog, "watch", "the watchdog watches a collective"),
+        refused(Streams, "events_before", "the watchdog watches a collective"),
         refused(_Board, "compare", "a rank writes to the store"),
         refused(_Board, "published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),

@@ -95,12 +95,12 @@ def make_dog(record_event: Callable[[], Any]) -> Watchdog:
 
 
 def is_idle(dog: Watchdog) -> bool:
-    return not dog._issued and not dog._in_flight
+    return not dog.issued and not dog._in_flight
 
 
 def gather(dog: Watchdog) -> None:
     pending = Pending(Operation("all-gather", "a", 1, dog), dog._group, 8)
-    dog.watch(pending)
+    dog.issued.append(pending)
     pending.start(lambda: None)
     pending.wait()
 

@@ -48,7 +48,7 @@ class Work:
 def gather(dog: Dog, unit: str) -> Pending:
     """A gather the host is past and the device is not."""
     pending = Pending(Operation("all-gather", unit, 1, dog), dog.group, 8)
-    dog.watch(pending)
+    dog.issued.append(pending)
     pending.works = ((Work(), -1),)
     pending.wait()
     return pending
