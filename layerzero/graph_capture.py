@@ -91,7 +91,7 @@ class CapturedStep:
                 f"capture({self._name}): expected a sample of tensors that require no grad, "
                 "numbers, strings and None, in tuples, lists and dicts"
             )
-        roots = live_roots()
+        roots = list(live_roots)
         if not roots:
             raise ValueError(f"capture({self._name}): no sharded model is alive; wrap it first")
         self._device = device = roots[0].device
@@ -147,7 +147,7 @@ class CapturedStep:
     def _warm_up(self, args: tuple[Any, ...]) -> Any:
         """Run the step, and find the models and optimizers that have a part in it."""
         self._num_calls += 1
-        clocks = {root: root.clock for root in live_roots()}
+        clocks = {root: root.clock for root in list(live_roots)}
         scaled: list[str] = []
 
         def note(optimizer: _Optimizer, args: Any, kwargs: Any) -> None:

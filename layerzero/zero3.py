@@ -39,8 +39,8 @@ from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
-from layerzero.optim import attach, torch_norm
-from layerzero.optim.sharded_params import remember_root
+from layerzero.optim import steps, torch_norm
+from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.root import RootState, root_if_alive, root_of
@@ -554,7 +554,7 @@ def shard_in_place(
         from layerzero.memory_budget import Learner
 
         root.learner = Learner(root, topology.placement, arguments.memory_budget)
-    attach.watch(_import_watchers)
+    steps.watch(_import_watchers)
     torch_norm.install()
     patch_torch()
     return root, shared_with
@@ -632,7 +632,7 @@ def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
         unit.module.__dict__.pop(_ROOT, None)
     module.__dict__[_ROOT] = root
     root.wrapper_ref = weakref.ref(wrapper)
-    remember_root(root)
+    live_roots.add(root)
 
 
 def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
@@ -656,7 +656,7 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
 def _import_watchers() -> None:
     """Import what looks at optimizers of sharded parameters; their imports register them."""
     from layerzero.guards import element_wise  # noqa: F401
-    from layerzero.optim import after_failure, scaler  # noqa: F401
+    from layerzero.optim import scaler  # noqa: F401
     from layerzero.state_dict import optimizer_shards  # noqa: F401
 
 

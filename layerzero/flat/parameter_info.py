@@ -109,7 +109,8 @@ def describe_place(parameter: nn.Parameter) -> None:
     parameter.__dict__.update(place, global_shape=shape)
 
 
-_num_marked = 0
+num_marked = 0
+"""Number of calls of `set_sharded_param` so far; callers search again once it grows."""
 
 
 def set_sharded_param(
@@ -125,8 +126,8 @@ def set_sharded_param(
     Args:
         before_use: called each time before the sharded one is handed out.
     """
-    global _num_marked
-    _num_marked += 1
+    global num_marked
+    num_marked += 1
     setattr(parameter, _SHARDED_PARAM, sharded_param)
     if before_use is not None:
         setattr(parameter, _BEFORE_USE, before_use)
@@ -137,11 +138,6 @@ def sharded_param_of(parameter: torch.Tensor) -> nn.Parameter | None:
     if before_use := getattr(parameter, _BEFORE_USE, None):
         before_use()
     return getattr(parameter, _SHARDED_PARAM, None)
-
-
-def num_marked() -> int:
-    """Number of calls of `set_sharded_param` so far; callers search again once it grows."""
-    return _num_marked
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:

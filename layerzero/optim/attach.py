@@ -24,21 +24,17 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from layerzero.flat.parameter_info import get_info, num_marked, sharded_param_of
+from layerzero.flat.parameter_info import get_info, sharded_param_of
 
 _Function = Callable[[torch.optim.Optimizer], None]
 
 _WRAPPED = "_layerzero_wrapped"
 """Mark on a method that is wrapped."""
 
-_WAITING = "_layerzero_waiting"
+WAITING = "_layerzero_waiting"
 """Attribute of an optimizer: functions to call before its first step. Copies (`copy`, `pickle`)
 lose their hooks, and this attribute with them."""
-
-_LOOKED = "_layerzero_looked"
-"""Attribute of an optimizer: `num_marked()` when its parameters were last looked at."""
 
 _on_sharded_params: list[_Function] = []
 _on_first_step: list[_Function] = []
@@ -82,7 +78,6 @@ def watch(before_first: Callable[[], None] | None = None) -> None:
     if not hasattr(torch.optim.Optimizer.add_param_group, _WRAPPED):
         _look_after("add_param_group")
         _look_after("__setstate__")
-        register_optimizer_step_pre_hook(_before_any_step)
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
@@ -109,19 +104,6 @@ def look_at(optimizer: torch.optim.Optimizer) -> None:
             group["params"][place] = sharded
     if holds_sharded_params(optimizer):
         _attach(optimizer)
-
-
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # A model wrapped, or a `summon_full_params` left, since the last look may have made parameters
-    # of this optimizer stale.
-    own = optimizer.__dict__
-    if own.get(_LOOKED) != num_marked():
-        own[_LOOKED] = num_marked()
-        look_at(optimizer)
-    waiting = own.get(_WAITING)
-    while waiting:
-        waiting[0](optimizer)
-        waiting.pop(0)  # After the call: a function that raises does so at each step.
 
 
 def _look_after(method: str) -> None:
@@ -164,11 +146,11 @@ def _has_sharded_param(group: dict[str, Any]) -> bool:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    if _WAITING in optimizer.__dict__:
+    if WAITING in optimizer.__dict__:
         return
     while _before_first:
         _before_first.pop()()
-    setattr(optimizer, _WAITING, [*_on_first_step])
+    setattr(optimizer, WAITING, [*_on_first_step])
     attached.add(optimizer)
     for function in _on_sharded_params:
         function(optimizer)

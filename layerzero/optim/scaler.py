@@ -19,7 +19,7 @@ from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
-from layerzero.optim.after_failure import models_of, skipping_models
+from layerzero.optim.steps import models_of
 
 ScalerCall = Literal["unscale_", "step", "update"]
 InJoin = Callable[..., AbstractContextManager[None]]
@@ -95,7 +95,7 @@ class GradScaler(torch.amp.GradScaler):
         # On the device of the scale, which the group supports; gradients may be on the host.
         assert self._scale is not None, "a loss was scaled"
         found_inf = found_inf.to(self._scale.device)
-        for root in skipping_models(optimizer):
+        for root in models_of(optimizer, lambda root: root.reducer.kept.is_skipping):
             # An overflow that `on_nonfinite="skip"` has found: no gradient is left to show it.
             found_inf = torch.ones_like(found_inf)
             root.reducer.kept.give_up()

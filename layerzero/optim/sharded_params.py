@@ -12,9 +12,9 @@ from layerzero.flat.placement import Placement
 from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import get_unit
 
-_roots: WeakSet[RootState] = WeakSet()
-"""Roots of all live models. If its units have joined another one, or were unwrapped (`rewrap`), a
-root owns none: something else may keep it alive, on some ranks only."""
+live_roots: WeakSet[RootState] = WeakSet()
+"""Roots of all models, each added as it is built. If its units have joined another one, or were
+unwrapped (`rewrap`), a root owns none: something else may keep it alive, on some ranks only."""
 
 
 class Owner(NamedTuple):
@@ -35,14 +35,6 @@ class Owner(NamedTuple):
         return placement.is_first and all(g.is_first for g in self.root.tensor_parallel_groups)
 
 
-def remember_root(root: RootState) -> None:
-    _roots.add(root)
-
-
-def live_roots() -> list[RootState]:
-    return list(_roots)
-
-
 def owners(root: RootState) -> Iterator[Owner]:
     """The sharded parameters of one model, unit by unit."""
     for unit in root.units:
@@ -54,7 +46,7 @@ def owners(root: RootState) -> Iterator[Owner]:
 
 def owner_of_each() -> dict[int, Owner]:
     """The sharded parameters of all models, keyed by `id`. Visits all: not for every step."""
-    return {id(owner.sharded_param): owner for root in live_roots() for owner in owners(root)}
+    return {id(owner.sharded_param): owner for root in list(live_roots) for owner in owners(root)}
 
 
 def first_owner(parameters: Iterable[nn.Parameter]) -> Owner | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import ParameterInfo, set_info
-from layerzero.optim import attach
+from layerzero.optim import attach, steps
 
 
 def sharded_param() -> nn.Parameter:
@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(attach, "_before_first", [])
     attach.on_sharded_params(found.met.append)
     attach.on_first_step(found.stepping.append)
-    attach.watch()
+    steps.watch(lambda: None)
     return found
 
 
