@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from layerzero.guards.lost_writes import FirstForward, LostWrites
-from layerzero.guards.outside_uses import StrayGradients, Surroundings
+from layerzero.guards.each_forward import EachForward
+from layerzero.guards.first_forward import FirstForward
+from layerzero.guards.outside_uses import RefusesDDP, StrayGradients
 from layerzero.step.root import RootState
 
 
@@ -18,9 +19,10 @@ def install(module: nn.Module, root: RootState) -> None:
     Args:
         module: the outermost wrapped module.
     """
+    # Makes `DistributedDataParallel(module)` raise, also for a wrapper around the module.
+    module.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", RefusesDDP())
     extensions = root.extensions
-    extensions.add(Surroundings(module, root.units))
     extensions.add(StrayGradients(root.units))
     first = FirstForward(extensions, root.units)
-    extensions.add(LostWrites(root.context, root.units, first))
+    extensions.add(EachForward(root.context, root.units, first))
     extensions.add(first)

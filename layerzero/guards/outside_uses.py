@@ -1,6 +1,6 @@
 """Guards against what uses sharded parameters outside the forward of their units.
 
-- An engine around the model that would take them for full ones: refused.
+- DistributedDataParallel around the model, which would take them for full ones: refused.
 - A penalty on `model.parameters()`, which are sharded between calls: a warning once autograd
   computes such a gradient. It is right if the penalty is a sum over elements, and wrong if it is a
   norm or needs whole tensors.
@@ -12,51 +12,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.flat.parameter_hooks import accumulator_of, is_accumulating
-from layerzero.flat.parameter_info import get_info
+from layerzero.flat.parameter_info import info_of
 from layerzero.notices import warn_once
 from layerzero.step.extension import Extension
 from layerzero.step.unit import Unit
 
-_ADVICE = (
+DDP_ADVICE = (
     "it would overwrite every rank's shards with those of the first rank; ZeRO3 reduces gradients "
     "itself: remove DistributedDataParallel, or let it ignore the sharded parameters "
     "(its _set_params_and_buffers_to_ignore_for_model)"
 )
 
 
-class RefusesDistributedDataParallel(Iterable[str]):
+class RefusesDDP(Iterable[str]):
     """Put in the attribute from which DistributedDataParallel reads the names to ignore."""
 
     def __iter__(self) -> Iterator[str]:
-        raise RuntimeError(f"DistributedDataParallel around a module that ZeRO3 wraps: {_ADVICE}")
-
-
-class Surroundings(Extension):
-    """Checks what is around the model, when `DistributedDataParallel` wraps it and at forwards."""
-
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        self._units = units
-        # Makes `DistributedDataParallel(module)` raise, also for a wrapper around the module.
-        module.__dict__.setdefault(
-            "_ddp_params_and_buffers_to_ignore", RefusesDistributedDataParallel()
+        raise RuntimeError(
+            f"DistributedDataParallel around a module that ZeRO3 wraps: {DDP_ADVICE}"
         )
-
-    def before_forward(self, unit: Unit, forward_pass: object) -> None:
-        """Refuse a forward inside an engine that manages these parameters; cheap if none does.
-
-        Raises:
-            RuntimeError: DistributedDataParallel manages them.
-        """
-        around = DistributedDataParallel._active_ddp_module
-        if around is not None:
-            taken = {id(parameter) for parameter in around._module_parameters}
-            if any(id(p) in taken for unit in self._units for p in unit.sharded_params):
-                raise RuntimeError(
-                    f"ZeRO3 inside a module that DistributedDataParallel wraps: {_ADVICE}"
-                )
 
 
 class StrayGradients(Extension):
@@ -78,9 +54,7 @@ class StrayGradients(Extension):
 
 def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
     accumulator = accumulator_of(sharded_param)
-    info = get_info(sharded_param)
-    assert info is not None, "sharded parameters have ParameterInfo"
-    fqn = info.fqn
+    fqn = info_of(sharded_param).fqn
 
     def warn(_: object) -> None:
         if is_accumulating():

@@ -17,13 +17,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_506,
+    "": 45_505,
     "flat": 2_858,
     "step": 4_576,
     "comm": 1_521,
     "watch": 1_033,
     "build": 2_424,
-    "guards": 684,
+    "guards": 683,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_485

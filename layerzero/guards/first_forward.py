@@ -1,15 +1,7 @@
-"""Detects changes to unsharded parameters that would be lost silently.
+"""Looks at the bits of unsharded parameters around the first forwards of a model.
 
-Unsharded parameters are copies, freed after use. Some things that plain torch allows never reach
-the sharded parameters; they raise at the end of the forward, or at the beginning of the next one:
-
-- A write in forward: `nn.Embedding(max_norm=...)`, a clamp, a codebook that follows its inputs.
-  Version counters show it, except for writes through `.data`; to find those, the first training
-  forward also compares sums of the bits.
-- A parameter assigned over an unsharded one in forward (`self.w = nn.Parameter(...)`).
+- A write in forward through `.data` changes no version (each_forward.py): sums of the bits show it.
 - Random numbers that ranks drew alike for their unequal parts: a warning, see Note [Equal draws].
-- A gradient for a unit none of whose outputs had one: a tensor left the unit another way (a hook
-  that keeps an activation), and backward did not enter the unit through any output.
 
 Note [Equal draws]
     A parameter of a wrapped model is this rank's part. Who initialises it again after wrapping,
@@ -27,15 +19,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
-from operator import attrgetter, is_
+from itertools import islice
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from layerzero.flat.flat_param import version_of
 from layerzero.notices import some, warn_once
-from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
@@ -50,77 +39,7 @@ _DRAWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of which torch draws random numbers."""
 _MOST_SHARDS = 16
 """Shards that are looked at: what all ranks do shows in a few."""
-_grad_of = attrgetter("grad")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class LostWrites(Extension):
-    """Checks the unsharded parameters of all units of a model before and after each forward."""
-
-    def __init__(self, context: RuntimeContext, units: Sequence[Unit], first: FirstForward) -> None:
-        self._first = first
-        self._unchanged: set[str] = set()
-        """Parameters whose versions grow without a change of their bits: `set_` to themselves."""
-        self._context = context
-        self._units = units
-        self._unsharded_params = [
-            unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
-        ]
-        self._copies = [h for unit in units for h in unit.handles if not _is_main_memory(h)]
-
-    def before_forward(self, unit: Unit, forward_pass: object) -> None:
-        """Check before a forward of the model, outside backward.
-
-        Raises:
-            RuntimeError: an unsharded parameter has a gradient that no reduction has taken.
-        """
-        # In C: the host's time should not grow with the number of parameters.
-        if not all(map(is_, map(_grad_of, self._unsharded_params), repeat(None))):
-            self._refuse_gradients()
-
-    def _refuse_gradients(self) -> None:
-        names = []
-        for handle in (handle for unit in self._units for handle in unit.handles):
-            for fqn, unsharded in zip(handle.fqns, handle.unsharded_params, strict=True):
-                if unsharded.grad is not None:
-                    names.append(fqn)
-        for unit in self._units:
-            unit.drop_unsharded_gradients()
-        raise RuntimeError(
-            f"the last backward computed gradients of {some(map(repr, names))} that could not be "
-            "reduced and were dropped: the loss uses a tensor that left its unit without being an "
-            "output of a forward (stored by a hook, or on a module), and no output of the unit had "
-            "a gradient; return that tensor from the forward, or add an output to the loss, times 0"
-        )
-
-    def after_forward(self) -> RuntimeError | None:
-        if self._context.replaced:
-            replaced, self._context.replaced = self._context.replaced, []
-            return RuntimeError(
-                f"the forward replaced {some(map(repr, replaced))}, which are sharded; the new "
-                "parameters were dropped and the sharded ones restored: use buffers, exclude these "
-                "parameters from sharding (ignored_parameters), or change values between steps, "
-                "inside summon_full_params()"
-            )
-        names: list[str] = []
-        for handle in self._copies:
-            versions = [*map(version_of, handle.unsharded_params)]
-            if versions != handle.left_versions:
-                triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
-                names += [fqn for fqn, before, now in triples if before != now]
-                handle.left_versions = versions
-        if names and self._first.has_sums:
-            self._unchanged.update({*names}.difference(self._first.written()))
-        names = [name for name in names if name not in self._unchanged]
-        return _written_into(names) if names else None
-
-
-def _written_into(names: Sequence[str]) -> RuntimeError:
-    return RuntimeError(
-        f"the forward wrote into the full parameters {some(map(repr, names))}. These are copies, "
-        "freed after use: use buffers, ignored_parameters, or write between steps, inside "
-        "summon_full_params(). If your forward writes into none, please report a bug of layerzero"
-    )
 
 
 class FirstForward(Extension):
@@ -164,10 +83,9 @@ class FirstForward(Extension):
         names = self.written()
         self._begin()
         if names:
-            return _written_into(names)
+            return written_into(names)
         self._extensions.remove(self)
-        text = self._draws.found()
-        if text is not None:
+        if text := self._draws.found():
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
             warn_once(text, is_first=is_first)
         return None
@@ -181,7 +99,7 @@ class FirstForward(Extension):
         """Names of parameters whose bits changed. Blocks the host."""
         names: dict[str, None] = {}
         for unit, before, after in self._pairs:
-            handles = [handle for handle in unit.handles if not _is_main_memory(handle)]
+            handles = [handle for handle in unit.handles if not is_main_memory(handle)]
             for handle, old, new in zip(handles, before, after, strict=True):
                 for fqn, is_equal in zip(handle.fqns, (old == new).tolist(), strict=True):
                     if not is_equal:
@@ -189,7 +107,15 @@ class FirstForward(Extension):
         return list(names)
 
 
-def _is_main_memory(handle: FlatParamHandle) -> bool:
+def written_into(names: Sequence[str]) -> RuntimeError:
+    return RuntimeError(
+        f"the forward wrote into the full parameters {some(map(repr, names))}. These are copies, "
+        "freed after use: use buffers, ignored_parameters, or write between steps, inside "
+        "summon_full_params(). If your forward writes into none, please report a bug of layerzero"
+    )
+
+
+def is_main_memory(handle: FlatParamHandle) -> bool:
     """Whether unsharded parameters are the optimizer's memory: writes stay, as in plain torch."""
     return handle.is_whole and not handle.has_compute_shard
 
@@ -198,7 +124,7 @@ def _digests(unit: Unit) -> list[torch.Tensor]:
     """For each flat parameter, the sum of the bits of each parameter: [num_parameters], int64."""
     # Hidden from dispatch modes: selective checkpointing counts operations.
     with _disable_current_modes(), torch.no_grad():
-        return [_digest(handle) for handle in unit.handles if not _is_main_memory(handle)]
+        return [_digest(handle) for handle in unit.handles if not is_main_memory(handle)]
 
 
 def _digest(handle: FlatParamHandle) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""Checks before and after each forward of a model.
+
+Unsharded parameters are copies, freed after use. Some things that plain torch allows never reach
+the sharded parameters; they raise at the end of the forward, or at the beginning of the next one:
+
+- A write in forward: `nn.Embedding(max_norm=...)`, a clamp, a codebook that follows its inputs.
+  Version counters show it, except for writes through `.data`: see first_forward.py.
+- A parameter assigned over an unsharded one in forward (`self.w = nn.Parameter(...)`).
+- A gradient for a unit none of whose outputs had one: a tensor left the unit another way (a hook
+  that keeps an activation), and backward did not enter the unit through any output.
+
+An engine around the model that would take sharded parameters for full ones is refused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+
+from torch.nn.parallel import DistributedDataParallel
+
+from layerzero.flat.flat_param import version_of
+from layerzero.guards.first_forward import FirstForward, is_main_memory, written_into
+from layerzero.guards.outside_uses import DDP_ADVICE
+from layerzero.notices import some
+from layerzero.step.context import RuntimeContext
+from layerzero.step.extension import Extension
+from layerzero.step.unit import Unit
+
+_grad_of = attrgetter("grad")
+
+
+class EachForward(Extension):
+    """Checks what is around a model, and the unsharded parameters of all its units."""
+
+    def __init__(self, context: RuntimeContext, units: Sequence[Unit], first: FirstForward) -> None:
+        self._first = first
+        self._unchanged: set[str] = set()
+        """Parameters whose versions grow without a change of their bits: `set_` to themselves."""
+        self._context = context
+        self._units = units
+        self._unsharded_params = [
+            unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
+        ]
+        self._copies = [h for unit in units for h in unit.handles if not is_main_memory(h)]
+
+    def before_forward(self, unit: Unit, forward_pass: object) -> None:
+        """
+        Raises:
+            RuntimeError: DistributedDataParallel manages the parameters, or an unsharded one has a
+                gradient that no reduction has taken.
+        """
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None:
+            taken = {id(parameter) for parameter in around._module_parameters}
+            if any(id(p) in taken for unit in self._units for p in unit.sharded_params):
+                raise RuntimeError(
+                    f"ZeRO3 inside a module that DistributedDataParallel wraps: {DDP_ADVICE}"
+                )
+        # In C: the host's time should not grow with the number of parameters.
+        if not all(map(is_, map(_grad_of, self._unsharded_params), repeat(None))):
+            self._refuse_gradients()
+
+    def _refuse_gradients(self) -> None:
+        fqns = [fqn for unit in self._units for handle in unit.handles for fqn in handle.fqns]
+        pairs = zip(fqns, self._unsharded_params, strict=True)
+        names = [fqn for fqn, unsharded in pairs if unsharded.grad is not None]
+        for unit in self._units:
+            unit.drop_unsharded_gradients()
+        raise RuntimeError(
+            f"the last backward computed gradients of {some(map(repr, names))} that could not be "
+            "reduced and were dropped: the loss uses a tensor that left its unit without being an "
+            "output of a forward (stored by a hook, or on a module), and no output of the unit had "
+            "a gradient; return that tensor from the forward, or add an output to the loss, times 0"
+        )
+
+    def after_forward(self) -> RuntimeError | None:
+        if self._context.replaced:
+            replaced, self._context.replaced = self._context.replaced, []
+            return RuntimeError(
+                f"the forward replaced {some(map(repr, replaced))}, which are sharded; the new "
+                "parameters were dropped and the sharded ones restored: use buffers, exclude these "
+                "parameters from sharding (ignored_parameters), or change values between steps, "
+                "inside summon_full_params()"
+            )
+        names: list[str] = []
+        for handle in self._copies:
+            versions = [*map(version_of, handle.unsharded_params)]
+            if versions != handle.left_versions:
+                triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
+                names += [fqn for fqn, before, now in triples if before != now]
+                handle.left_versions = versions
+        if names and self._first.has_sums:
+            self._unchanged.update({*names}.difference(self._first.written()))
+        names = [name for name in names if name not in self._unchanged]
+        return written_into(names) if names else None
