@@ -10,7 +10,7 @@ reduction is done. `.grad` is written only when the pass has ended (step/reducer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch import nn
 from layerzero.flat.buffer import Buffer, Lease
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
+from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.flat.tensor_parallel import TensorParallelSplit
@@ -309,7 +310,6 @@ class GradientBuffer:
         chunk: torch.Tensor | None,
         present: set[int],
         scale: float,
-        stepped: Container[nn.Parameter],
         plain: list[Gradient],
     ) -> list[Gradient]:
         """Split off this rank's parts of the reduced gradients, in the sharded parameters' dtype.
@@ -318,7 +318,6 @@ class GradientBuffer:
             chunk: [chunk_numel], any floating dtype; None in a group of one rank.
             present: parameters that had a gradient on any rank; there are no parts of others.
             scale: applied only in a group of one rank, where no reduction ran and scaled.
-            stepped: parameters that have hooks which they do not show (`stepped_by_torch`).
             plain: gets the parts of parameters without hooks.
 
         Returns:
@@ -333,7 +332,7 @@ class GradientBuffer:
             if (
                 sharded._post_accumulate_grad_hooks
                 or sharded._backward_hooks
-                or (stepped and sharded in stepped)
+                or STEPPED_BY_TORCH in sharded.__dict__
             ):
                 hooked.append((index, gradient))
             else:

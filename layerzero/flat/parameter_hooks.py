@@ -7,22 +7,15 @@ hooks of every kind then run in their usual order, see this backward's gradient,
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-
-def stepped_by_torch() -> Container[nn.Parameter]:
-    """Parameters given to torch's `_apply_optimizer_in_backward`.
-
-    Its hooks are on autograd's accumulation nodes, so the parameters do not show them.
-    """
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    found: Container[nn.Parameter] = () if module is None else module.param_to_acc_grad_map
-    return found
+STEPPED_BY_TORCH = "_in_backward_optimizers"
+"""Attribute of a parameter given to torch's `_apply_optimizer_in_backward`: its hooks are on
+autograd's accumulation node, so the parameter does not show them."""
 
 
 def kind_of_hooks(parameter: nn.Parameter) -> str | None:
@@ -31,7 +24,7 @@ def kind_of_hooks(parameter: nn.Parameter) -> str | None:
         return "register_hook"
     if parameter._post_accumulate_grad_hooks:
         return "register_post_accumulate_grad_hook"
-    return "_apply_optimizer_in_backward" if parameter in stepped_by_torch() else None
+    return "_apply_optimizer_in_backward" if STEPPED_BY_TORCH in parameter.__dict__ else None
 
 
 def refuse_gradients(original: nn.Parameter, fqn: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.gradients import Gradient
-from layerzero.flat.parameter_hooks import accumulate_with_hooks, stepped_by_torch
+from layerzero.flat.parameter_hooks import accumulate_with_hooks
 from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
 from layerzero.step.placeholders import KeptStep
@@ -182,12 +182,11 @@ class GradientReducer:
     def _add_parts(self, arrived: list[tuple[Reduction, set[int]]]) -> list[Gradient]:
         """Add the gradients of reductions to the delivery, but return those for hooks."""
         plain, hooked = self._delivery.plain, []
-        stepped = stepped_by_torch()
         with torch.no_grad():
             for reduction, present in arrived:
                 self._context.streams.wait_on_host(reduction.landed)
                 gradients, scale = reduction.handle.gradients, reduction.unit.options.gradient_scale
-                hooked += gradients.parts(reduction.chunk, present, scale, stepped, plain)
+                hooked += gradients.parts(reduction.chunk, present, scale, plain)
                 if reduction.pending is None:
                     # One rank alone: the parts came from the buffer itself.
                     gradients.release()
