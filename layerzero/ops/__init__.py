@@ -100,12 +100,13 @@ def pack_(
         return out
     if out.numel() != segs.numel:
         raise ValueError(f"pack_: segs cover {segs.numel} elements, out has {out.numel()}")
+    table = segs.table
     if out.device.type != "cpu":
         segs.check_sources([src.numel() for src in srcs])
+        if has_kernel(out.device.type):  # Else plain torch reads the table, on the host.
+            table = segs.on(out.device)
     if nt is None:
         nt = out.nbytes >= STREAMING_NBYTES
-    # Plain torch reads the table on the host: a copy on the device would block it.
-    table = segs.on(out.device) if has_kernel(out.device.type) else segs.table
     torch.ops.layerzero.pack_.default(out, srcs, table, scale, nt)
     _note_written(out)
     return out

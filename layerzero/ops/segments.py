@@ -89,9 +89,7 @@ class Segments:
         return cls(torch.tensor(table, dtype=torch.int64), numel, tuple(ends))
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The table on `device`. The first call for a device copies it, and blocks the host."""
-        if device.type == "cpu":
-            return self.table
+        """A copy of the table on `device`; the first call for a device blocks the host."""
         found = self._on_device.get(device)
         if found is None:
             found = self._on_device[device] = self.table.to(device)

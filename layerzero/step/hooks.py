@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo
 from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
-from layerzero.step.methods import Method, method_of, put
+from layerzero.step.methods import Method, own_method, put
 from layerzero.step.module_guards import check_compile, is_compiled, note_shape
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
@@ -84,10 +84,12 @@ def install(
             it does not show its unsharded parameters, that is, when they are called directly.
         casts: whether to cast inputs and outputs by the unit's mixed precision.
     """
-    method = method_of(module, name)
+    own, module_ref = own_method(module, name), weakref.ref(module)
 
-    @functools.wraps(method)
+    @functools.wraps(own or getattr(type(module), name))
     def forward(*args: Any, **kwargs: Any) -> Any:
+        module = module_ref()
+        method = own or functools.partial(getattr(type(module), name), module)
         if unit.shows_unsharded and (unit.depth or not is_entry):
             return method(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -141,7 +143,7 @@ def _call(
         from layerzero.step.lazy_results import step_by_step
 
         return step_by_step(functools.partial(_call, unit, kwargs={}, casts=casts), outputs)
-    for tensor in find_tensors(outputs):
+    for tensor in (outputs,) if type(outputs) is torch.Tensor else find_tensors(outputs):
         if tensor.requires_grad:
             if tensor.grad_fn is not None:
                 _watch_gradient(tensor, call)

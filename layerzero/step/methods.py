@@ -42,8 +42,11 @@ def uninstall(module: nn.Module) -> None:
             module.__dict__[name] = before
 
 
-def method_of(module: nn.Module, name: str) -> Method:
-    """`module.name`, without a reference to the module if possible."""
+def own_method(module: nn.Module, name: str) -> Method | None:
+    """`module.name`, without a reference to the module if possible.
+
+    None: its class has it, where it is looked up at each call, for libraries that patch classes.
+    """
     method: Method | None = module.__dict__.get(name)
     if method is not None:
         return method
@@ -51,29 +54,14 @@ def method_of(module: nn.Module, name: str) -> Method:
     function = getattr(bound, "__func__", None)
     if function is None or getattr(bound, "__self__", None) is not module:
         return bound
+    if getattr(type(module), name, None) is function:
+        return None
     # Bound again at each call: a bound method stored on its own module is a cycle, and the
     # module's memory would wait for the garbage collector.
-    is_of_class = getattr(type(module), name, None) is function
-    return _bind_late(function, weakref.ref(module), name if is_of_class else None)
-
-
-def _bind_late(
-    function: Method, module_ref: Callable[[], nn.Module | None], name: str | None
-) -> Method:
-    """`function` bound at each call.
-
-    Args:
-        name: look it up on the class at each call instead, for libraries that patch classes; None:
-            `function` is not the class's own.
-    """
-
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        module = module_ref()
-        current = function if name is None else getattr(type(module), name)
-        return current(module, *args, **kwargs)
-
-    return method
+    module_ref = weakref.ref(module)
+    return functools.wraps(function)(
+        lambda *args, **kwargs: function(module_ref(), *args, **kwargs)
+    )
 
 
 def run_in_float32(module: nn.Module) -> None:
@@ -81,15 +69,15 @@ def run_in_float32(module: nn.Module) -> None:
 
     Outputs get the dtype of the last input that was cast, as in FSDP1; if none was, they stay.
     """
-    method = method_of(module, "forward")
+    method, module_ref = own_method(module, "forward"), weakref.ref(module)
 
-    @functools.wraps(method)
+    @functools.wraps(method or type(module).forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = module_ref()
+        run = method or functools.partial(type(owner).forward, owner)
         dtypes = [t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()]
         cast = [dtype for dtype in dtypes if dtype != torch.float32]
-        outputs = method(
-            *cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32)
-        )
+        outputs = run(*cast_floating(args, torch.float32), **cast_floating(kwargs, torch.float32))
         return cast_floating(outputs, cast[-1]) if cast else outputs
 
     put(module.__dict__, "forward", forward)

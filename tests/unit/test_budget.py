@@ -17,9 +17,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_496,
+    "": 45_485,
     "flat": 2_850,
-    "step": 4_575,
+    "step": 4_565,
     "comm": 1_521,
     "watch": 1_033,
     "build": 2_424,
