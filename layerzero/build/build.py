@@ -176,8 +176,8 @@ class Builder:
                 originals, placement, device, compute_dtype, self.given.row_multiple
             )
         ]
-        groups = [part for _, part in flats]
-        host = HostMemory(arguments.offload.pin_memory, device)
+        offload = arguments.offload
+        host = HostMemory(offload.pin_memory, device) if offload.params or offload.grads else None
         handles = [
             FlatParamHandle(
                 originals,
@@ -185,8 +185,8 @@ class Builder:
                 device,
                 compute_dtype,
                 reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
-                params_on=host if arguments.offload.params else None,
-                grads_on=host if arguments.offload.grads else None,
+                params_on=host if offload.params else None,
+                grads_on=host if offload.grads else None,
                 row_multiple=self.given.row_multiple,
             )
             for compute_dtype, originals in flats
@@ -199,7 +199,7 @@ class Builder:
             plan.fqn,
             plan.module,
             handles,
-            groups,
+            [part for _, part in flats],
             UnitOptions(
                 mixed_precision=mixed_precision,
                 reshard_after_forward=arguments.reshard_after_forward,  # type: ignore[arg-type]

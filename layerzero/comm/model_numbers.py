@@ -19,7 +19,7 @@ import torch.distributed as dist
 from layerzero.comm.exchanges import gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.placement import ShardGroup
-from layerzero.watch.diagnosis import remember_run
+from layerzero.watch.diagnosis import run_names
 
 
 class ModelNumber(NamedTuple):
@@ -56,7 +56,7 @@ def number_model(
         before = _numbers.get(process_group)
         if before is None:
             before = ModelNumber(_agree_on_run(group, device), 0)
-            remember_run(process_group, before.run)
+            run_names[process_group] = before.run
         _numbers[process_group] = numbers[process_group] = ModelNumber(
             before.run, before.number + 1
         )

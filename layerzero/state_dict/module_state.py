@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.flat.parameter_info import gather_by, info_of
-from layerzero.state_dict.owners import remember
+from layerzero.state_dict.owners import unit_refs
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import ShardState, TrainingState, Unit
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def install(unit: Unit) -> None:
     """Put the hooks on the modules that show the unit's parameters."""
-    remember(unit)
     for sharded_param in unit.sharded_params:
+        unit_refs[sharded_param] = weakref.ref(unit)
         gather_by(sharded_param, partial(_full_tensor, weakref.ref(sharded_param)))
     hooks = unit.state_dict_hooks
     hooks.append(unit.module.register_state_dict_pre_hook(_check_structure(unit)))

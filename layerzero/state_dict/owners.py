@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import Unit
 
-_units = WeakIdKeyDictionary()
-"""Weak reference to the unit of each sharded parameter."""
-
-
-def remember(unit: Unit) -> None:
-    for sharded_param in unit.sharded_params:
-        _units[sharded_param] = weakref.ref(unit)
+unit_refs = WeakIdKeyDictionary()
+"""Weak reference to the unit of each sharded parameter, put there with its hooks."""
 
 
 def unit_of(sharded_param: nn.Parameter) -> Unit | None:
     """The unit of a sharded parameter; None if it is gone."""
-    reference = _units.get(sharded_param)
+    reference = unit_refs.get(sharded_param)
     unit: Unit | None = None if reference is None else reference()
     return unit
 

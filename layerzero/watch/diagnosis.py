@@ -29,8 +29,8 @@ _STORE_GRACE_S = 1.0
 """Seconds added to it, for a store that answers late or never."""
 _BEGAN = time.time()
 """Start of this process. A rank that has no run name yet ignores reports older than this."""
-_runs: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-"""Names of this process's runs, one per process group."""
+run_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Names of this process's runs, one per process group, on which its ranks have agreed."""
 
 _logger = logging.getLogger(__name__)
 
@@ -206,14 +206,9 @@ class _Reports:
             self.ranks.append(report["waits_for"])
 
 
-def remember_run(group: dist.ProcessGroup, run: str) -> None:
-    """Record the run name that the ranks of `group` agreed on (model_numbers.py)."""
-    _runs[group] = run
-
-
 def live_runs() -> set[str]:
     """Run names of all groups that still exist."""
-    return set(_runs.values())
+    return set(run_names.values())
 
 
 def own_connection() -> dist.Store:
