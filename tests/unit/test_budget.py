@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ LINES = {
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_485
 """Files in README's tour of a training step, and their lines."""
+STEP = 24, 5_854
+"""Files that a plain step enters once its orders are recorded, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
@@ -44,7 +47,7 @@ REPLACED = {
 """What a process finds changed in torch and Python once it has built and trained a model."""
 
 _PROGRAM = """
-import importlib, json, signal, sys, threading
+import importlib, json, os, signal, sys, threading
 import torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -84,21 +87,26 @@ torch.optim.AdamW(plain.parameters()).step()
 before, modules = look(), set(sys.modules)
 import layerzero
 loaded = [name for name in sys.modules if name.split(".")[0] == "layerzero"]
-model = layerzero.ZeRO3(
-    nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), auto_wrap_policy={nn.Linear}
-)
+module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+model = layerzero.ZeRO3(module, auto_wrap_policy={nn.Linear})
 optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(3):
+root, entered = os.path.dirname(layerzero.__file__) + os.sep, set()
+def enter(frame, event, _):
+    if frame.f_code.co_filename.startswith(root):
+        entered.add(os.path.relpath(frame.f_code.co_filename, root))
+for step in range(4):
+    sys.settrace(enter if step == 3 else None)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+sys.settrace(None)
 threads = [thread.name for thread in threading.enumerate()]
 classes = [type(parameter).__name__ for parameter in model.parameters()]
-del model, optimizer
+del model, module, optimizer
 after = look()
 changed = [name for name in before if after.get(name) is not before[name]]
 print(json.dumps({"changed": changed, "threads": threads, "classes": classes,
-                  "looked at": len(before), "loaded": len(loaded)}))
+                  "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered)}))
 """
 
 
@@ -126,6 +134,15 @@ def test_an_import_loads_no_more_files(found: dict) -> None:
     assert found["loaded"] <= LOADED_FILES
 
 
+def test_a_plain_step_enters_no_more_files_and_lines(found: dict) -> None:
+    entered = found["entered"]
+    lines = sum((PACKAGE / name).read_bytes().count(b"\n") for name in entered)
+    assert "step/backward.py" in entered, "autograd runs it in this thread"
+    assert len(entered) <= STEP[0] and lines <= STEP[1], f"{lines} lines in {entered}"
+    names = {name.removesuffix(".py").removesuffix("/__init__") for name in entered}
+    assert names <= {*chain(*_tour())}, "README names each"
+
+
 @pytest.mark.parametrize("folder", LINES, ids=lambda folder: folder or "all")
 def test_a_folder_has_no_more_lines(folder: str) -> None:
     files = (PACKAGE / folder).rglob("*.py")
@@ -133,9 +150,16 @@ def test_a_folder_has_no_more_lines(folder: str) -> None:
     assert lines <= LINES[folder], f"{lines} lines in {folder or 'the package'}"
 
 
-def test_the_tour_of_a_step_has_no_more_files_and_lines() -> None:
+def _tour() -> list[list[str]]:
+    """Files that README's tour of a training step lists, and those that it names next to them."""
     tour = (REPOSITORY / "README.md").read_text().partition("## Tour of the code")[2]
-    files = re.findall(r"`(\w+/\w+)`", tour.partition("Next to them")[0])
+    parts = tour.partition("```")[0].split("Next to them")
+    return [re.findall(r"`([a-z_]+(?:/\w+)?)`", part) for part in parts]
+
+
+def test_the_tour_of_a_step_has_no_more_files_and_lines() -> None:
+    tour = (REPOSITORY / "README.md").read_text()
+    files, _ = _tour()
     lines = sum((PACKAGE / f"{name}.py").read_bytes().count(b"\n") for name in files)
     assert f"These {len(files)} files" in tour
     assert len(files) <= TOUR[0] and lines <= TOUR[1]
