@@ -7,28 +7,25 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import OptState
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import Placement
+from layerzero.optim import clip
 from layerzero.optim.checks import check_options, check_parameters, name_of
-from layerzero.optim.clip import Clipped, clip_factor, grad_norm, refuse_used
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
-from layerzero.optim.norm import Part, all_finite, global_power, norms_of
+from layerzero.optim.norm import all_finite
 from layerzero.optim.quant_state import QuantState
 from layerzero.optim.sharded_params import first_owner
-from layerzero.step.root import RootState
+from layerzero.step.root import RootState, root_if_alive
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 _drop_grad: Callable[[Any, Any], Any] = vars(torch._C.TensorBase)["grad"].__set__
-_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
 _KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """Names of the states, with that of amsgrad last."""
 _FIXED = {"capturable": False, "differentiable": False, "decoupled_weight_decay": True}
@@ -245,10 +242,9 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _root(self) -> RootState | None:
-        for flat in self._flats or ():
-            unit = flat.unit
-            if unit is not None:
-                return cast("RootState | None", unit.context.owner())
+        units = (flat.unit for flat in self._flats or ())
+        if (unit := next(filter(None, units), None)) is not None:
+            return root_if_alive(unit)
         owner = first_owner(chain(*whole_groups(self)))
         return None if owner is None else owner.root
 
@@ -379,10 +375,10 @@ class AdamW(torch.optim.AdamW):
         """
         root = self._root()
         assert root is not None, "add_param_group wants parameters of a model"
-        refuse_used(root)
+        clip.refuse_used(root)
         with torch.no_grad():
             norm = self._grad_norm(root, norm_type)
-            scale = None if scaler is None else _scale_of_gradients(scaler, self)
+            scale = None if scaler is None else clip.scale_of_gradients(scaler, self)
             if scale is not None:
                 norm = norm / scale.to(norm.device, norm.dtype)
             if error_if_nonfinite and not norm.isfinite():
@@ -390,29 +386,15 @@ class AdamW(torch.optim.AdamW):
                     f"AdamW.clip_grad_norm_: the norm of the gradients is {norm}; "
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
-            self.next_factor = clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+            self.next_factor = clip.clip_factor(norm, max_norm).to(torch.float32).reshape(1)
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
         if norm_type != 2 or root.tensor_parallel_groups:
             own = dict.fromkeys(each for group in self.param_groups for each in group["params"])
             whole = [each for each in own if get_info(each) is None]
-            return grad_norm(Clipped(root, root.units, whole, own), norm_type)
-        flats = self._all_flats()
-        whole_grads: list[torch.Tensor] = []
-        # All placements of the model, also without a gradient: every rank runs the same gathers.
-        sharded: dict[int, tuple[Placement, list[torch.Tensor]]]
-        sharded = {id(each): (each, []) for each in root.placements}
-        for flat in flats:
-            handle = flat.handle
-            found = whole_grads if handle is None else sharded[id(handle.placement)][1]
-            found += flat.gradients()
-        given = [(placement, _as_part(grads)) for placement, grads in sharded.values()]
-        power = global_power(
-            root, given, _as_part(whole_grads), 2.0, torch.float64, "gradient norm"
-        )
-        is_wide = any(flat.main.dtype == torch.float64 for flat in flats)
-        return power.sqrt() if is_wide else power.sqrt().float()
+            return clip.grad_norm(clip.Clipped(root, root.units, whole, own), norm_type)
+        return clip.flat_norm(root, self._all_flats())
 
     def overflow(self) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
@@ -424,30 +406,6 @@ class AdamW(torch.optim.AdamW):
         with torch.no_grad():
             found = [grad for flat in self._all_flats() for grad in flat.gradients()]
             return 1.0 - all_finite(found, device).float()
-
-
-def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
-    """One tensor whose norm is that of all of these; its parameter does not matter."""
-    return [Part(_NOBODY, norms_of(gradients))] if gradients else []
-
-
-def _scale_of_gradients(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
-) -> torch.Tensor | None:
-    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing.
-
-    Raises:
-        RuntimeError: the scaler is enabled and has scaled no loss.
-    """
-    if not scaler.is_enabled():
-        return None
-    if scaler._scale is None:
-        raise RuntimeError(
-            "clip_grad_norm_: the scaler has scaled no loss; call scaler.scale(loss).backward() "
-            "first"
-        )
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    return scaler._scale if stage is OptState.READY else None
 
 
 def _are_same(objects: Sequence[Any], known: Sequence[Any]) -> bool:

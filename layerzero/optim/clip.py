@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.placement import sum_dtype
-from layerzero.optim.norm import (
-    Part,
-    checked_norm_type,
-    global_power,
-    root_of_power,
-    sharded_parts,
-)
+from layerzero.flat.placement import Placement, sum_dtype
+from layerzero.optim import norm as norms
+from layerzero.optim.norm import Part
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
+if TYPE_CHECKING:
+    from layerzero.optim.flat_state import FlatState
+
 _Number = TypeVar("_Number", float, torch.Tensor)
+_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class Clipped(NamedTuple):
@@ -73,7 +73,7 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
         ValueError: `norm_type` is neither > 0 nor infinity.
         NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
-    norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
+    norm_type = norms.checked_norm_type(norm_type, "clip_grad_norm_")
     if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
         raise NotImplementedError(
             "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose share of "
@@ -82,9 +82,50 @@ def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
     # From all parameters, not only those with a gradient here: the same on every rank.
     dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
     whole = [Part(p, p.grad) for p in of.replicated if p.grad is not None and p.grad.numel()]
-    given = sharded_parts(of.units, lambda each: each.grad if of.is_meant(each) else None)
-    power = global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
-    return root_of_power(power, norm_type)
+    given = norms.sharded_parts(of.units, lambda each: each.grad if of.is_meant(each) else None)
+    power = norms.global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
+    return norms.root_of_power(power, norm_type)
+
+
+def flat_norm(root: RootState, flats: Sequence[FlatState]) -> torch.Tensor:
+    """`grad_norm` of order 2 of the gradients of flat states, added in float64, in a model without
+    tensor-parallel groups."""
+    whole: list[torch.Tensor] = []
+    # All placements of the model, also without a gradient: every rank runs the same gathers.
+    sharded: dict[int, tuple[Placement, list[torch.Tensor]]]
+    sharded = {id(each): (each, []) for each in root.placements}
+    for flat in flats:
+        handle = flat.handle
+        found = whole if handle is None else sharded[id(handle.placement)][1]
+        found += flat.gradients()
+    given = [(placement, _as_part(gradients)) for placement, gradients in sharded.values()]
+    power = norms.global_power(root, given, _as_part(whole), 2.0, torch.float64, "gradient norm")
+    is_wide = any(flat.main.dtype == torch.float64 for flat in flats)
+    return power.sqrt() if is_wide else power.sqrt().float()
+
+
+def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
+    """One tensor whose norm is that of all of these; its parameter does not matter."""
+    return [Part(_NOBODY, norms.norms_of(gradients))] if gradients else []
+
+
+def scale_of_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> torch.Tensor | None:
+    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing.
+
+    Raises:
+        RuntimeError: the scaler is enabled and has scaled no loss.
+    """
+    if not scaler.is_enabled():
+        return None
+    if scaler._scale is None:
+        raise RuntimeError(
+            "clip_grad_norm_: the scaler has scaled no loss; call scaler.scale(loss).backward() "
+            "first"
+        )
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scaler._scale if stage is OptState.READY else None
 
 
 def clip_factor(norm: _Number, max_norm: float) -> _Number:
