@@ -149,8 +149,8 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
             possibly of 0 rows, and 1-D only if the original has fewer than two dimensions.
             "rows(32)": at multiples of 32 rows (docs/howto/optimizers.md).
         arena: keep full buffers and reduction inputs in memory that the model holds between steps:
-            each lies at the same address from the second step of an order on, in some orders from
-            the third. Needs torch 2.13 (docs/howto/memory.md).
+            each lies at the same address from the second step of an order on, with prefetch lists
+            from the third. Needs torch 2.13 (docs/howto/memory.md).
 
     Raises:
         NotImplementedError: this torch has no memory for an `arena`.
@@ -258,7 +258,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
     @property
     def arena(self) -> Arena | None:
         """The memory of `arena=True`, whose `nbytes` and `taken_nbytes` say how large it is and
-        how much of it a pass has taken at once; None without that argument."""
+        how much of it an order takes at once; None without that argument."""
         from layerzero.arena import Arena
 
         return next(iter(self._root_state.extensions.of(Arena)), None)

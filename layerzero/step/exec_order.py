@@ -31,7 +31,8 @@ class ExecOrderRecorder:
         self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
         """State that `take_back` restores: a kind, its orders, and the kind dropped for it."""
         self._kind: Hashable | None = None
-        self._trace: list[int] = []
+        self.trace: list[int] = []
+        """Visits of the open pass."""
         self._candidates: list[Order] = []
 
     @property
@@ -42,15 +43,14 @@ class ExecOrderRecorder:
         """Start a pass. Only one pass can be open."""
         assert self._kind is None, f"a pass of kind {self._kind} is still open"
         self._kind = kind
-        self._trace = []
         self._candidates = self.orders(kind)
         if self._candidates:
             self._recorded.move_to_end(kind)
 
     def visit(self, unit: int) -> None:
         """The pass needs `unit` now."""
-        position = len(self._trace)
-        self._trace.append(unit)
+        position = len(self.trace)
+        self.trace.append(unit)
         self._candidates = [
             order for order in self._candidates if len(order) > position and order[position] == unit
         ]
@@ -60,7 +60,7 @@ class ExecOrderRecorder:
         if not self._candidates:
             return []
         first, *others = self._candidates
-        start = len(self._trace)
+        start = len(self.trace)
         predicted: list[int] = []
         for position in range(start, min(start + depth, len(first))):
             unit = first[position]
@@ -76,7 +76,7 @@ class ExecOrderRecorder:
             is_final: whether `take_back` leaves the record.
         """
         assert self._kind is not None, "no pass is open"
-        order = tuple(self._trace)
+        order = tuple(self.trace)
         before, dropped = self._recorded.get(self._kind), None
         self._recorded[self._kind] = (before or _Orders()).with_pass(order)
         if len(self._recorded) > MAX_KINDS:
@@ -103,7 +103,7 @@ class ExecOrderRecorder:
     def abort(self) -> None:
         """Drop the open pass, if any; recorded orders stay."""
         self._kind = None
-        self._trace = []
+        self.trace = []
         self._candidates = []
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,8 +22,9 @@ from layerzero import ZeRO3
 from layerzero.memory_budget.storages import CountingMode, StorageCount
 from tests.harness.models import tensors_of
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
+    "fused adamw": partial(torch.optim.AdamW, fused=True),
     "sgd": torch.optim.SGD,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -15,9 +16,13 @@ from layerzero.arena_layout import (
     Pass,
     Place,
     Prefetching,
+    Roots,
+    Take,
+    aligned,
+    cleaned,
     demand,
-    last_gives,
     lay_out,
+    prune,
     with_prefetch,
 )
 
@@ -27,29 +32,40 @@ INPUTS = 2000
 """Added to a unit's number for the input of its reduction."""
 
 
+def visit(unit: int) -> Event:
+    return Event("visit", unit)
+
+
 def take(buffer: int, is_behind: bool = False) -> Event:
-    return Event(True, buffer, is_behind)
+    return Event("take", buffer, is_behind)
 
 
 def give(buffer: int) -> Event:
-    return Event(False, buffer)
+    return Event("give", buffer)
 
 
-def chain(sizes: Sequence[int], root: int) -> tuple[list[Pass], dict[int, int], set[int]]:
+def sized(sizes: Sequence[int], root: int) -> dict[int, int]:
+    nbytes = dict(enumerate(sizes)) | {ROOT: root}
+    return nbytes | {INPUTS + unit: size for unit, size in nbytes.items()}
+
+
+def inputs_of(nbytes: dict[int, int]) -> set[int]:
+    return {buffer for buffer in nbytes if buffer >= INPUTS}
+
+
+def chain(route: Sequence[int]) -> list[Pass]:
     """A forward and a backward of units that run one after the other, gathered on demand."""
-    numbers = range(len(sizes))
-    nbytes = {unit: size for unit, size in zip(numbers, sizes, strict=True)} | {ROOT: root}
-    nbytes |= {INPUTS + unit: size for unit, size in nbytes.items()}
-    forward, backward = [take(ROOT), take(0)], []
-    for unit in numbers[1:]:
-        forward += [give(unit - 1), take(unit)]
-    last = len(sizes) - 1
-    for unit in reversed(numbers):  # A unit is done when the one before it is reached.
-        backward += [give(unit), *([give(INPUTS + unit + 1)] if unit < last else [])]
-        backward += [take(INPUTS + unit), *([take(unit - 1)] if unit else [])]
-    backward += [give(ROOT), give(INPUTS), take(INPUTS + ROOT), give(INPUTS + ROOT)]
-    passes = [Pass(False, {}, forward), Pass(True, {ROOT: None, last: None}, backward)]
-    return passes, nbytes, {buffer for buffer in nbytes if buffer >= INPUTS}
+    forward, backward = [visit(ROOT), visit(route[0])], []
+    for unit, following in pairwise(route):
+        forward += [give(unit), visit(following)]
+    around = [None, *route, None]
+    for before, unit, after in reversed([*zip(around, route, around[2:], strict=False)]):
+        # A unit is done when the one before it is reached.
+        backward += [give(unit), *([] if after is None else [give(INPUTS + after)])]
+        backward += [take(INPUTS + unit), *([] if before is None else [visit(before)])]
+    backward += [give(ROOT), give(INPUTS + route[0]), take(INPUTS + ROOT), give(INPUTS + ROOT)]
+    left = {ROOT: None, route[-1]: None}
+    return [Pass(None, {}, forward), Pass(tuple(route), left, backward)]
 
 
 def prefetching(nbytes: dict[int, int], forward: int, backward: int, **other: float) -> Prefetching:
@@ -58,13 +74,14 @@ def prefetching(nbytes: dict[int, int], forward: int, backward: int, **other: fl
     return Prefetching({unit: unit for unit in units}, units, forward, backward, False, **limits)
 
 
-def check(needs: Demand, nbytes: dict[int, int], found: dict[int, Place]) -> None:
-    assert found.keys() == needs.unplaced
-    for buffer, place in found.items():
+def check(needs: Demand, found: dict[Take, Place]) -> None:
+    assert found.keys() == needs.unplaced.keys()
+    for each, place in found.items():
         assert place.start % ALIGNMENT == 0 <= place.start
-        assert place.stop - place.start == nbytes[buffer]
-        for other in needs.conflicts[buffer]:
-            assert other not in found or not place.overlaps(found[other])
+        assert place.stop - place.start == needs.unplaced[each]
+        for other in needs.conflicts[each]:
+            others = [*other.places, *([found[other]] if other in found else [])]
+            assert not any(map(place.overlaps, others))
 
 
 KINDS = {
@@ -85,86 +102,124 @@ def test_recorded_orders_take_hardly_more_than_what_is_taken_at_once(kind: str) 
     for seed in range(12):
         draw = random.Random(seed)
         sizes = [KINDS[kind](draw) for _ in range(draw.randint(2, 40))]
-        passes, nbytes, inputs = chain(sizes, root=draw.choice([ALIGNMENT, 50 * MB]))
+        nbytes = sized(sizes, root=draw.choice([ALIGNMENT, 50 * MB]))
         for depth, bound in BOUNDS.items():
             policy = prefetching(nbytes, depth, min(depth, 1))
-            needs = demand([with_prefetch(each, policy) for each in passes], nbytes, {}, inputs)
-            found = lay_out(needs, nbytes)
-            check(needs, nbytes, found)
+            passes = [with_prefetch(each, policy) for each in chain(range(len(sizes)))]
+            needs = demand(passes, nbytes, {}, inputs_of(nbytes))
+            found = lay_out(needs)
+            check(needs, found)
             assert max(place.stop for place in found.values()) <= bound * needs.peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orders_that_are_laid_out_together_take_what_the_largest_does(kind: str) -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        sizes = [KINDS[kind](draw) for _ in range(draw.randint(4, 24))]
+        nbytes = sized(sizes, root=draw.choice([ALIGNMENT, 50 * MB]))
+        policy = prefetching(nbytes, 1, 1)
+        units = range(1, len(sizes))
+        routes = [[0, *draw.sample(units, draw.randint(1, len(units)))] for _ in range(3)]
+        passes = [with_prefetch(each, policy) for route in routes for each in chain(route)]
+        needs = demand(passes, nbytes, {}, inputs_of(nbytes))
+        found = lay_out(needs)
+        check(needs, found)
+        assert max(place.stop for place in found.values()) <= 1.02 * needs.peak
+
+
+def place(needs: Demand, found: dict[Take, Place], end: int = 0) -> int:
+    check(needs, found)
+    for each, where in found.items():
+        each.places.append(where)
+    return max([end, *(aligned(where.stop) for where in found.values())])
 
 
 def test_random_takes_and_gives_never_overlap() -> None:
     for seed in range(15):
         draw = random.Random(seed)
         nbytes = {buffer: draw.randint(1, 10_000) for buffer in range(20)}
-        places: dict[int, list[Place]] = {}
+        roots: Roots = {}
         borders: list[int] = []
         for _ in range(3):  # Orders that come one after the other.
             taken: set[int] = set()
             events = []
             for _ in range(80):
                 buffer = draw.randrange(20)
-                events.append(Event(buffer not in taken, buffer))
+                events.append(Event("give" if buffer in taken else "take", buffer))
                 taken ^= {buffer}
-            needs = demand([Pass(False, {}, events)], nbytes, places)
-            found = lay_out(needs, nbytes, borders)
-            check(needs, nbytes, found)
-            for buffer, place in found.items():
-                met = (p for each in needs.conflicts[buffer] for p in needs.used.get(each, ()))
-                assert not any(map(place.overlaps, met))
-                assert not any(place.start < border < place.stop for border in borders)
-            for buffer, place in found.items():
-                places.setdefault(buffer, []).append(place)
-            if found:
-                end = -(-max(place.stop for place in found.values()) // ALIGNMENT) * ALIGNMENT
-                borders += [end] if end > max(borders, default=0) else []
-            assert not demand([Pass(False, {}, events)], nbytes, places).unplaced
+            needs = demand([Pass(None, {}, events)], nbytes, roots)
+            found = lay_out(needs, borders)
+            for where in found.values():
+                assert not any(where.start < border < where.stop for border in borders)
+            borders = sorted({*borders, place(needs, found, max(borders, default=0))})
+            assert not demand([Pass(None, {}, events)], nbytes, roots).unplaced
 
 
-def test_a_place_that_is_free_is_taken_again_and_a_new_order_keeps_it() -> None:
-    nbytes = {0: 100, 1: 100, 2: 100}
-    first = Pass(False, {}, [take(0), give(0), take(1), give(1)])
-    places = {b: [p] for b, p in lay_out(demand([first], nbytes, {}), nbytes).items()}
-    assert places == {0: [Place(0, 100)], 1: [Place(0, 100)]}
-    both = Pass(False, {}, [take(0), take(1), take(2)])
-    needs = demand([both], nbytes, places)
-    assert needs.unplaced == {1, 2} and needs.peak == 300
-    found = lay_out(needs, nbytes, [ALIGNMENT])
-    check(needs, nbytes, found)
-    assert all(place.start >= ALIGNMENT for place in found.values())
+def test_orders_share_takes_until_they_differ_and_then_have_places_of_their_own() -> None:
+    nbytes, roots = {0: 100, 1: 100, 2: 100}, {}
+    first = Pass(None, {}, [take(0), give(0), take(1), give(1)])
+    needs = demand([first], nbytes, roots)
+    end = place(needs, lay_out(needs))
+    assert [each.places for each in needs.unplaced] == [[Place(0, 100)]] * 2
+    branch = Pass(None, {}, [take(0), give(0), take(2), take(1)])
+    needs = demand([branch], nbytes, roots)
+    assert [*needs.unplaced] == [needs.taken[2], needs.taken[1]] and needs.peak == 200
+    assert place(needs, lay_out(needs, [end]), end) == end + ALIGNMENT
+    # The takes of the first order, of which the second one comes while another buffer is taken.
+    both = Pass(None, {}, [take(0), take(1)])
+    needs = demand([both], nbytes, roots)
+    assert [*needs.unplaced] == [needs.taken[1]] and needs.taken[1].places == [Place(0, 100)]
+    place(needs, lay_out(needs, [end, end + ALIGNMENT]), end)
+    assert needs.taken[1].places == [Place(0, 100), Place(end, end + 100)]
+    for each in (first, branch, both):
+        assert not demand([each], nbytes, roots).unplaced
+    assert prune(roots, nbytes) == 4 and prune(roots, {0, 1}) == 2
 
 
 def test_prefetching_starts_gathers_earlier() -> None:
-    passes, nbytes, _ = chain([1, 1, 1, 1], root=1)
-    forward, backward = (with_prefetch(each, prefetching(nbytes, 1, 1)).events for each in passes)
-    assert list(forward) == [
+    policy = prefetching(sized([1] * 4, root=1), 1, 1)
+    forward, backward = (with_prefetch(each, policy).events for each in chain(range(4)))
+    assert forward == [
         *(take(ROOT), take(0), take(1)),
         *(give(0), take(2), give(1), take(3), give(2)),
     ]
-    assert list(backward)[:3] == [take(2, True), give(3), take(INPUTS + 3)]
-    assert list(backward)[3:7] == [take(1, True), give(2), give(INPUTS + 3), take(INPUTS + 2)]
+    assert backward[:3] == [take(2, True), give(3), take(INPUTS + 3)]
+    assert backward[3:7] == [take(1, True), give(2), give(INPUTS + 3), take(INPUTS + 2)]
+
+
+def test_gathers_that_another_order_predicted_are_left_out() -> None:
+    """0 2, in a pass that prefetched by 0 1 2."""
+    policy = prefetching(sized([1] * 3, root=1), 1, 1)
+    predicted = [visit(0), take(0), take(1), give(0), visit(2), take(2), give(2), give(1)]
+    found = with_prefetch(Pass(None, {}, predicted), policy).events
+    assert found == [take(0), take(2), give(0), give(2)]
 
 
 @pytest.mark.parametrize("limit", [{"max_units": 3}, {"max_nbytes": 3 * MB}])
 def test_prefetching_heeds_the_limit(limit: dict[str, float]) -> None:
-    passes, nbytes, _ = chain([MB] * 6, root=MB)
-    pass_ = with_prefetch(passes[0], prefetching(nbytes, 4, 1, **limit))
-    assert demand([pass_], nbytes, {}).peak == 3 * MB
-    unlimited = with_prefetch(passes[0], prefetching(nbytes, 4, 1))
+    nbytes, forward = sized([MB] * 6, root=MB), chain(range(6))[0]
+    limited = with_prefetch(forward, prefetching(nbytes, 4, 1, **limit))
+    assert demand([limited], nbytes, {}).peak == 3 * MB
+    unlimited = with_prefetch(forward, prefetching(nbytes, 4, 1))
     assert demand([unlimited], nbytes, {}).peak == 6 * MB
 
 
 def test_what_is_taken_behind_reductions_shares_their_inputs_place() -> None:
     nbytes = {0: MB, 1: MB, INPUTS: MB}
     events = [take(INPUTS), take(0), take(1, is_behind=True), give(0), give(INPUTS)]
-    needs = demand([Pass(True, {}, events)], nbytes, {}, {INPUTS})
-    assert needs.conflicts[1] == {0} and needs.peak == 2 * MB
+    needs = demand([Pass(1, {}, events)], nbytes, {}, {INPUTS})
+    _, between, behind = needs.unplaced
+    assert needs.conflicts[behind] == {between} and needs.peak == 2 * MB
     # A sum that waits since an earlier pass waits on.
-    needs = demand([Pass(True, {INPUTS: None}, events[1:])], nbytes, {}, {INPUTS})
-    assert needs.conflicts[1] == {0, INPUTS} and needs.peak == 3 * MB
+    waits = Take()
+    needs = demand([Pass(1, {INPUTS: waits}, events[1:])], nbytes, {}, {INPUTS})
+    between, behind = needs.unplaced
+    assert needs.conflicts[behind] == {between, waits} and needs.peak == 3 * MB
 
 
 def test_the_last_of_several_gives_counts() -> None:
-    events = [take(0), give(0), take(1), give(0), give(1), take(0), give(0)]
-    assert last_gives(events) == [take(0), take(1), give(0), give(1), take(0), give(0)]
+    events = [take(0), give(0), visit(0), take(1), give(0), give(1), take(0), give(0), take(2)]
+    found = cleaned(Pass(None, {1: None, 2: None}, events), {0, 1})
+    expected = [take(0), visit(0), take(1), give(0), give(1), take(0), give(0)]
+    assert found == Pass(None, {1: None}, expected)

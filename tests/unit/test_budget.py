@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_472,
+    "": 45_471,
     "flat": 2_850,
     "step": 4_565,
     "comm": 1_521,
