@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement
-from layerzero.optim.checks import check_options, check_parameters, name_of
+from layerzero.optim.checks import check_options, check_parameters, name_of, refuse_in_graph
 from layerzero.optim.clip import Clipped, clip_factor, grad_norm, refuse_used
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
@@ -208,7 +208,7 @@ class AdamW(torch.optim.AdamW):
         overflow.
 
         Raises:
-            RuntimeError: inside a backward pass of the model.
+            RuntimeError: inside a backward pass of the model, or in a CUDA graph.
             NotImplementedError: a group has an option that is not supported.
         """
         loss = None
@@ -221,6 +221,7 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step() inside a backward pass: gradients are complete once "
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
             )
+        refuse_in_graph("AdamW", root)
         check_options("AdamW", self.param_groups, _FIXED)
         found_inf = getattr(self, "found_inf", None)
         factor, self.next_factor = self.next_factor, None
