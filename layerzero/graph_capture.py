@@ -1,7 +1,12 @@
-"""capture: a whole step as CUDA graphs, which a device replays without Python.
+"""CUDA graphs of passes, and capture: a whole step as graphs, replayed without Python.
 
 Calls 1 to 3 run eagerly, on the stream of the capture; call 4 records, and replays what it has
 recorded; later ones replay. Each is one step on its own inputs: nothing trains on the sample.
+
+Note [Nothing says when a graph ends]
+    Neither that nor a replay runs code of the engine. So compute waits for the side streams as each
+    recorded pass ends; and in a model that was recorded they wait for compute before each pass: a
+    replay writes main shards and an arena, and events of a graph that has ended order nothing.
 
 Note [A step is cut where an optimizer steps]
     A graph repeats the numbers that Python gave to kernels, such as a learning rate. An optimizer
@@ -10,14 +15,15 @@ Note [A step is cut where an optimizer steps]
 
 Note [The host after a replay]
     A replay leaves on the host what an eager step leaves: `.grad` are tensors whose memory it has
-    written, and versions of parameters that a graph writes grow. Handles are sharded before and
-    after, so the next eager forward gathers what the main shards hold.
+    written, and versions of parameters that a graph writes grow (not of one that the program
+    made). Handles are sharded before and after, so the next forward gathers the main shards.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -38,7 +44,7 @@ from layerzero.notices import warn_once
 from layerzero.optim.sharded_params import live_roots
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.step.unit import ShardState
+from layerzero.step.unit import ShardState, Unit
 
 WARM_UP_CALLS = 3
 _logger = logging.getLogger(__name__)
@@ -119,12 +125,10 @@ class CapturedStep:
             )
         return tree_map_only(Tensor, Tensor.detach, self._step(*self._moved_in(args)))
 
-    def _moved_in(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        def copy(given: Tensor) -> Tensor:
-            return torch.empty_like(given, device=self._device).copy_(given, non_blocking=True)
-
-        copied: tuple[Any, ...] = tree_map_only(Tensor, copy, args)
-        return copied
+    def _moved_in(self, args: Any) -> Any:
+        return tree_map_only(
+            Tensor, lambda each: torch.empty_like(each, device=self._device).copy_(each, True), args
+        )
 
     def _warm_up_or_record(self, args: tuple[Any, ...]) -> Any:
         """Run the step on the stream of the capture: the default one cannot be recorded, and nodes
@@ -134,11 +138,8 @@ class CapturedStep:
         self._keepalive: Any = None
         with self._module.stream(stream):
             given = self._moved_in(args)
-            is_refused = any(each for root in self._roots for each in _refused(root))
-            if self._num_calls < WARM_UP_CALLS or is_refused:
-                outputs = self._warm_up(given)
-            else:
-                outputs = self._record(given)
+            run = self._warm_up if self._num_calls < WARM_UP_CALLS else self._record
+            outputs = run(given)
         current.wait_stream(stream)
         copies = _copies(outputs)
         self._keepalive = given, outputs, self._grads()
@@ -209,16 +210,11 @@ class CapturedStep:
         self._recorded = [
             each for each in self._optimizers if all(g.get("capturable") for g in each.param_groups)
         ]
-        # Tables that kernels read, and that the engine replaces where `requires_grad` changes.
-        self._tables = [h.gradients.segments for unit in self._units for h in unit.handles]
         self._inputs, self._before, self._found = inputs, self._grads(), self._state()
         versions = [*map(attrgetter("_version"), self._params)]
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            for root in self._roots:
-                stack.enter_context(root.operations.unwatched())
-                root.scheduler.end_step()  # Frees compute shards: the pool has its own.
             self._open = stack.enter_context(ExitStack())
             self._begin()
             self._outputs = self._step(*inputs)
@@ -241,21 +237,12 @@ class CapturedStep:
         options = {"stream": self._stream, "capture_error_mode": "thread_local"}
         self._open.enter_context(self._module.graph(self._graph, pool=self._pool, **options))
         self._mark = torch.zeros((), device=self._device)  # torch warns of an empty graph.
-        for root in self._roots:
-            root.streams.fork()
 
     def _end(self, step: Callable[[], None] | None) -> None:
         """End a graph, which `step` follows, and run it."""
-        for root in self._roots:
-            root.streams.join()
         self._open.close()
         self._pool = self._graph.pool()
         self._parts.append((self._graph, step))
-        for root in self._roots:
-            # What the graph has recorded is no event that may be waited for outside of it.
-            root.streams.fork()
-            root.scheduler.end_step()
-            root.context.note_weights()
         self._graph.replay()
 
     def _before_step(self, optimizer: _Optimizer, args: Any, kwargs: Any) -> None:
@@ -280,7 +267,13 @@ class CapturedStep:
     def _replay(self, args: tuple[Any, ...]) -> Any:
         """Run the recorded step on other inputs. Returns what it returned then, written anew."""
         self.num_replays += 1
-        watched = [self._watch(root, group) for root in self._roots for group in _groups(root)]
+        watched = [
+            self._watch(root, group)
+            for root in self._roots
+            for group in {
+                g.process_group: g for p in root.placements for g in p.all_groups
+            }.values()
+        ]
         for own, given in zip(tree_flatten(self._inputs)[0], tree_flatten(args)[0], strict=True):
             if isinstance(own, Tensor):
                 own.copy_(given, non_blocking=True)
@@ -296,8 +289,6 @@ class CapturedStep:
 
     def _leave(self) -> None:
         """See Note [The host after a replay]."""
-        for root in self._roots:
-            root.streams.fork()  # Eager gathers may write memory of an arena that a graph uses.
         if self._moved[0]:
             with torch.no_grad():
                 torch._foreach_copy_(*self._moved)
@@ -311,10 +302,59 @@ class CapturedStep:
         return pending
 
 
-def _groups(root: RootState) -> Iterable[ShardGroup]:
-    """Groups over which units are gathered and reduced, each once."""
-    groups = chain.from_iterable(placement.all_groups for placement in root.placements)
-    return {group.process_group: group for group in groups}.values()
+class Recording(Extension):
+    """Takes part in the graphs that record passes of one model: those of `capture`, and those that
+    the program makes itself. See Note [Nothing says when a graph ends]."""
+
+    def __init__(self, root: RootState) -> None:
+        self._root: RootState = weakref.proxy(root)
+        self._was_recorded = self._records = False
+        self._tables: dict[int, Any] = {}
+        """Tables that recorded kernels read, and the engine replaces where flags change."""
+
+    def before_forward(self, unit: Unit, forward_pass: Any) -> None:
+        self._begin(unit)
+
+    def before_backward(self, order: Any = None) -> None:
+        self._begin()
+
+    between_passes = before_backward
+
+    def _begin(self, unit: Unit | None = None) -> None:
+        """`unit`: a forward begins with it."""
+        root, streams = self._root, self._root.streams
+        self._records = streams.is_capturing()
+        if self._records:
+            with streams.unshard:
+                if streams.is_capturing():
+                    return
+            for reason in () if unit is None else _refused(root, unit):
+                raise RuntimeError(f"{root.units[0].label}: a graph cannot contain {reason}")
+        elif not self._was_recorded:
+            return
+        if self._records or not root.operations.is_watched:
+            root.scheduler.end_step()  # A graph's pool has its own compute shards.
+        self._was_recorded, root.operations.is_watched = True, not self._records
+        streams.fork()
+        root.context.note_weights()
+
+    def before_delivery(self, forwards: Any) -> None:
+        for each in self._root.reducer.undelivered() if self._records else ():
+            gradients = each.handle.gradients
+            self._tables[id(gradients.segments)] = gradients.segments
+            has_all = each.present.issuperset(gradients.layout.trainable)
+            if each.handle.placement.num_ranks > 1 and not has_all:
+                raise RuntimeError(
+                    f"{each.unit.label}: a graph cannot contain a backward in which parameters get "
+                    "no gradient, because it would ask other ranks: freeze them. (They get none in "
+                    "make_graphed_callables: use layerzero.capture, or torch.cuda.graph)"
+                )
+
+    def end_backward(self, forwards: Any = None) -> None:
+        if self._records:
+            self._root.streams.join()
+
+    after_forward = after_abort = end_backward
 
 
 def _copies(outputs: Any) -> Any:
@@ -336,12 +376,13 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return spec, kinds
 
 
-def _refused(root: RootState) -> Iterator[str]:
-    """Properties of a model, between two steps, for which a graph cannot contain a step."""
+def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
+    """Properties of a model, between two steps, for which a graph cannot contain a step, or a
+    forward that begins with `unit`."""
     handles = [handle for unit in root.units for handle in unit.handles]
     for module in (type(each).__module__ for each in root.extensions.of(Extension)):
         # Guards read nothing of the device once the model has trained; memory of an arena stays.
-        if not module.startswith(("layerzero.guards.", "layerzero.arena")):
+        if not module.startswith(("layerzero.guards.", "layerzero.arena", __name__)):
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"
@@ -355,3 +396,7 @@ def _refused(root: RootState) -> Iterator[str]:
         yield "gradients of no_sync that wait for the next call"
     if any(unit.state is not ShardState.SHARDED for unit in root.units):
         yield "units that stay unsharded between two calls"
+    if unit is not None:
+        kind = "forward", unit.index, torch.is_grad_enabled(), unit.module.training
+        if not root.scheduler.recorder.orders(kind):
+            yield "a pass that has not run yet; run it three times before, on a side stream"

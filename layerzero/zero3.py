@@ -531,6 +531,10 @@ def shard_in_place(
         from layerzero.optim import nonfinite
 
         nonfinite.install(root, arguments.on_nonfinite, root.kept_whole)
+    if root.streams.is_capturing is not bool:
+        from layerzero.graph_capture import Recording
+
+        root.extensions.add(Recording(root))
     if arguments.arena:
         from layerzero.arena import Arena
 

@@ -149,7 +149,7 @@ def plan_wrapping(
     device = resolve_device(given.device, units, given.group, mesh)
     sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
     refuse_shared_memory(sharded, _others(module, sharded) if ignored.members else ())
-    check_compiled(((visit.fqn, visit.module) for visit in visits), device)
+    check_compiled(((visit.fqn, visit.module) for visit in visits), device, given.arena)
     return WrapPlan(
         units=units,
         visits=visits,

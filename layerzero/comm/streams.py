@@ -233,10 +233,10 @@ class Streams:
         """Order compute after all that is queued on the four; nothing on CPU."""
         for stream in self._owners:
             stream.drain_handle().wait()
+            stream.events_before = ()
 
     def fork(self) -> None:
-        """Order the four after compute, which has waited for them (`join`). A graph that records
-        compute records them from then on, too."""
+        """Order the four after compute, which waited for them; a graph of it records them, too."""
         compute = self.record_compute_event()
         for stream in self._owners:
             stream.events_before = ()

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import clip
-from layerzero.optim.checks import check_options, check_parameters, name_of
+from layerzero.optim.checks import check_options, check_parameters, name_of, refuse_in_graph
 from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
 from layerzero.optim.norm import all_finite
@@ -205,7 +205,7 @@ class AdamW(torch.optim.AdamW):
         overflow.
 
         Raises:
-            RuntimeError: inside a backward pass of the model.
+            RuntimeError: inside a backward pass of the model, or in a CUDA graph.
             NotImplementedError: a group has an option that is not supported.
         """
         loss = None
@@ -218,6 +218,7 @@ class AdamW(torch.optim.AdamW):
                 "AdamW.step() inside a backward pass: gradients are complete once "
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
             )
+        refuse_in_graph("AdamW", root)
         check_options("AdamW", self.param_groups, _FIXED)
         found_inf = getattr(self, "found_inf", None)
         factor, self.next_factor = self.next_factor, None

@@ -78,6 +78,15 @@ def check_options(what: str, groups: Sequence[Mapping[str, Any]], fixed: Mapping
                 )
 
 
+def refuse_in_graph(what: str, root: RootState | None) -> None:
+    """Raise RuntimeError if a graph records the step of an optimizer."""
+    if root is not None and root.streams.is_capturing():
+        raise RuntimeError(
+            f"{what}.step: a graph would repeat the rate of this step; step after the replay, as "
+            "layerzero.capture does, or use torch's optimizer with capturable=True"
+        )
+
+
 def name_of(parameter: torch.Tensor) -> str:
     """A parameter's FQN in quotes; of one that is not sharded, its shape."""
     info = get_info(parameter) if isinstance(parameter, nn.Parameter) else None

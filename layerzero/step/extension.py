@@ -33,6 +33,9 @@ class Extension:
     def before_backward(self, order: tuple[int, ...]) -> None:
         """A backward of the model begins, through a forward of this order."""
 
+    def between_passes(self) -> None:
+        """A collective call begins that is no part of a forward or backward."""
+
     def before_delivery(self, forwards: Any) -> None:
         """A backward through these `ForwardPass`es ends; gradients are not delivered yet."""
 

@@ -2,8 +2,8 @@
 
 Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
 same class are not affected. `torch.compile` with CUDA graphs is refused inside them: a CUDA graph
-keeps the addresses that it was recorded with. A unit's parameters may get others at each gather, so
-a replay would read memory that is not theirs any more.
+keeps the addresses that it was recorded with, and a unit's parameters may get others at each
+gather, so torch would record each time. In an arena they keep them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from layerzero.step.unit import Unit
 _NAMES = "_layerzero_sharded"
 _OPTION = "triton.cudagraphs"
 _BACKEND = "cudagraphs"
+_GRAPHED = "make_graphed_callables keeps parameters that wrapping replaces"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -161,23 +162,28 @@ def check_compile(unit: Unit, compiled: Any, backend: Any) -> None:
     """Check what `torch.compile` with this backend made of the unit's module.
 
     Raises:
-        ValueError: it records CUDA graphs, and the unit's parameters are on a device.
+        ValueError: it records CUDA graphs, and the unit's parameters change addresses on a device.
     """
-    if any(_has_graphs(handle.gradients.device) for handle in unit.handles):
+    if any(_has_graphs(h.gradients.device) and h.buffer.lease is None for h in unit.handles):
         # A function that this backend compiled does not show it.
         _refuse(unit.label, backend == _BACKEND or _records_graphs(compiled))
 
 
-def check_compiled(modules: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Check (name, module) pairs that may have been compiled by the user.
+def check_compiled(
+    modules: Iterable[tuple[str, nn.Module]], device: torch.device, in_arena: bool
+) -> None:
+    """Check (name, module) pairs that the user may have compiled, or made graphs of.
 
     Raises:
-        ValueError: one of them records CUDA graphs, and `device` has them.
+        ValueError: one of them records CUDA graphs, and `device` has them. In an arena, only if
+            replays do not look at addresses.
     """
-    if _has_graphs(device):
-        for name, module in modules:
-            compiled = getattr(module, "_compiled_call_impl", None) or module
-            _refuse(name or "the root unit", _records_graphs(compiled))
+    for name, module in modules if _has_graphs(device) else ():
+        where, forward = name or "the root unit", module.__dict__.get("forward")
+        compiled = getattr(module, "_compiled_call_impl", None) or module
+        _refuse(where, not in_arena and _records_graphs(compiled))
+        if getattr(forward, "__module__", "") == "torch.cuda.graphs":
+            raise ValueError(f"{where}: {_GRAPHED}; use layerzero.capture, or torch.cuda.graph")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -193,8 +199,8 @@ def _refuse(where: str, is_recorded: bool) -> None:
     if is_recorded:
         raise ValueError(
             f"{where}: this mode of torch.compile records CUDA graphs, which keep the addresses of "
-            "parameters, but each gather gives full parameters new ones; use mode='default' or "
-            "'max-autotune-no-cudagraphs'"
+            "parameters, but each gather gives full parameters new ones; use arena=True, or "
+            "mode='default' or 'max-autotune-no-cudagraphs'"
         )
 
 

@@ -64,7 +64,7 @@ class Operations:
     count = 0
     """Number of the last collective."""
     is_watched = True
-    """Whether watchdogs watch what is named; not inside `unwatched`."""
+    """False: no watchdog watches what a graph records. It runs when that is replayed."""
     time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
     """Makes the timer of each later collective, from its verb, group and number."""
     _tensor_parallel_count = 0
@@ -116,18 +116,9 @@ class Operations:
         counted = self._numbers.get(own)
         model = self._number_on(group) if counted is None else counted.number
         watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)
+        if not self.is_watched and self._streams.is_capturing():
+            watchdog = None
         return Operation(verb, unit, number, watchdog, detector, model, timer)
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """A context in which no watchdog watches collectives: a graph records them, and they run
-        when it is replayed, which is watched as a whole. All of them have run before."""
-        watchdogs, self._watchdogs = self._watchdogs, dict.fromkeys(self._watchdogs)
-        self.is_watched = False
-        try:
-            yield
-        finally:
-            self._watchdogs, self.is_watched = watchdogs, True
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""

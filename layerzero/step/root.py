@@ -189,6 +189,8 @@ class RootState:
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
         self.structure.end_first_values()
+        for between_passes in self.extensions.between_passes:
+            between_passes()
         if self.join is not None:
             self.join.before_call(what)
 
@@ -214,11 +216,6 @@ class RootState:
     def _begin_forward(self, unit: Unit) -> None:
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             refuse_export(unit.label)
-        if self.operations.is_watched and self.streams.is_capturing():
-            raise NotImplementedError(
-                f"{unit.label}: a graph is being captured, in which the side streams of the model "
-                "are not; use layerzero.capture(step, *sample) for a whole step"
-            )
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()

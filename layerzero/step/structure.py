@@ -118,7 +118,8 @@ class Structure:
         if handles:
             modules = self._root.named_modules()
             present = (each for each in modules if not self.ignored.has(each[1]))
-            check_compiled(present, handles[0].gradients.device)
+            in_arena = any(handle.buffer.lease is not None for handle in handles)
+            check_compiled(present, handles[0].gradients.device, in_arena)
 
     def _take_snapshot(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         dicts = [module.__dict__ for _, module in modules]

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -24,7 +26,7 @@ from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
-from tests.harness.internals import inner_units
+from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
@@ -325,6 +327,47 @@ def test_modes_with_cuda_graphs_are_refused() -> None:
         ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
 
 
+@on_ranks(2)
+def test_modes_with_cuda_graphs_work_in_an_arena() -> None:
+    """torch compares addresses before each replay, and an arena keeps them: in each pass, and for
+    each of the blocks that share a graph."""
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        return  # Since torch 2.13.
+    with mock.patch("layerzero.step.module_guards._has_graphs", lambda device: True):
+        for asked in GRAPHS:
+            ZeRO3(Mlp(2), auto_wrap_policy={Block}, arena=True).compile(**asked)
+            module = Mlp(2)
+            module.blocks[0].up = torch.compile(module.blocks[0].up, **asked)
+            ZeRO3(module, auto_wrap_policy={Block}, arena=True)
+    seen: list[list[int]] = []
+    """Addresses of full parameters in each call of a compiled graph, forward or backward."""
+
+    def noting(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            seen.append(
+                [x.data_ptr() for x in args if x.untyped_storage()._cdata in full and x.numel()]
+            )
+            return graph(*args)
+
+        return make_boxed_func(call)
+
+    model = ZeRO3(Mlp(3), auto_wrap_policy={Block}, arena=True)
+    handles = [handle for unit in root_state(model).units for handle in unit.handles]
+    full = {handle.full.untyped_storage()._cdata for handle in handles}
+    model.compile(backend=aot_autograd(fw_compiler=noting))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for _ in range(6):
+        model(torch.randn(3, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(seen[:])
+        seen.clear()
+    assert steps[2:] == [steps[2]] * 4
+    # Both passes of three blocks and of the head, and the forward of the stem.
+    assert sum(map(bool, steps[2])) == 9, [len(e) for e in steps[2]]
+
+
 def _around_a_model() -> nn.Module:
     return torch.compile(ZeRO3(Mlp(2), auto_wrap_policy={Block}), backend="eager")
 
@@ -358,6 +401,7 @@ def _compiled_units() -> nn.Module:
 )
 @on_ranks(2)
 def test_compilation_around_a_unit_says_that_it_compiles_nothing_there(build, unit) -> None:
+    torch._dynamo.reset()
     model = build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

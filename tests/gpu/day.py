@@ -233,7 +233,7 @@ def check_steps(on_cpu: bool) -> list[Step]:
             *(memory, "-k", "steady"),
         ),
         _tests("uses", 110, "the losses of plain torch", PROFILE, "tests/gpu/test_uses.py"),
-        _tests("graphs", 110, "the bits of eager steps", STREAMS, "tests/gpu/test_capture.py"),
+        _tests("graphs", 160, "the bits of eager steps", STREAMS, "tests/gpu/test_capture.py"),
         _tests("packing", 110, "the bits of plain torch", PACK, pack, "-k", "not bandwidth"),
         _tests(
             "NCCL alone",

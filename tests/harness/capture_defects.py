@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero import graph_capture
 from layerzero.comm.streams import Streams
 from layerzero.flat.host_memory import HostMemory
-from layerzero.graph_capture import CapturedStep
+from layerzero.graph_capture import CapturedStep, Recording
 from layerzero.step.operations import Operations
 from layerzero.step.unit import Unit
 from layerzero.watch.watchdog import _Board
@@ -42,13 +42,8 @@ def _unless_called_by(name: str, owner: type, method: str) -> _Context:
 
 
 def watching_what_is_recorded() -> _Context:
-    @contextmanager
-    def unwatched(operations: Operations) -> Iterator[None]:
-        operations.is_watched = False
-        yield
-        operations.is_watched = True
-
-    return mock.patch.object(Operations, "unwatched", unwatched)
+    watched = property(lambda _: True, lambda *_: None)
+    return mock.patch.object(Operations, "is_watched", watched)
 
 
 def without_side_streams_in_the_capture() -> _Context:
@@ -103,12 +98,15 @@ def writing_to_the_store() -> _Context:
 def keeping_events_for_the_watchdog() -> _Context:
     """Streams come after events of the capture, as far as a watchdog is told."""
 
-    def fork(streams: Streams) -> None:
-        compute = streams.record_compute_event()
+    def join(streams: Streams) -> None:
         for stream in streams._owners:
-            stream.wait(compute)
+            stream.drain_handle().wait()
 
-    return mock.patch.object(Streams, "fork", fork)
+    def fork(streams: Streams) -> None:
+        for stream in streams._owners:
+            stream.wait(streams.record_compute_event())
+
+    return mock.patch.multiple(Streams, join=join, fork=fork)
 
 
 def without_the_inputs() -> _Context:
@@ -132,15 +130,20 @@ def replaying_in_every_state() -> _Context:
     return mock.patch.object(CapturedStep, "_state", lambda _: {})
 
 
+def without_order_after_graphs() -> _Context:
+    original = Recording._begin
+
+    def begin(recording: Recording, unit: Unit | None = None) -> None:
+        if recording._root.streams.is_capturing():
+            original(recording, unit)
+
+    return mock.patch.object(Recording, "_begin", begin)
+
+
 def dropping_tables() -> _Context:
-    original = CapturedStep._record
-
-    def record(captured: CapturedStep, inputs: Any) -> Any:
-        outputs = original(captured, inputs)
-        del captured._tables
-        return outputs
-
-    return mock.patch.object(CapturedStep, "_record", record)
+    """They go with the recording."""
+    nothing = property(lambda _: {}, lambda *_: None)
+    return mock.patch.object(Recording, "_tables", nothing, create=True)
 
 
 _IDLE: dict[str, tuple[Any, str]] = {

@@ -1,7 +1,8 @@
-"""Programs that train with `layerzero.capture`, for the simulated device: each eager or captured.
+"""Programs that train with CUDA graphs, for the simulated device: each eager or captured.
 
-A program is called with a model and `wrap`, which is `capture` or leaves a step as it is, and the
-number of steps. It returns what is compared: losses of all steps, and whatever else it reads.
+A program is called with a model and `wrap`, which is `layerzero.capture`, makes an `OwnGraph`, or
+leaves a step as it is, and the number of steps. It returns what is compared: losses of all steps,
+and whatever else it reads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3, units
@@ -26,6 +28,49 @@ Program = Callable[[ZeRO3, Wrap, int], list[Tensor]]
 SAMPLE = torch.zeros(3, WIDTH)
 CPU = torch.device("cpu")
 """The model's device, to the simulation; "cpu" as text, or none, is the host."""
+
+
+class OwnGraph:
+    """A step in a graph that the program makes, by torch's recipe: three calls on a side stream,
+    then `torch.cuda.graph`; inputs and outputs keep their memory."""
+
+    def __init__(
+        self, module: Any, device: torch.device, step: Callable[..., Any], *sample: Any
+    ) -> None:
+        """`module`: `torch.cuda`, or what stands for it."""
+        self.num_replays = 0
+        self._module, self._device, self._step = module, device, step
+        self._inputs = tree_map_only(Tensor, Tensor.clone, sample)
+        self._num_calls = 0
+        self._side = module.Stream(device)
+        self._graph: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        pairs = [*zip(self._inputs, args, strict=True)]
+        if any(isinstance(own, Tensor) and own.shape != given.shape for own, given in pairs):
+            return self._step(*args)
+        current = self._module.current_stream(self._device)
+        self.order_warm_up()
+        self._num_calls += 1
+        if self._num_calls <= 3:
+            with self._module.stream(self._side):
+                self._outputs = self._step(*args)
+            current.wait_stream(self._side)
+        else:
+            if self._graph is None:
+                self._graph = self._module.CUDAGraph()
+                with self._module.graph(self._graph):
+                    self._outputs = self._step(*self._inputs)
+            for own, given in pairs:
+                if isinstance(own, Tensor):
+                    own.copy_(given)
+            self._graph.replay()
+            self.num_replays += 1
+        return tree_map_only(Tensor, lambda each: each.detach().clone(), self._outputs)
+
+    def order_warm_up(self) -> None:
+        """Order the side stream after all uses of what it has made, which may be freed next."""
+        self._side.wait_stream(self._module.current_stream(self._device))
 
 
 def _batch(rows: int = 3) -> Tensor:
@@ -135,8 +180,20 @@ def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tenso
 
 def accumulation(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """Three micro-batches in one step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return _accumulate(model, wrap, steps, torch.optim.AdamW(model.parameters(), lr=0.01))
 
+
+def accumulation_in_one_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    return _accumulate(model, wrap, steps, _sgd(model))
+
+
+def _sgd(model: ZeRO3) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _accumulate(
+    model: ZeRO3, wrap: Wrap, steps: int, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     def step(*batches: Tensor) -> list[Tensor]:
         losses = []
         for x in batches:
@@ -153,8 +210,16 @@ def accumulation(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
 
 def gradients_left(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """The next step clears what the last one leaves in `.grad`, and the program reads it."""
-    optimizer = AdamW(model.parameters(), lr=0.01)
+    return _leave_gradients(model, wrap, steps, AdamW(model.parameters(), lr=0.01))
 
+
+def gradients_left_by_a_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    return _leave_gradients(model, wrap, steps, _sgd(model))
+
+
+def _leave_gradients(
+    model: ZeRO3, wrap: Wrap, steps: int, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = _backward(model, x)
@@ -171,13 +236,22 @@ def gradients_left(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
 
 def optimizer_outside(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """Passes alone are captured; weights change in between, by the optimizer and by hand."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return _step_outside(model, wrap, steps, set_to_none=True)
+
+
+def optimizer_outside_a_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+    """A replay adds to `.grad` where the recording found it."""
+    return _step_outside(model, wrap, steps, set_to_none=False)
+
+
+def _step_outside(model: ZeRO3, wrap: Wrap, steps: int, set_to_none: bool) -> list[Tensor]:
+    optimizer = _sgd(model)
     train = wrap(functools.partial(_backward, model), SAMPLE)
     found = []
     for number in range(steps):
         found.append(train(_batch()))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         if number % 3 == 2:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -188,7 +262,7 @@ def optimizer_outside(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
 def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """Two captures take turns, the second between a forward and its backward, with eager passes
     between them, also of other shapes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = _sgd(model)
 
     def evaluate(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -270,6 +344,16 @@ PROGRAMS: list[Program] = [
     two_towers,
     recomputation_and_dropout,
 ]
+OWN_PROGRAMS: list[Program] = [
+    capturable_adamw,
+    accumulation_in_one_graph,
+    gradients_left_by_a_graph,
+    optimizer_outside_a_graph,
+    train_and_evaluate,
+    two_towers,
+    recomputation_and_dropout,
+]
+"""Those that an `OwnGraph` can contain: nothing in a step depends on the host."""
 
 
 def draw_alike() -> None:

@@ -181,6 +181,7 @@ class SimulatedDevice(TorchDispatchMode):
         """What a capture or a replay forbids, and was done; each with the engine's function."""
         self.host.on_fault = self._note_fault
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._capture_stream: Stream | None = None
 
     @property
     def races(self) -> list[Race]:
@@ -265,7 +266,12 @@ class SimulatedDevice(TorchDispatchMode):
         stream: Stream | None = None,
         capture_error_mode: str = "global",
     ) -> Iterator[None]:
-        assert stream is not None, "a capture needs a stream that is not the default one"
+        """As torch's: without a stream, on one of its own."""
+        current = self._stream
+        if stream is None:
+            stream = self._capture_stream = self._capture_stream or self.Stream(self.index)
+        self.synchronize()
+        stream.tick()  # And so comes after all that the host knows to be done.
         with self.stream(stream):
             graph.begin(stream)
             try:
@@ -273,6 +279,7 @@ class SimulatedDevice(TorchDispatchMode):
             finally:
                 with self.paused():
                     graph.end()
+        current.wait_stream(stream)  # Nothing has run there.
 
     def synchronize(self, device: object = None) -> None:
         for stream in (self.compute, *self._handed_out, *self.comms.values()):

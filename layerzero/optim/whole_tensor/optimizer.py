@@ -22,6 +22,7 @@ from torch import nn
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.optim import attach
+from layerzero.optim.checks import refuse_in_graph
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, inner, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
@@ -233,8 +234,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             What `closure` returns.
 
         Raises:
-            RuntimeError: inside forward or backward; or a parameter has a gradient on some ranks
-                only.
+            RuntimeError: inside forward, backward or a CUDA graph; or a parameter has a gradient
+                on some ranks only.
             CollectiveError: a rank did not take part.
         """
         loss = None
@@ -316,6 +317,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 "add_param_group, freeze parameters with requires_grad_(False), or make another"
             )
         root.check_between_steps(f"{when}; call it after backward has returned")
+        refuse_in_graph(_NAME, root)
         if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in root.units):
             raise RuntimeError(f"{_NAME}.step: called inside summon_full_params; call it outside")
         return root
