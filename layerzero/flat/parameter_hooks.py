@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 STEPPED_BY_TORCH = "_in_backward_optimizers"
-"""Attribute of a parameter given to torch's `_apply_optimizer_in_backward`: its hooks are on
-autograd's accumulation node, so the parameter does not show them."""
+"""torch's mark on a parameter given to `_apply_optimizer_in_backward`, which shows no hook."""
 
 
 def kind_of_hooks(parameter: nn.Parameter) -> str | None:

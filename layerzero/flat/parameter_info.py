@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
 from layerzero.flat.tensor_parallel import TensorParallelSplit
 
 _ATTRIBUTE = "layerzero"
@@ -146,7 +147,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     Copies the class as well, if that is derived from `nn.Parameter`.
     """
     # "_is_param" is torch's mark on parameters that are tensor subclasses.
-    left_out = (_ATTRIBUTE, _SHARDED_PARAM, _BEFORE_USE, "_is_param", *_PLACE)
+    left_out = (_ATTRIBUTE, _SHARDED_PARAM, _BEFORE_USE, STEPPED_BY_TORCH, "_is_param", *_PLACE)
     target.__dict__.update({k: v for k, v in source.__dict__.items() if k not in left_out})
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:
         target.__class__ = type(source)  # type: ignore[assignment]

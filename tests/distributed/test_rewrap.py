@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
@@ -135,6 +136,21 @@ def test_hooks_stay_on_shards_that_stay_and_a_warning_names_the_others() -> None
     assert sum(expected in str(each.message) for each in told) == is_first
     model(torch.randn(2, WIDTH)).sum().backward()
     assert ran == ["blocks.0.up.bias"]
+
+
+@on_ranks(2)
+def test_a_shard_stepped_by_torch_in_backward_is_stepped_on_if_it_stays() -> None:
+    model = zero3(Mlp, Block)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.blocks[0].parameters(), {"lr": 0.1})
+    model.blocks.append(_block())
+    layerzero.rewrap(model)
+    stays = [*model.blocks[0].parameters()]
+    before = [parameter.detach().clone() for parameter in stays]
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert not any(map(torch.equal, before, stays))
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()
+    }
 
 
 @on_ranks(2)
