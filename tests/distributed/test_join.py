@@ -513,6 +513,20 @@ def test_a_join_of_even_batches_and_means_of_low_precision_have_the_same_bits() 
 
 
 @on_ranks(2)
+def test_a_rank_without_a_batch_takes_part_in_the_check_of_loaded_values() -> None:
+    twin = seeded(Mlp).double()
+    with torch.device("meta"):
+        module = Mlp().double()
+    model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later", timeout=TIMEOUT)
+    model.load_state_dict(twin.state_dict())
+    ours, plan = Trainer(model), _counts(2, 0)
+    with layerzero.join(model, ours.optimizer):
+        ours.train(plan)
+    Trainer(twin).train_here(plan)
+    _same_weights(model, twin)
+
+
+@on_ranks(2)
 def test_models_are_freed_at_once() -> None:
     """No cycle of the join keeps them until a collection."""
     gc.collect()
