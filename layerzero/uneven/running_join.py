@@ -171,7 +171,11 @@ class RunningJoin(Extension):
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
         if self._follower is not None:
+            first = min((each.start for each in forwards), default=0)
             for unit in self._units:
+                # Of calls without a backward; ranks that follow have none, and the next pass
+                # reduces alike.
+                unit.keep_starts(0, first)
                 if unit.is_held(_FIRST):
                     unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
 
