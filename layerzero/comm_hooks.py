@@ -110,7 +110,7 @@ def _by_hook(state: object, hook: Callable[..., object]) -> Reduce:
     def reduce(handle: FlatParamHandle, group: ShardGroup, scale: float) -> torch.Tensor:
         # An alias: hooks that compress assign to its `.data`.
         sent = handle.gradients.buffer.detach()
-        if handle.placement.shard_group.size == 1:  # NO_SHARD: an all-reduce, in place.
+        if handle.placement.owned_slices > 1:  # NO_SHARD: an all-reduce, in place.
             hook(state, sent)
             return sent.clone()
         chunk = sent.new_empty(sent.numel() // group.size)

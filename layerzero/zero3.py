@@ -417,7 +417,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         else:
             from layerzero.optim.in_backward import StepInBackward
 
-            root.reducer.step_by = StepInBackward(optimizer, root.units).deliver
+            root.reducer.step_by = StepInBackward(optimizer).deliver
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.

@@ -95,6 +95,8 @@ class Learner(Extension):
         elif self._record is None:
             if torch.is_grad_enabled():
                 self._start()
+        elif torch.is_inference_mode_enabled():
+            pass  # Its end would bring back that operations are counted, after the last step, too.
         elif self._record.has_reduced and not root.reducer.kept.adds_up:
             peak = self._record.look() + self._slack
             changed, peak = self._highest([int(self._weights_changed()), peak])

@@ -120,7 +120,7 @@ class StorageCount:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes that live now."""
-        return sums((counted, counted.nbytes) for counted in self._counted.values())
+        return sums((counted, counted.nbytes) for counted in [*self._counted.values()])
 
     def at_peak(self) -> list[tuple[Counted, int]]:
         """The storages that lived at the peak, and their bytes then."""
@@ -157,7 +157,8 @@ class StorageCount:
         """Memory is about to fall: note what lives, if the peak has risen. Once for each rise."""
         if self._is_rising:
             self._is_rising = False
-            self._at_peak = [(counted, counted.nbytes) for counted in self._counted.values()]
+            # In two steps: a pair that is made may have garbage collected, in which storages die.
+            self._at_peak = [(each, each.nbytes) for each in [*self._counted.values()]]
 
 
 class CountingMode(TorchDispatchMode):

@@ -35,9 +35,8 @@ class StepInBackward:
     stay the optimizer's own.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        """`units`: all units of the model.
-
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """
         Raises:
             ValueError: the optimizer needs more than the gradients of one unit (a
                 `WholeTensorOptimizer`).
@@ -48,7 +47,6 @@ class StepInBackward:
                 "whole tensors, for all units together; call its step() after backward"
             )
         self.optimizer = optimizer
-        self._sharded_params = {each for unit in units for each in unit.sharded_params}
 
     def deliver(self, delivery: Delivery, parts: Sequence[Part]) -> None:
         """Deliver one reduction at a time, in the order of issue: the host steps what has arrived
@@ -75,8 +73,9 @@ class StepInBackward:
             for unit in complete:
                 stepped.append(unit.label)
                 self._step(unit.sharded_params)
-            everything = {each for group in self.optimizer.param_groups for each in group["params"]}
-            self._step(everything - self._sharded_params)
+            # Also of units that this backward did not reach: `zero_grad` may have left zeros.
+            rest = {each for group in self.optimizer.param_groups for each in group["params"]}
+            self._step(rest.difference(*(unit.sharded_params for unit, _ in parts)))
         except BaseException as error:
             text = (
                 f"step_in_backward: the parameters of {', '.join(stepped)} had stepped by then, "

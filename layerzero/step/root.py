@@ -227,13 +227,13 @@ class RootState:
         self._start = self.clock
         self.reducer.kept.give_up_if_cleared()
         self.structure.check("forward")
+        for before_forward in self.extensions.before_forward:
+            before_forward(unit, self._forward_pass)
         if self.has_forward_checks:
             from layerzero.step.first_forward import check_first_forward
 
             check_first_forward(self.units, self.device)
             self.has_forward_checks = False
-        for before_forward in self.extensions.before_forward:
-            before_forward(unit, self._forward_pass)
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.kept.adds_up)
 

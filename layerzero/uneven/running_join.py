@@ -19,6 +19,7 @@ from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
+from layerzero.step.first_forward import check_first_forward
 from layerzero.step.root import RootState
 from layerzero.step.unit import Hold, Unit
 from layerzero.uneven.follower import Follower
@@ -170,7 +171,11 @@ class RunningJoin(Extension):
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
         if self._follower is not None:
+            first = min((each.start for each in forwards), default=0)
             for unit in self._units:
+                # Of calls without a backward; ranks that follow have none, and the next pass
+                # reduces alike.
+                unit.keep_starts(0, first)
                 if unit.is_held(_FIRST):
                     unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
 
@@ -303,6 +308,9 @@ class RunningJoin(Extension):
         root = self._root
         forward_pass = ForwardPass(root.clock)
         self._note_forward(forward_pass)
+        if root.has_forward_checks:
+            check_first_forward(root.units, root.device)
+            root.has_forward_checks = False
         root.context.note_weights()
         root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.kept.adds_up)
         assert self._follower is not None, "of this pass"

@@ -86,6 +86,10 @@ class Resting:
             shards = [(handle.main_shard, label) for handle, label in stepped.values()]
             self._note([*shards, *_states_of(optimizer)])
 
+    def forget(self) -> None:
+        """Compare nothing until the next step that is noted."""
+        self._noted.clear()
+
     def different(self, root: RootState) -> list[str]:
         """Which copies differ, in words. Collective over the ranks with copies; blocks the host."""
         return [*self._over_outer_peers(root), *_over_tensor_parallel_ranks(root)]

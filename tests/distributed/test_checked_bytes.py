@@ -24,7 +24,7 @@ from layerzero.verify.verifier import Verifier
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.checks import named
 from tests.harness.flips import REPLICA, SITES, Trials, flip
-from tests.harness.models import Block
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import simulated_device
@@ -358,3 +358,15 @@ def test_backends_whose_messages_carry_no_name_and_devices_are_checked_too() -> 
                 flip(model._root_state.units[1].handles[0].main_shard, 3)
             with pytest.raises(CorruptionError, match="rank 1"):
                 step()
+
+
+@on_ranks(2)
+def test_two_backwards_before_a_step_are_no_corruption() -> None:
+    """Each eighth pass is compared with the step before; steps after that one are not noted."""
+    model = ZeRO3(Mlp(), auto_wrap_policy={Block}, verify="sampled")
+    optimizer = layerzero.optim.AdamW(model.parameters())
+    for step in range(16):
+        for _ in range(2 if step == 14 else 1):  # The 15th pass and the 16th.
+            model(torch.ones(2, WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -43,9 +43,9 @@ def _hooks() -> list[tuple[Any, Any]]:
 def _with_default_hooks() -> None:
     default = default_hooks.DefaultState(dist.group.WORLD)
     sharded = [*_hooks(), (default, default_hooks.reduce_scatter_hook)]
-    whole = [*_hooks(), (default, default_hooks.allreduce_hook)]
+    replicated = [*_hooks(), (default, default_hooks.allreduce_hook)]
     cases = [(ShardingStrategy.FULL_SHARD, each) for each in sharded]
-    cases += [(ShardingStrategy.NO_SHARD, each) for each in whole]
+    cases += [(ShardingStrategy.NO_SHARD, each) for each in replicated]
     seen = []
     for strategy, (state, hook) in cases:
         theirs = FullyShardedDataParallel(
@@ -55,13 +55,15 @@ def _with_default_hooks() -> None:
             device_id=torch.device("cpu"),
             use_orig_params=True,
         )
-        whole_arguments: Any = {"zero3_size": 1, "outer": "replicate"}
-        arguments = {} if strategy is ShardingStrategy.FULL_SHARD else whole_arguments
-        own = ZeRO3(seeded(Mlp), auto_wrap_policy={Block}, **arguments)
+        whole: Any = {"zero3_size": 1, "outer": "replicate"}
         theirs.register_comm_hook(state, hook)
-        own.register_comm_hook(state, hook)
-        seen.append(_losses(own))
-        assert_bitwise(seen[-1], _losses(theirs), f"{strategy}, {hook.__name__}")
+        expected = _losses(theirs)
+        is_sharded = strategy is ShardingStrategy.FULL_SHARD
+        for arguments in ({}, {"zero3_size": 1}) if is_sharded else (whole,):
+            own = ZeRO3(seeded(Mlp), auto_wrap_policy={Block}, **arguments)
+            own.register_comm_hook(state, hook)
+            assert_bitwise(_losses(own), expected, f"{strategy}, {arguments}, {hook.__name__}")
+        seen.append(expected)
         with pytest.raises(RuntimeError, match="a communication hook already"):
             own.register_comm_hook(state, hook)
     # Compression shows.

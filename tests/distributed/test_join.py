@@ -513,6 +513,40 @@ def test_a_join_of_even_batches_and_means_of_low_precision_have_the_same_bits() 
 
 
 @on_ranks(2)
+def test_a_rank_without_a_batch_takes_part_in_the_check_of_loaded_values() -> None:
+    twin = seeded(Mlp).double()
+    with torch.device("meta"):
+        module = Mlp().double()
+    model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later", timeout=TIMEOUT)
+    model.load_state_dict(twin.state_dict())
+    ours, plan = Trainer(model), _counts(2, 0)
+    with layerzero.join(model, ours.optimizer):
+        ours.train(plan)
+    Trainer(twin).train_here(plan)
+    _same_weights(model, twin)
+
+
+class _LosesACall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = Block(), Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.block(x)
+        return self.last(self.block(x))
+
+
+@on_ranks(2)
+def test_calls_without_a_backward_leave_ranks_in_step() -> None:
+    ours, theirs = _trains_alike(_counts(0, 2), _LosesACall)
+    ours.train(_counts(1, 1))
+    theirs.train_here(_counts(1, 1))
+    _same_weights(ours.model, theirs.model)
+    _trains_alike(((2, 1), (1, 1)), _LosesACall)
+
+
+@on_ranks(2)
 def test_models_are_freed_at_once() -> None:
     """No cycle of the join keeps them until a collection."""
     gc.collect()

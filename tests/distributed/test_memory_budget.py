@@ -323,3 +323,43 @@ def test_odd_uses(world_size: int) -> None:
     assert model.memory_choice is None
     _steps(model, 7)
     assert kept(model) == everything
+
+
+@on_ranks(2)
+def test_evaluations_in_inference_mode_may_come_while_it_learns() -> None:
+    model = ZeRO3(Tower(), auto_wrap_policy={Block}, memory_budget=HUGE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args, kwargs = CASES["tower"].batch()
+    for _ in range(LEARNED + 2):
+        sum(tensor.sum() for tensor in tensors_of(model(*args, **kwargs))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode():
+            model(*args, **kwargs)
+        torch.randn(2)  # Which fails if this thread's operations are counted after the last step.
+    assert model.memory_choice is not None
+
+
+def test_storages_may_die_while_the_peak_is_noted() -> None:
+    """Of garbage that is collected, as it may be wherever Python makes an object."""
+    thresholds = gc.get_threshold()
+    try:
+        for threshold in range(5, 60, 2):
+            count = StorageCount()
+            kept = [torch.empty(1) for _ in range(100)]
+            gc.disable()
+            for tensor in kept:
+                count.note(tensor)
+            gc.collect()
+            cycle: list[Any] = [torch.empty(1000)]
+            cycle.append(cycle)
+            count.note(cycle[0])
+            del cycle
+            gc.set_threshold(threshold)
+            gc.enable()
+            assert len(count.at_peak()) >= 100
+            gc.collect()
+            assert count.live == 4 * len(kept)
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3, units
-from layerzero.optim import AdamW
+from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import (
     assert_same_gradients,
@@ -417,7 +417,11 @@ def _steps_between_two_backwards(
 
 @on_ranks(2)
 def test_a_graph_made_before_its_weights_were_written_is_refused_as_in_torch() -> None:
-    builds = [partial(torch.optim.SGD, lr=0.1), partial(AdamW, lr=0.1)]
+    builds = [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(AdamW, lr=0.1),
+        partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD, lr=0.1),
+    ]
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for build in builds:
         for options in ({}, {"zero3_size": 1}):

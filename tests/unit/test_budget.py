@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_530,
+    "": 45_548,
     "flat": 2_850,
     "step": 4_563,
     "comm": 1_521,

@@ -287,6 +287,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         stepping.exchange_all(root, members, buckets, "gradients to owners")
         error = inner.step(self._inner, self.param_groups)
         stepping.exchange_all(root, members, buckets, "values from owners")
+        # Also where this rank has no element: all ranks refuse a graph of weights that changed.
+        torch.autograd.graph.increment_version([members[n].parameter for n in agreed.present])
         self._contents = self._contents_now(root)
         for own, group in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(options_of(group))
