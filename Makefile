@@ -64,7 +64,7 @@ test-processors: $(INSTALLED)
 SEEDS ?= 200
 KILLS ?= 1000
 CASES ?= 10000
-SWEEPS := life_cycle transactional_steps nonfinite memory_budget ledger ledger_modes \
+SWEEPS := life_cycle exceptions nonfinite memory_budget ledger \
 	host_work memory_plan howto optional_modules delta join layered whole_tensor accumulation checkpoint \
 	checkpoint_optimizers checkpoint_splits parallel_transformers offload flat_optimizer streams \
 	fault_matrix several_machines missing_waits two_lanes bitwise restarts graph_capture arena

@@ -9,8 +9,6 @@ it records the public names with their signatures, and the text of every excepti
 the package's source spells out. Bits depend on the processor and on torch: compare on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -12,8 +12,6 @@ and the kernels of ops/). The others repeat these ways with more models and opti
 same comparisons; `--all` runs them too. Tests that compare no numbers are the same everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -41,7 +39,7 @@ FILES = """
 distributed: accumulation bitwise compile experts flat_optimizer grads layered
     mixed_precision norms odd_uses optional_modules pipeline several_forwards tensor_parallel
     torch_optimizers whole_tensor
-ops: flat_step ordered_sum pack
+ops: flat_step pack sums
 """
 SETTINGS: dict[str, dict[str, str]] = {
     "as it is": {},

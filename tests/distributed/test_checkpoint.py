@@ -1,7 +1,5 @@
 """save and load: any world size to any other, partly, in the background, with all a run needs."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
@@ -47,7 +45,7 @@ from tests.harness.models import (
     TiedAcrossUnits,
     loss_of,
 )
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.saved_models import (
     Whole,
     assert_same,
@@ -447,7 +445,9 @@ class Longer(Mlp):
         self.extra = nn.Linear(2, 2, bias=False)
 
 
-def _partly(root: str) -> list[str]:
+@on_ranks(2)
+def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> None:
+    root = str(tmp_path)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -480,11 +480,7 @@ def _partly(root: str) -> list[str]:
     ):
         load(f"{root}/small", narrow, strict=False)
     logging.getLogger("layerzero.checkpoint").removeHandler(handler)
-    return messages
-
-
-def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path, ranks: KeptRanks) -> None:
-    told = ranks(2, _partly, str(tmp_path))
+    told = of_all_ranks(messages)
     assert [len(messages) for messages in told] == [2, 0]
     assert "missing in the checkpoint: blocks.3.down.bias" in told[0][0]
     assert "extra.weight" in told[0][1].partition("unexpected")[2]
@@ -550,8 +546,10 @@ def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> Non
             train(model, optimizer, 1)
 
 
-def _aligned_as_on_a_device(root: str) -> None:
+@on_ranks(2)
+def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
     """Saved with each alignment, loaded with the other."""
+    root = str(tmp_path)
     runs, ranges = [], []
     for number, nbytes in enumerate((CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES)):
         with mock.patch.object(layout, "CPU_ALIGNMENT_NBYTES", nbytes):
@@ -567,10 +565,7 @@ def _aligned_as_on_a_device(root: str) -> None:
         assert_same(everything(model, optimizer), saved, f"step {1 - number}")
         set_optimizer_state_dict(model, optimizer, saved.optimizer)
         assert_same(everything(model, optimizer), saved, f"set from step {1 - number}")
-
-
-def test_files_do_not_depend_on_the_alignment(tmp_path: Path, ranks: KeptRanks) -> None:
-    ranks(2, _aligned_as_on_a_device, str(tmp_path))
+    dist.barrier()
     sizes = [
         {each.name: each.stat().st_size for each in folder.glob("*.safetensors")}
         for folder in sorted(tmp_path.glob("step-*"))
@@ -578,8 +573,10 @@ def test_files_do_not_depend_on_the_alignment(tmp_path: Path, ranks: KeptRanks) 
     assert sizes[0] == sizes[1] and sizes[0]
 
 
-def _from_a_device(root: str) -> None:
+@on_ranks(2)
+def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
     """Shards that are taken for a device's; each rank's threads write through small windows."""
+    root = str(tmp_path)
     window, runtime = 1 << 15, FakeRuntime()
     make = functools.partial(nn.Linear, 300, 150)
     torch.manual_seed(0)
@@ -608,12 +605,7 @@ def _from_a_device(root: str) -> None:
     del handle
     gc.collect()
     assert not runtime.held
-
-
-def test_shards_on_a_device_are_written_through_small_windows(
-    tmp_path: Path, ranks: KeptRanks
-) -> None:
-    ranks(2, _from_a_device, str(tmp_path))
+    dist.barrier()
     plain, windows, background = sorted(tmp_path.glob("step-*"))
     for file in plain.glob("*.safetensors"):
         for other in (windows, background):

@@ -1,7 +1,5 @@
 """What a step costs: collectives counted, payload counted, copies counted, storage freed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from datetime import timedelta

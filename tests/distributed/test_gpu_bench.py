@@ -1,7 +1,5 @@
 """The parts of the GPU benchmark run on the CPU, and every measure has an expected range."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ from benchmarks import bench_gpu_step as bench
 from benchmarks.gpu_expected import EXPECTED
 from tests.gpu import link
 from tests.gpu.link import Link
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 CPU = torch.device("cpu")
 MEASURES = {
@@ -59,7 +57,8 @@ def test_every_part_runs_and_every_measure_is_expected(tmp_path, monkeypatch) ->
     assert len(found["optimizer"]["rows"]) == 3 * 4 and len(found["checkpoint"]["rows"]) == 2
 
 
-def _times_on_the_link() -> dict[str, float]:
+@on_ranks(1, timeout=120, fresh=True)
+def test_engines_are_compared_on_the_same_link() -> None:
     """Milliseconds that a step's bytes take, by engine."""
     dist.destroy_process_group()
     slow = Link(node_gb_s=1e-3)
@@ -67,11 +66,7 @@ def _times_on_the_link() -> dict[str, float]:
     report = bench.Report("step", config)
     bench.measure_step(config, report)
     ((_, details),) = [item for item in report.details.items() if item[0] != "failures"]
-    return details["link_ms"]
-
-
-def test_engines_are_compared_on_the_same_link() -> None:
-    ms = run_ranks(1, _times_on_the_link, timeout=120)[0]
+    ms = details["link_ms"]
     width, hidden, layers = 32, 64, 3
     block = 4 * width * width + 3 * width * hidden + 2 * width
     root = (256 + 16 + 1) * width

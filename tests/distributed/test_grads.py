@@ -1,7 +1,5 @@
 """Gradients, and parameters after steps, are those of the same model unsharded."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Every block of Python in docs/howto/*.md runs, on two ranks; `plan_memory` agrees with malloc."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """`plan_memory` against the storages of real steps on gloo: models, settings, features."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """On a device: several models at once, which may share its streams, and models that are deleted."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

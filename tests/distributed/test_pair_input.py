@@ -1,8 +1,6 @@
 """Reductions between two ranks; see Note [Two ranks keep the own chunk apart] in
 flat/pair_input.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Every block of Python in docs/howto/recipes.md runs, on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Reductions on process groups of their own, and several in flight: the numbers are the same, every
 two accesses are ordered, and memory is within the bound."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -23,7 +21,7 @@ from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations, waiting_nbytes
 from tests.harness.reference import batches_of, forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
@@ -380,16 +378,13 @@ def _differing() -> None:
         ZeRO3(nn.Linear(4, 4), reduction=policy)
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2, fresh=True)
+def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
+    """On new ranks, which have made no group yet."""
     _groups_are_kept()
     _same_order()
     _twice_in_a_pass()
     _differing()
-
-
-def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
-    """On new ranks, which have made no group yet."""
-    run_ranks(2, _on_two_ranks)
 
 
 @on_ranks(1)

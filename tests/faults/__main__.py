@@ -1,7 +1,5 @@
 """Run the fault matrix, print each cell, and write the table of docs/reference/reliability.md."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

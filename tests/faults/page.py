@@ -1,7 +1,5 @@
 """The table of the fault matrix in docs/reference/reliability.md."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -3,8 +3,6 @@
 tests/distributed/test_graph_capture.py shows the same on the simulated device, with two ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -4,8 +4,6 @@ A program is called with a model and `wrap`, which is `capture` or leaves a step
 number of steps. It returns what is compared: losses of all steps, and whatever else it reads.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ enough where order and memory are asked for, not values, and takes a tenth of th
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole engine on a device that is neither CPU nor CUDA, beside one process on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

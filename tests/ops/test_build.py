@@ -1,7 +1,5 @@
 """The package installs with, without and with a broken compiler, and says which of them it was."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

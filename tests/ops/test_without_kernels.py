@@ -1,7 +1,5 @@
 """Where a device has no kernels of ours, plain torch runs and never blocks the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The checker of GPU traces finds each way in which a step may not overlap as drawn."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

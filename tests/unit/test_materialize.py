@@ -1,7 +1,5 @@
 """What initialising on a device needs of torch's module for that device."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -1,7 +1,5 @@
 """How a world is cut into axes, and for which kind of device a mesh is made: no ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a plan may say, what it finds in a model, and what it says about what it does not find."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The pattern language against a slow matcher that shares no code with it; its errors."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
