@@ -13,9 +13,7 @@ import torch
 from layerzero import notices
 from tests.harness.ranks import KeptRanks, fork_the_server
 
-pytest_plugins = [
-    *("tests.harness.expected_time", "tests.harness.forked_workers", "tests.harness.skips")
-]
+pytest_plugins = ["tests.harness.forked_workers", "tests.harness.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
