@@ -115,9 +115,8 @@ def test_single_flipped_bits_are_found_on_two_ranks() -> None:
 
 @on_ranks(4)
 def test_single_flipped_bits_are_found_in_layered_modes(tmp_path: Path) -> None:
-    folder = tmp_path
     _copies_that_differ()
-    _copies_that_differ_after_a_load(folder)
+    _copies_that_differ_after_a_load(tmp_path)
     found = of_all_ranks(_flip_under(dict.fromkeys(FOUR_RANKS, 4), 1))[0]
     assert all(found[site] >= 3 for site in SITES), found
 

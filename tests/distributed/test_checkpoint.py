@@ -447,38 +447,37 @@ class Longer(Mlp):
 
 @on_ranks(2)
 def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> None:
-    root = str(tmp_path)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("layerzero.checkpoint").addHandler(handler)
     small, small_optimizer = build(Mlp, 0)
     train(small, small_optimizer)
-    save(f"{root}/small", small, small_optimizer)
+    save(f"{tmp_path}/small", small, small_optimizer)
     values = everything(small, small_optimizer)
     large, large_optimizer = build(Longer, 1)
     before = everything(large, large_optimizer)
     with pytest.raises(CheckpointError, match=r"missing .*blocks\.3\.down\.bias.*extra\.weight"):
-        load(f"{root}/small", large)
+        load(f"{tmp_path}/small", large)
     with pytest.raises(CheckpointError, match=r"group 0 has parameters that the saved"):
-        load(f"{root}/small", large, large_optimizer)
+        load(f"{tmp_path}/small", large, large_optimizer)
     assert_same(everything(large, large_optimizer), before, "after a refusal")
-    load(f"{root}/small", large, large_optimizer, strict=False)
+    load(f"{tmp_path}/small", large, large_optimizer, strict=False)
     found = everything(large, large_optimizer)
     for name, value in found.model.items():
         assert_bitwise(value, values.model.get(name, before.model[name]), name)
     assert found.optimizer["state"].keys() == values.optimizer["state"].keys()
 
-    save(f"{root}/large", large, large_optimizer)
+    save(f"{tmp_path}/large", large, large_optimizer)
     with pytest.raises(CheckpointError, match=r"unexpected.*extra\.weight"):
-        load(f"{root}/large", small, small_optimizer)
-    load(f"{root}/large", small, small_optimizer, strict=False)
+        load(f"{tmp_path}/large", small, small_optimizer)
+    load(f"{tmp_path}/large", small, small_optimizer, strict=False)
     assert_same(everything(small, small_optimizer), values, "the part that fits")
     narrow, _ = build(lambda: Mlp(width=4), 1)
     with pytest.raises(
         CheckpointError, match=r"shapes differ: .*stem\.weight is \(5, 5\).*\(4, 4\)"
     ):
-        load(f"{root}/small", narrow, strict=False)
+        load(f"{tmp_path}/small", narrow, strict=False)
     logging.getLogger("layerzero.checkpoint").removeHandler(handler)
     told = of_all_ranks(messages)
     assert [len(messages) for messages in told] == [2, 0]
@@ -549,19 +548,18 @@ def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> Non
 @on_ranks(2)
 def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
     """Saved with each alignment, loaded with the other."""
-    root = str(tmp_path)
     runs, ranges = [], []
     for number, nbytes in enumerate((CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES)):
         with mock.patch.object(layout, "CPU_ALIGNMENT_NBYTES", nbytes):
             model, optimizer = build(Mlp, number, wrap=False)
         train(model, optimizer)
-        save(root, model, optimizer, step=number)
+        save(tmp_path, model, optimizer, step=number)
         runs.append((model, optimizer, everything(model, optimizer)))
         ranges.append([parameter.layerzero.range for parameter in model.parameters()])
     assert ranges[0] != ranges[1], "else this shows nothing"
     for number, (model, optimizer, _) in enumerate(runs):
         saved = runs[1 - number][2]
-        load(f"{root}/step-{1 - number:08d}", model, optimizer)
+        load(f"{tmp_path}/step-{1 - number:08d}", model, optimizer)
         assert_same(everything(model, optimizer), saved, f"step {1 - number}")
         set_optimizer_state_dict(model, optimizer, saved.optimizer)
         assert_same(everything(model, optimizer), saved, f"set from step {1 - number}")
@@ -576,7 +574,6 @@ def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
     """Shards that are taken for a device's; each rank's threads write through small windows."""
-    root = str(tmp_path)
     window, runtime = 1 << 15, FakeRuntime()
     make = functools.partial(nn.Linear, 300, 150)
     torch.manual_seed(0)
@@ -585,7 +582,7 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    save(root, model, optimizer, step=0)
+    save(tmp_path, model, optimizer, step=0)
     with (
         mock.patch.object(transfer, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
@@ -593,12 +590,12 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
         mock.patch.object(transfer, "BATCH_NBYTES", window),
         mock.patch.object(host, "runtime_of", lambda device: runtime),
     ):
-        save(root, model, optimizer, step=1)
+        save(tmp_path, model, optimizer, step=1)
         assert not runtime.held, "all is given back"
         assert window <= runtime.most_nbytes <= 4 * window
         assert set(runtime.sizes) == {window}
         runtime.sizes.clear()
-        handle = save(root, model, optimizer, step=2, blocking=False)
+        handle = save(tmp_path, model, optimizer, step=2, blocking=False)
         handle.wait()
     total = handle.nbytes[1]
     assert total <= runtime.sizes[0] <= total + 64 * 1000, "not rounded to a power of two"

@@ -193,10 +193,9 @@ def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
 
 @on_ranks(2)
 def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    model, optimizer, before = _saved(root)
+    model, optimizer, before = _saved(tmp_path)
     states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    folder = Path(root) / "step-00000001"
+    folder = tmp_path / "step-00000001"
     generator = random.Random(0)
     refused = 0
     whole = {path: path.read_bytes() for path in sorted(folder.iterdir())}
@@ -218,7 +217,7 @@ def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Pa
                 path.write_bytes(broken)
             dist.barrier()
             with pytest.raises(CheckpointError, match="damaged") as error:
-                load(root, model, optimizer)
+                load(tmp_path, model, optimizer)
             assert path.name in str(error.value) or "safetensors" in str(error.value), what
             refused += 1
             dist.barrier()
@@ -226,7 +225,7 @@ def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Pa
             path.unlink()
         dist.barrier()
         with pytest.raises(CheckpointError):
-            load(root, model, optimizer)
+            load(tmp_path, model, optimizer)
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(data)
@@ -234,7 +233,7 @@ def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Pa
     assert_same_parameters(get_model_state_dict(model, full=True), before)
     for parameter, state in optimizer.state.items():
         assert_same_parameters(state, states[parameter])
-    load(root, model, optimizer)  # whole again
+    load(tmp_path, model, optimizer)  # whole again
     refused = of_all_ranks(refused)[0]
     files = list((tmp_path / "step-00000001").iterdir())
     assert len(files) >= 4

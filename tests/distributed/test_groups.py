@@ -184,13 +184,12 @@ def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
 
 @on_ranks(4, fresh=True)
 def test_stages_save_together(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     rank = dist.get_rank()
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     _a_group_for_some([0, 3])  # as for weights that the first stage shares with the last
     model = nn.ModuleDict({f"stage{rank // 2}": nn.Linear(8, 8)})
     wrapped = ZeRO3(model, stages[rank // 2], auto_wrap_policy={nn.Linear}, timeout=SHORT)
-    checkpoint.save(folder, wrapped, process_group=dist.group.WORLD)
+    checkpoint.save(tmp_path, wrapped, process_group=dist.group.WORLD)
     dist.barrier()
     assert (tmp_path / "latest").read_text() == "step-00000000\n"
 
@@ -211,7 +210,6 @@ def backend_timeout(group: dist.ProcessGroup) -> timedelta:
 
 @on_ranks(1, fresh=True)
 def test_a_timeout_given_to_a_process_group_is_kept(tmp_path: Path) -> None:
-    folder = tmp_path
     for number, (given, expected) in enumerate(
         {
             None: timedelta(minutes=5),
@@ -221,7 +219,7 @@ def test_a_timeout_given_to_a_process_group_is_kept(tmp_path: Path) -> None:
     ):
         dist.destroy_process_group()
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/{number}", rank=0, world_size=1, timeout=given
+            "gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1, timeout=given
         )
         assert timeouts(ZeRO3(nn.Linear(2, 2))) == {expected}
         # A group that was given none follows the default group.

@@ -93,15 +93,14 @@ def test_files_have_the_users_umask_and_are_never_writable_for_all(
     tmp_path: Path, mask: int
 ) -> None:
     """Modes of all that a save writes."""
-    folder = tmp_path
     os.umask(mask)
     model = ZeRO3(Model())
     optimizer = torch.optim.AdamW(model.parameters())
-    save(folder / "new" / "root", model, optimizer)
+    save(tmp_path / "new" / "root", model, optimizer)
     modes = {
-        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
-        for path in (folder / "new").rglob("*")
-    } | {"new": stat.S_IMODE((folder / "new").stat().st_mode)}
+        str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "new").rglob("*")
+    } | {"new": stat.S_IMODE((tmp_path / "new").stat().st_mode)}
     assert len(modes) > 5
     for name, mode in modes.items():
         most = 0o775 if (tmp_path / name).is_dir() else 0o664

@@ -22,7 +22,7 @@ from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
-from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH
 from tests.harness.plain_backend import make_plain_group
@@ -245,14 +245,11 @@ def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]
     return waits
 
 
-def _prefetched_do_not_wait() -> None:
+@as_fake_ranks((0, 1), 2)
+def test_a_prefetched_unit_does_not_wait_for_the_reduction_before_it() -> None:
     for mode in (None, *BackwardPrefetch):
         found = _waits_for_the_reduction_before(mode)
         assert len(found) >= 2 and set(found) == {mode is None}
-
-
-def test_a_prefetched_unit_does_not_wait_for_the_reduction_before_it() -> None:
-    run_fake_ranks((0, 1), 2, _prefetched_do_not_wait)
 
 
 def _host_waits(wait: bool) -> int:
@@ -267,12 +264,9 @@ def _host_waits(wait: bool) -> int:
     return len(device.races)
 
 
-def _pregathered() -> tuple[int, bool]:
-    return _host_waits(True), _host_waits(False) > 0
-
-
+@as_fake_ranks((0, 1), 2)
 def test_pregathering_waits_on_the_host_when_asked() -> None:
-    assert run_fake_ranks((0, 1), 2, _pregathered) == [(0, True)] * 2
+    assert _host_waits(True) == 0 and _host_waits(False) > 0
 
 
 def _losses(simulated: bool, **settings: Any) -> list[float]:

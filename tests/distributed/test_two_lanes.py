@@ -17,7 +17,7 @@ from layerzero.step import reduction as reduction_module
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from tests.distributed import test_experts
-from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -217,19 +217,13 @@ def test_every_two_accesses_are_ordered_with_the_host() -> None:
             assert found == {use.__name__: [] for use in uses}
 
 
-def _races_of_layers() -> list[tuple[str, str, list[str]]]:
-    found = []
+@as_fake_ranks((0, 3), 4)
+def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
     for name in ("zero1", "replicate", "whole parameters"):
         for sums in ({}, {"accumulation": "sharded"}):
             settings = _with_lanes({**LAYERS[name], **sums}, "both")
             use = accumulation if sums else plain_steps
-            found += [(name, *each) for each in _races(settings, [use]).items()]
-    return found
-
-
-def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
-    for found in run_fake_ranks((0, 3), 4, _races_of_layers):
-        assert [each for each in found if each[2]] == []
+            assert _races(settings, [use]) == {use.__name__: []}, (name, sums)
 
 
 def without_waiting_for_a_reduction() -> object:
@@ -319,7 +313,8 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
     return waits
 
 
-def _room() -> None:
+@as_fake_ranks((0, 1), 2)
+def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
     assert min(_found_without()) > 0, "a missing wait is found"
     with simulated_device():
         sizes = _input_nbytes(wrapped())
@@ -327,10 +322,6 @@ def _room() -> None:
         _count(bound, most)
     for in_flight, waits in ((None, True), ("1GB", False)):
         assert _is_waited_for(in_flight) == [waits] * 3
-
-
-def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
-    run_fake_ranks((0, 1), 2, _room)
 
 
 def _same_order() -> None:
