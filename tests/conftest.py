@@ -13,9 +13,7 @@ import torch
 from layerzero import notices
 from tests.harness.ranks import KeptRanks, fork_the_server
 
-pytest_plugins = [
-    *("tests.harness.expected_time", "tests.harness.forked_workers", "tests.harness.skips")
-]
+pytest_plugins = ["tests.harness.forked_workers", "tests.harness.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +62,7 @@ def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
 FIRST = (
     *("test_cuda_build.py", "test_wheel.py"),
     *("test_memory_plan.py", "test_restarts.py", "test_memory_budget.py"),
-    *("test_slow_ranks.py", "test_watchdog.py", "test_no_endless_wait.py"),
+    *("test_slow_ranks.py", "test_watchdog.py"),
 )
 """Begun first, while other workers have something to do: each has a test that takes up to a
 minute, or mostly waits."""

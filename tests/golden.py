@@ -1,57 +1,53 @@
-"""Golden runs: what 40 ways to train leave after each step, bit for bit, and what the package says.
+"""Golden runs: what many ways to train leave, bit for bit, and what the package says.
 
     python -m tests.golden build/golden.json                  # at the commit before a change
     python -m tests.golden --against build/golden.json        # at the commit after it
 
-For changes that move code and are not meant to change numbers. A run is six steps of a toy model on
-gloo ranks; after each, `step_signature` covers all weights and all optimizer state. Beside the runs
-it records the public names with their signatures, and the text of every exception and warning that
-the package's source spells out. Bits depend on the processor and on torch: compare on one machine.
+For changes that move code and are not meant to change numbers. Runs train toy models on gloo ranks,
+in the ways and settings of the simulated device's tests (harness/stream_uses.py), too; of each
+`step_signature` covers all weights, and optimizer state. Beside the runs it records the public
+names with their signatures, and the text of every exception and warning that the package's source
+spells out. Bits depend on the processor and on torch: compare on one machine.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import layerzero
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import OffloadPolicy, ZeRO3
+from tests.harness import stream_uses
+from tests.harness.compare import sharded
 from tests.harness.models import CASES, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks
 from tests.harness.reference import batches_of, seeded
 
 STEPS = 6
 PACKAGE = Path(layerzero.__file__).parent
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Tower(nn.Module):
-    """A trunk, and a tower that odd ranks skip at some steps."""
+    """A trunk, and a tower that a batch enters or not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trunk, self.tower = Mlp(), Block()
 
-    def forward(self, x: Tensor, enters: bool) -> Tensor:
+    def forward(self, batch: tuple[Tensor, bool]) -> Tensor:
+        x, enters = batch
         out = self.trunk(x)
         return out + self.tower(x).mean() if enters else out
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,150 +63,87 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return layerzero.optim.WholeTensorOptimizer(matrices, torch.optim.Muon, lr=1e-2)
 
 
-def plain(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    loss_of(model(batches[0])).backward()
-
-
-def clipped(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    plain(model, optimizer, batches)
-    model.clip_grad_norm_(0.1)
-
-
-def accumulated(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    for index, batch in enumerate(batches):
-        with model.no_sync() if index < len(batches) - 1 else nullcontext():
-            loss_of(model(batch)).backward()
-
-
-def interleaved(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    for loss in [loss_of(model(batch)) for batch in batches]:
-        loss.backward()
-
-
-def recomputed(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    loss_of(checkpoint(model, batches[0], use_reentrant=False)).backward()
-
-
-def under_autocast(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model(batches[0]))
-    loss.backward()
-
-
-def evaluated(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    plain(model, optimizer, batches)
-    with torch.no_grad():
-        model.eval()(batches[1])
-    model.train()
-
-
-def frozen_in_turns(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    is_even = getattr(optimizer, "golden_step", 0) % 2 == 0
-    optimizer.golden_step = getattr(optimizer, "golden_step", 0) + 1
-    for name, parameter in model.named_parameters():
-        if "blocks.0" in name:
-            parameter.requires_grad_(is_even)
-    plain(model, optimizer, batches)
-
-
-def in_backward(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    model.step_in_backward(optimizer)
-    plain(model, optimizer, batches)
-    optimizer.zero_grad()
-
-
-def skipping(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    step = getattr(optimizer, "golden_step", 0)
-    optimizer.golden_step = step + 1
-    loss_of(model(batches[0], (step + dist.get_rank()) % 3 > 0)).backward()
-
-
-def joined(model: ZeRO3, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
-    with layerzero.join(model, optimizer):
-        for batch in batches[: 2 + dist.get_rank() % 2]:
-            optimizer.zero_grad()
-            loss_of(model(batch)).backward()
-            optimizer.step()
-
-
-def in_rounds(names: list[str]) -> list[tuple[str, int, dict[str, Any]]]:
-    return [(f"{name}, 2 ranks", 2, {"case": name}) for name in names]
-
-
-LLM = {"case": "transformer", "optimizer": adamw}
-RUNS: list[tuple[str, int, dict[str, Any]]] = [
-    *in_rounds([name for name in CASES if not name.endswith("_output")]),
-    ("adamw, 3 ranks", 3, LLM),
-    ("adamw, 4 ranks", 4, LLM),
-    ("layered zero1", 4, {**LLM, "zero3_size": 2}),
-    ("layered zero1, micro-batches", 4, {**LLM, "zero3_size": 2, "run": accumulated}),
-    ("layered replicate", 4, {**LLM, "zero3_size": 2, "outer": "replicate"}),
-    ("layered shard", 4, {**LLM, "zero3_size": 2, "outer": "shard"}),
-    (
-        "compute shard",
-        4,
-        {**LLM, "zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
-    ),
-    ("deterministic", 3, {**LLM, "deterministic": True}),
-    ("bf16", 2, {**LLM, "mixed_precision": BF16}),
-    ("bf16, layered", 4, {**LLM, "mixed_precision": BF16, "zero3_size": 2}),
-    ("bf16, clipped", 2, {**LLM, "mixed_precision": BF16, "run": clipped}),
-    ("kept full", 2, {**LLM, "reshard_after_forward": False}),
-    ("no prefetch", 2, {**LLM, "forward_prefetch": 0, "backward_prefetch": None}),
-    (
-        "prefetch 2, post",
-        2,
-        {
-            **LLM,
-            "forward_prefetch": 2,
-            "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
-            "limit_all_gathers": "1MB",
-        },
-    ),
-    ("offload", 2, {**LLM, "offload": OffloadPolicy(params=True, grads=True, pin_memory=False)}),
-    ("micro-batches, unsharded", 2, {**LLM, "accumulation": "unsharded", "run": accumulated}),
-    ("micro-batches, sharded", 2, {**LLM, "accumulation": "sharded", "run": accumulated}),
-    ("several forwards", 2, {**LLM, "run": interleaved}),
-    ("recomputed", 2, {**LLM, "run": recomputed}),
-    ("autocast", 2, {**LLM, "run": under_autocast}),
-    ("evaluated between", 2, {**LLM, "run": evaluated}),
-    ("frozen in turns", 2, {"case": "mlp", "optimizer": sgd, "run": frozen_in_turns}),
-    ("step in backward", 2, {"case": "mlp", "optimizer": adamw, "run": in_backward}),
-    ("sum", 2, {**LLM, "gradient_reduction": "sum"}),
-    ("verified", 2, {**LLM, "verify": "always"}),
-    ("on_nonfinite", 2, {**LLM, "on_nonfinite": "skip"}),
-    ("native adamw", 2, {**LLM, "optimizer": native(), "run": clipped}),
-    ("native adamw, bf16 state", 2, {**LLM, "optimizer": native(state="bfloat16")}),
-    ("native adamw, 8 bit", 2, {**LLM, "optimizer": native(state="8bit")}),
-    ("muon", 2, {**LLM, "optimizer": muon}),
-    ("optional", 3, {"build": Tower, "units": {Block}, "run": skipping, "optional": "tower"}),
-    ("joined", 2, {"case": "mlp", "optimizer": sgd, "run": joined, "steps_itself": True}),
-]
-
-
-def train(index: int) -> list[str]:
-    """Train one way; the signature after each step. Called on each rank."""
-    options = dict(RUNS[index][2])
-    case = CASES[options.pop("case", "mlp")]
-    build = options.pop("build", case.build)
-    make_optimizer, run = options.pop("optimizer", sgd), options.pop("run", plain)
-    steps_itself, optional = options.pop("steps_itself", False), options.pop("optional", None)
-    module = seeded(build)
-    if optional is not None:
-        options["optional_modules"] = [module.get_submodule(optional)]
-    units = options.pop("units", None) or set(case.units) or None
-    model = ZeRO3(module, auto_wrap_policy=units, **options)
-    optimizer = make_optimizer(model)
-    found = []
-    batches = batches_of(case, dist.get_world_size(), STEPS * 3)
-    for step in range(STEPS):
+def of_steps(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, batches: Iterable[Any], clips: bool = False
+) -> Iterator[str]:
+    """The signature after each step."""
+    for batch in batches:
         optimizer.zero_grad()
-        own = [batches[3 * step + part][dist.get_rank()] for part in range(3)]
-        run(model, optimizer, own)
-        if not steps_itself and run is not in_backward:
+        loss_of(model(batch)).backward()
+        if clips:
+            model.clip_grad_norm_(0.1)
+        optimizer.step()
+        yield model.step_signature(optimizer)
+
+
+def of_case(name: str, make: Any = sgd, clips: bool = False, **options: Any) -> list[str]:
+    """A toy model of the harness."""
+    model = sharded(CASES[name], **options)
+    batches = batches_of(CASES[name], dist.get_world_size(), STEPS)
+    own = [step[dist.get_rank()] for step in batches]
+    return [*of_steps(model, make(model), own, clips)]
+
+
+def of_use(use: Callable[[ZeRO3], None], **options: Any) -> list[str]:
+    """A way to train, and the weights that it leaves."""
+    model = stream_uses.wrapped(**options)
+    use(model)
+    return [model.step_signature()]
+
+
+def optional() -> list[str]:
+    """Ranks skip the tower in turns."""
+    module = seeded(Tower)
+    model = ZeRO3(module, auto_wrap_policy={Block}, optional_modules=[module.tower])
+    rows = [step[dist.get_rank()] for step in batches_of(CASES["mlp"], 3, STEPS)]
+    enters = [(step + dist.get_rank()) % 3 > 0 for step in range(STEPS)]
+    return [*of_steps(model, sgd(model), zip(rows, enters, strict=True))]
+
+
+def joined() -> list[str]:
+    """The second rank has a batch more."""
+    model = sharded(CASES["mlp"])
+    optimizer, rank = sgd(model), dist.get_rank()
+    with layerzero.join(model, optimizer):
+        for step in batches_of(CASES["mlp"], 2, STEPS)[: 2 + rank]:
+            optimizer.zero_grad()
+            loss_of(model(step[rank])).backward()
             optimizer.step()
-        found.append(model.step_signature(optimizer))
-    return found
+    return [model.step_signature(optimizer)]
+
+
+LLM = functools.partial(of_case, "transformer")
+MORE: dict[str, dict[str, Any]] = {
+    "verified": {"verify": "always"},
+    "on_nonfinite": {"on_nonfinite": "skip"},
+    "offloaded": {"offload": OffloadPolicy(params=True, grads=True, pin_memory=False)},
+    "compute shard": {"reshard_after_forward": "compute_shard", "zero3_size": 1},
+}
+RUNS: dict[str, tuple[int, Callable[[], list[str]]]] = {
+    **{name: (2, functools.partial(of_case, name)) for name in CASES if "_output" not in name},
+    **{f"use: {use.__name__}": (2, functools.partial(of_use, use)) for use in stream_uses.USES},
+    **{
+        f"setting: {name}": (2, functools.partial(LLM, **options))
+        for name, options in (stream_uses.SETTINGS | MORE).items()
+    },
+    **{
+        f"layered: {name}": (4, functools.partial(of_use, stream_uses.accumulation, **options))
+        for name, options in stream_uses.LAYERED.items()
+    },
+    "3 ranks": (3, LLM),
+    "3 ranks, deterministic": (3, functools.partial(LLM, deterministic=True)),
+    "native adamw": (2, functools.partial(LLM, native(), clips=True)),
+    "native adamw, bf16 state": (2, functools.partial(LLM, native(state="bfloat16"))),
+    "native adamw, 8 bit": (2, functools.partial(LLM, native(state="8bit"))),
+    "muon": (2, functools.partial(LLM, muon)),
+    "optional": (3, optional),
+    "joined": (2, joined),
+}
+
+
+def train(name: str) -> list[str]:
+    """Called on each rank."""
+    return RUNS[name][1]()
 
 
 def public_names() -> dict[str, str]:
@@ -268,10 +201,10 @@ def main() -> int:
     parser.add_argument("-k", default="", help="only runs whose name contains this")
     arguments = parser.parse_args()
     runs, ranks = {}, KeptRanks()
-    for index, (name, world_size, _) in enumerate(RUNS):
+    for name, (world_size, _) in RUNS.items():
         if arguments.k in name:
             try:
-                runs[name] = ranks(world_size, train, index, timeout=120)[0]
+                runs[name] = ranks(world_size, train, name, timeout=120)[0]
             except AssertionError as error:
                 runs[name] = ["failed"]
                 print(f"{name}: {str(error)[-1500:]}", file=sys.stderr)

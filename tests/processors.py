@@ -12,8 +12,6 @@ and the kernels of ops/). The others repeat these ways with more models and opti
 same comparisons; `--all` runs them too. Tests that compare no numbers are the same everywhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -38,10 +36,10 @@ def _flags() -> set[str]:
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _flags()
 """Told to use AVX-512 on a processor without it, MKL obeys, and dies of an illegal instruction."""
 FILES = """
-distributed: accumulation bitwise compile experts flat_optimizer grads layered
+distributed: accumulation compile experts flat_optimizer grads layered
     mixed_precision norms odd_uses optional_modules pipeline several_forwards tensor_parallel
     torch_optimizers whole_tensor
-ops: flat_step ordered_sum pack
+ops: flat_step pack sums
 """
 SETTINGS: dict[str, dict[str, str]] = {
     "as it is": {},

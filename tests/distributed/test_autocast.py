@@ -4,8 +4,6 @@ Inside a unit's call autocast keeps no casts (Note [A cast belongs to one call] 
 a plain model uses a weight several times, it has the same bits with `cache_enabled=False`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad input is refused before the first collective: what, where, expected, what to do."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """`verify=`: single flipped bits are found, nothing else is called corruption, no rank steps."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections import Counter
@@ -26,7 +24,7 @@ from tests.harness.checks import named
 from tests.harness.flips import REPLICA, SITES, Trials, flip
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.simulated_device import simulated_device
 
 TIMEOUT = timedelta(seconds=20)
@@ -105,28 +103,22 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
     return found
 
 
-def _on_two_ranks() -> Counter[str]:
+@on_ranks(2)
+def test_single_flipped_bits_are_found_on_two_ranks() -> None:
     _what_users_write()
     _micro_batches()
     _what_is_evaluated()
     _off()
-    return _flip_under(dict.fromkeys(TWO_RANKS, 12), 0)
-
-
-def test_single_flipped_bits_are_found_on_two_ranks(ranks: KeptRanks) -> None:
-    found = ranks(2, _on_two_ranks)[0]
+    found = of_all_ranks(_flip_under(dict.fromkeys(TWO_RANKS, 12), 0))[0]
     assert all(found[site] >= 12 for site in SITES), found
 
 
-def test_single_flipped_bits_are_found_in_layered_modes(ranks: KeptRanks, tmp_path: Path) -> None:
-    found = ranks(4, _on_four_ranks, tmp_path)[0]
-    assert all(found[site] >= 3 for site in SITES), found
-
-
-def _on_four_ranks(folder: Path) -> Counter[str]:
+@on_ranks(4)
+def test_single_flipped_bits_are_found_in_layered_modes(tmp_path: Path) -> None:
     _copies_that_differ()
-    _copies_that_differ_after_a_load(folder)
-    return _flip_under(dict.fromkeys(FOUR_RANKS, 4), 1)
+    _copies_that_differ_after_a_load(tmp_path)
+    found = of_all_ranks(_flip_under(dict.fromkeys(FOUR_RANKS, 4), 1))[0]
+    assert all(found[site] >= 3 for site in SITES), found
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """save and load: any world size to any other, partly, in the background, with all a run needs."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
@@ -47,7 +45,7 @@ from tests.harness.models import (
     TiedAcrossUnits,
     loss_of,
 )
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.saved_models import (
     Whole,
     assert_same,
@@ -447,44 +445,41 @@ class Longer(Mlp):
         self.extra = nn.Linear(2, 2, bias=False)
 
 
-def _partly(root: str) -> list[str]:
+@on_ranks(2)
+def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("layerzero.checkpoint").addHandler(handler)
     small, small_optimizer = build(Mlp, 0)
     train(small, small_optimizer)
-    save(f"{root}/small", small, small_optimizer)
+    save(f"{tmp_path}/small", small, small_optimizer)
     values = everything(small, small_optimizer)
     large, large_optimizer = build(Longer, 1)
     before = everything(large, large_optimizer)
     with pytest.raises(CheckpointError, match=r"missing .*blocks\.3\.down\.bias.*extra\.weight"):
-        load(f"{root}/small", large)
+        load(f"{tmp_path}/small", large)
     with pytest.raises(CheckpointError, match=r"group 0 has parameters that the saved"):
-        load(f"{root}/small", large, large_optimizer)
+        load(f"{tmp_path}/small", large, large_optimizer)
     assert_same(everything(large, large_optimizer), before, "after a refusal")
-    load(f"{root}/small", large, large_optimizer, strict=False)
+    load(f"{tmp_path}/small", large, large_optimizer, strict=False)
     found = everything(large, large_optimizer)
     for name, value in found.model.items():
         assert_bitwise(value, values.model.get(name, before.model[name]), name)
     assert found.optimizer["state"].keys() == values.optimizer["state"].keys()
 
-    save(f"{root}/large", large, large_optimizer)
+    save(f"{tmp_path}/large", large, large_optimizer)
     with pytest.raises(CheckpointError, match=r"unexpected.*extra\.weight"):
-        load(f"{root}/large", small, small_optimizer)
-    load(f"{root}/large", small, small_optimizer, strict=False)
+        load(f"{tmp_path}/large", small, small_optimizer)
+    load(f"{tmp_path}/large", small, small_optimizer, strict=False)
     assert_same(everything(small, small_optimizer), values, "the part that fits")
     narrow, _ = build(lambda: Mlp(width=4), 1)
     with pytest.raises(
         CheckpointError, match=r"shapes differ: .*stem\.weight is \(5, 5\).*\(4, 4\)"
     ):
-        load(f"{root}/small", narrow, strict=False)
+        load(f"{tmp_path}/small", narrow, strict=False)
     logging.getLogger("layerzero.checkpoint").removeHandler(handler)
-    return messages
-
-
-def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path, ranks: KeptRanks) -> None:
-    told = ranks(2, _partly, str(tmp_path))
+    told = of_all_ranks(messages)
     assert [len(messages) for messages in told] == [2, 0]
     assert "missing in the checkpoint: blocks.3.down.bias" in told[0][0]
     assert "extra.weight" in told[0][1].partition("unexpected")[2]
@@ -550,27 +545,25 @@ def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> Non
             train(model, optimizer, 1)
 
 
-def _aligned_as_on_a_device(root: str) -> None:
+@on_ranks(2)
+def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
     """Saved with each alignment, loaded with the other."""
     runs, ranges = [], []
     for number, nbytes in enumerate((CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES)):
         with mock.patch.object(layout, "CPU_ALIGNMENT_NBYTES", nbytes):
             model, optimizer = build(Mlp, number, wrap=False)
         train(model, optimizer)
-        save(root, model, optimizer, step=number)
+        save(tmp_path, model, optimizer, step=number)
         runs.append((model, optimizer, everything(model, optimizer)))
         ranges.append([parameter.layerzero.range for parameter in model.parameters()])
     assert ranges[0] != ranges[1], "else this shows nothing"
     for number, (model, optimizer, _) in enumerate(runs):
         saved = runs[1 - number][2]
-        load(f"{root}/step-{1 - number:08d}", model, optimizer)
+        load(f"{tmp_path}/step-{1 - number:08d}", model, optimizer)
         assert_same(everything(model, optimizer), saved, f"step {1 - number}")
         set_optimizer_state_dict(model, optimizer, saved.optimizer)
         assert_same(everything(model, optimizer), saved, f"set from step {1 - number}")
-
-
-def test_files_do_not_depend_on_the_alignment(tmp_path: Path, ranks: KeptRanks) -> None:
-    ranks(2, _aligned_as_on_a_device, str(tmp_path))
+    dist.barrier()
     sizes = [
         {each.name: each.stat().st_size for each in folder.glob("*.safetensors")}
         for folder in sorted(tmp_path.glob("step-*"))
@@ -578,7 +571,8 @@ def test_files_do_not_depend_on_the_alignment(tmp_path: Path, ranks: KeptRanks) 
     assert sizes[0] == sizes[1] and sizes[0]
 
 
-def _from_a_device(root: str) -> None:
+@on_ranks(2)
+def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
     """Shards that are taken for a device's; each rank's threads write through small windows."""
     window, runtime = 1 << 15, FakeRuntime()
     make = functools.partial(nn.Linear, 300, 150)
@@ -588,7 +582,7 @@ def _from_a_device(root: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    save(root, model, optimizer, step=0)
+    save(tmp_path, model, optimizer, step=0)
     with (
         mock.patch.object(transfer, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
@@ -596,24 +590,19 @@ def _from_a_device(root: str) -> None:
         mock.patch.object(transfer, "BATCH_NBYTES", window),
         mock.patch.object(host, "runtime_of", lambda device: runtime),
     ):
-        save(root, model, optimizer, step=1)
+        save(tmp_path, model, optimizer, step=1)
         assert not runtime.held, "all is given back"
         assert window <= runtime.most_nbytes <= 4 * window
         assert set(runtime.sizes) == {window}
         runtime.sizes.clear()
-        handle = save(root, model, optimizer, step=2, blocking=False)
+        handle = save(tmp_path, model, optimizer, step=2, blocking=False)
         handle.wait()
     total = handle.nbytes[1]
     assert total <= runtime.sizes[0] <= total + 64 * 1000, "not rounded to a power of two"
     del handle
     gc.collect()
     assert not runtime.held
-
-
-def test_shards_on_a_device_are_written_through_small_windows(
-    tmp_path: Path, ranks: KeptRanks
-) -> None:
-    ranks(2, _from_a_device, str(tmp_path))
+    dist.barrier()
     plain, windows, background = sorted(tmp_path.glob("step-*"))
     for file in plain.glob("*.safetensors"):
         for other in (windows, background):

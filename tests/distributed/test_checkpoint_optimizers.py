@@ -1,7 +1,5 @@
 """save and load of several optimizers by name, and of whole states of any shape."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator, Mapping

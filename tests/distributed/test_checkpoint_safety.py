@@ -1,7 +1,5 @@
 """Whatever is killed, full, flipped, cut or planted: a checkpoint is whole, or it is refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -29,7 +27,7 @@ from layerzero.checkpoint.format.folder import committed_steps
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import Block, Mlp
-from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks, run_ranks
 from tests.harness.saved_models import build, train
 from tests.harness.served_store import serve_store
 
@@ -193,10 +191,11 @@ def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
     return model, optimizer, get_model_state_dict(model, full=True)
 
 
-def _damaged(root: str) -> int:
-    model, optimizer, before = _saved(root)
+@on_ranks(2)
+def test_damage_at_random_places_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, optimizer, before = _saved(tmp_path)
     states = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    folder = Path(root) / "step-00000001"
+    folder = tmp_path / "step-00000001"
     generator = random.Random(0)
     refused = 0
     whole = {path: path.read_bytes() for path in sorted(folder.iterdir())}
@@ -218,7 +217,7 @@ def _damaged(root: str) -> int:
                 path.write_bytes(broken)
             dist.barrier()
             with pytest.raises(CheckpointError, match="damaged") as error:
-                load(root, model, optimizer)
+                load(tmp_path, model, optimizer)
             assert path.name in str(error.value) or "safetensors" in str(error.value), what
             refused += 1
             dist.barrier()
@@ -226,7 +225,7 @@ def _damaged(root: str) -> int:
             path.unlink()
         dist.barrier()
         with pytest.raises(CheckpointError):
-            load(root, model, optimizer)
+            load(tmp_path, model, optimizer)
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(data)
@@ -234,14 +233,8 @@ def _damaged(root: str) -> int:
     assert_same_parameters(get_model_state_dict(model, full=True), before)
     for parameter, state in optimizer.state.items():
         assert_same_parameters(state, states[parameter])
-    load(root, model, optimizer)  # whole again
-    return refused
-
-
-def test_damage_at_random_places_is_refused_before_anything_changes(
-    tmp_path: Path, ranks: KeptRanks
-) -> None:
-    refused = ranks(2, _damaged, str(tmp_path))[0]
+    load(tmp_path, model, optimizer)  # whole again
+    refused = of_all_ranks(refused)[0]
     files = list((tmp_path / "step-00000001").iterdir())
     assert len(files) >= 4
     assert refused == _DAMAGES * len(files)

@@ -1,7 +1,5 @@
 """Checkpoints and state dicts where ranks have parts of a model: any split to any other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

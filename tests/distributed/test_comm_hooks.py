@@ -1,7 +1,5 @@
 """Communication hooks: FSDP1's and `fully_shard`'s, which give torch's bits."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

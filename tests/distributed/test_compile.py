@@ -1,7 +1,5 @@
 """torch.compile of units: the same numbers, no recompilation from step to step."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

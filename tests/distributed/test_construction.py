@@ -24,7 +24,7 @@ from tests.harness.models import (
     Transformer,
     TransformerBlock,
 )
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
@@ -78,27 +78,24 @@ def test_nested_wrapping_by_hand_is_wrapping_by_policy() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-def _marks() -> list[tuple[str, tuple[int, ...], tuple[int, int], int]]:
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@on_ranks()
+def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it(world_size: int) -> None:
     model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
     for own, full in zip(model.parameters(), plain.parameters(), strict=True):
         start, stop = own.layerzero.range
         assert_bitwise(own.detach(), full.detach().reshape(-1)[start:stop], own.layerzero.fqn)
-    return [
-        (
-            parameter.layerzero.fqn,
-            tuple(parameter.layerzero.shape),
-            parameter.layerzero.range,
-            parameter.numel(),
-        )
-        for parameter in model.parameters()
-    ]
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it(
-    ranks: KeptRanks, world_size: int
-) -> None:
-    marks = ranks(world_size, _marks)
+    marks = of_all_ranks(
+        [
+            (
+                parameter.layerzero.fqn,
+                tuple(parameter.layerzero.shape),
+                parameter.layerzero.range,
+                parameter.numel(),
+            )
+            for parameter in model.parameters()
+        ]
+    )
     for index, (name, parameter) in enumerate(OddShapes().named_parameters()):
         end = 0
         for rank in range(world_size):
@@ -111,13 +108,13 @@ def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it(
         assert end == parameter.numel(), name
 
 
-def _balanced() -> list[int]:
+@on_ranks(4)
+def test_every_rank_has_its_share() -> None:
     model = zero3(Transformer, TransformerBlock)
-    return [sum(parameter.numel() for parameter in model.parameters())]
-
-
-def test_every_rank_has_its_share(ranks: KeptRanks) -> None:
-    sizes = [size for (size,) in ranks(4, _balanced)]
+    sizes = [
+        size
+        for (size,) in of_all_ranks([sum(parameter.numel() for parameter in model.parameters())])
+    ]
     total = sum(parameter.numel() for parameter in Transformer().parameters())
     assert sum(sizes) == total
     # Alignment of each start to 64 bytes may add 15 elements a parameter, and padding a few more.

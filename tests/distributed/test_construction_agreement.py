@@ -1,8 +1,6 @@
 """Ranks that construct different models, or refuse to, all raise one line with both values. Ranks
 that start from other values are warned; on request those of the first go to all."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from layerzero.build import compare
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import full_parameters, seeded
 
 LIMIT_S = 3.0
@@ -264,7 +262,8 @@ def _changed(name: str, *ranks: int) -> nn.Module:
     return module
 
 
-def _other_values() -> dict[str, list[str]]:
+@on_ranks(3)
+def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
     rank = dist.get_rank()
     told = {"equal": _told(_changed("", 0, 1, 2), auto_wrap_policy={Block})}
     torch.manual_seed(rank)
@@ -281,11 +280,7 @@ def _other_values() -> dict[str, list[str]]:
     with torch.device("meta"):
         module = Mlp()
     told["later"] = _told(module, param_init_fn="later")
-    return told
-
-
-def test_ranks_that_start_from_other_values_warn_on_the_first(ranks: KeptRanks) -> None:
-    first, *others = ranks(3, _other_values)
+    first, *others = of_all_ranks(told)
     assert not any(any(each.values()) for each in others)
     start = {name: each[0] for name, each in first.items() if each}
     assert start.keys() == {"seeds", "element", "first rank", "buffer", "meta"}
@@ -313,7 +308,8 @@ class Parts(nn.Module):
         )
 
 
-def _tensor_parallel() -> list[str]:
+@on_ranks(4)
+def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     told = _told(Parts(mesh["tp"], 1.0), mesh["dp"])
     assert not told, "local parts are compared along their own data-parallel group"
@@ -322,18 +318,15 @@ def _tensor_parallel() -> list[str]:
     table = model.table.to_local()
     assert isinstance(model.table, DTensor)
     assert table.tolist() == [float(mesh["tp"].get_local_rank())] * 3, "of its first dp rank"
-    return _told(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"])
-
-
-def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group(
-    ranks: KeptRanks,
-) -> None:
     # Two data-parallel groups, each with a first rank.
-    for rank, told in enumerate(ranks(4, _tensor_parallel)):
+    for rank, told in enumerate(
+        of_all_ranks(_told(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"]))
+    ):
         assert [each[:14] for each in told] == ["buffer 'table'"] * (rank < 2)
 
 
-def _experts() -> list[str]:
+@on_ranks(4)
+def test_experts_are_compared_within_their_group() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     number = mesh["ep"].get_local_rank()
 
@@ -349,11 +342,7 @@ def _experts() -> list[str]:
         return {"process_group": mesh["edp"]} if fqn == f"experts.{number}" else False
 
     assert not _told(build(number), auto_wrap_policy=choose), "compared with the same expert alone"
-    return _told(build(dist.get_rank()), auto_wrap_policy=choose)
-
-
-def test_experts_are_compared_within_their_group(ranks: KeptRanks) -> None:
-    first, *others = ranks(4, _experts)
+    first, *others = of_all_ranks(_told(build(dist.get_rank()), auto_wrap_policy=choose))
     assert not any(others)
     assert "parameter 'experts.0.weight' differs between ranks: on rank 2" in first[0]
 

@@ -1,7 +1,5 @@
 """What a sharded parameter was: `parameter.layerzero`, and groups made from it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Patches of changed elements: receivers hold bit for bit what the model has."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -602,7 +600,9 @@ def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
         assert_bitwise(tensors[name], value, f"{what}: {name}")
 
 
-def _folder(root: str) -> None:
+@on_ranks(2)
+def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path) -> None:
+    root = str(tmp_path / "deep" / "root")
     fsync = os.fsync
     os.fsync = lambda _: None  # Disks differ; not what is tested here.
     model, stream = model_and_stream()
@@ -671,10 +671,6 @@ def _folder(root: str) -> None:
     writer.write(1)
     everyone_read(1, "another stream, step 1")
     os.fsync = fsync
-
-
-def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path, ranks: KeptRanks) -> None:
-    ranks(2, _folder, str(tmp_path / "deep" / "root"))
 
 
 @on_ranks(2)

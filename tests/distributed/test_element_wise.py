@@ -1,7 +1,5 @@
 """Code that takes shards for whole parameters warns: optimizers, groups by shape."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator

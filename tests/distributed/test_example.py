@@ -1,8 +1,9 @@
-"""The trainer behind `make train`: it can be killed at any time, and goes on as if it had not."""
+"""Programs in examples/: the trainer of `make train`, which can be killed at any time, a consumer
+of weights, and a model of two modalities."""
 
-from __future__ import annotations
-
+import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -14,12 +15,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from layerzero.checkpoint.format.folder import committed_steps
+from tests.harness import ranks
 from tests.harness.checks import of_floats
 from tests.harness.forked_workers import python
 from tests.harness.processes import run_script
@@ -284,3 +288,68 @@ def test_a_pipe_gets_clean_lines(flags: list[str]) -> None:
     steps = [int(re.sub(pattern, r"\1", line)) for line in reports]
     assert steps == sorted({*steps, 1, NUM_STEPS})
     assert json.loads(lines[-2])["engine"] == "layerzero"
+
+
+SMALL_SENDER = ["--steps", "4", "--layers", "1", "--width", "64", "--seq", "16", "--tokens", "2"]
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for module in (multiprocessing, torch.multiprocessing):
+        # Their processes are forked from the server, which has loaded torch.
+        monkeypatch.setattr(module, "get_context", lambda _: ranks.context)
+
+
+def test_a_reader_of_the_folder_ends_with_the_bits_of_the_trainer(
+    examples: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import delta_folder
+
+    with ranks.server_finds_the_repository():
+        delta_folder.main(["--steps", "2"])
+    assert "the reader has the bits of the trainer's weights" in capsys.readouterr().out
+
+
+def test_the_consumer_ends_with_the_bits_of_the_trainer_and_a_picture(
+    tmp_path: Path, examples: None
+) -> None:
+    import sync_weights
+
+    picture = tmp_path / "deep" / "picture.png"
+    with ranks.server_finds_the_repository():
+        found = sync_weights.main([*SMALL_SENDER, "--picture", str(picture)])
+    assert found["equal"] and found["texts"] >= 1 and len(found["rounds"]) == 4
+    for each in found["rounds"]:
+        assert 0 < each["bytes"] < 0.25 * each["full_bytes"]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_two_towers.py"
+SMALL_TOWERS = ["--steps", "12", "--batch", "4"]
+
+
+def _program(picture: Path | None) -> None:
+    """As torchrun starts it, and then on this rank alone."""
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import train_two_towers as example
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.object(dist, "init_process_group"):  # There is one.
+        example.main([*SMALL_TOWERS, *(["--plot", str(picture)] if picture else [])])
+    example.main([*SMALL_TOWERS, "--single", "--ranks", size])
+
+
+@pytest.mark.slow
+def test_two_towers_train_like_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks, whose sums have one order, to the bit."""
+    draws = importlib.util.find_spec("matplotlib") is not None
+    picture = tmp_path / "losses.png" if draws else None
+    run_ranks(2, _program, picture)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    sharded, *single = (json.loads(line)["losses"] for line in lines)
+    assert len(sharded) == 12 and single == [sharded] * 2
+    assert picture is None or picture.exists()

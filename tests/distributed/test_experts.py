@@ -1,7 +1,5 @@
 """Experts on some ranks, the rest of the model on all: trains as the whole model on one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `make faults` runs all cells; here are a few, with short timeouts.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Shard on the meta device, `to_empty`, draw values: what ranks hold is what one process would."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

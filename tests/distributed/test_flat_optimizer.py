@@ -1,7 +1,5 @@
 """AdamW in one pass: the bits of torch's fused AdamW on the same shards."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from functools import partial

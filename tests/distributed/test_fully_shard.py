@@ -1,7 +1,5 @@
 """fully_shard: what torch's function of that name does, with nothing but the import changed."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -556,7 +554,8 @@ def _load_as_torchs_example(engine: Engine, model: nn.Module, file: bytes) -> An
     return optimizer
 
 
-def _checkpoints_of_torchs_example() -> None:
+@on_ranks(2, fresh=True)
+def test_the_checkpoints_of_torchs_example_work_with_either_engine() -> None:
     """Written and read by either engine, then trained on: all losses are those of one run."""
     rank, expected = dist.get_rank(), None
     for writer in (layerzero, torchs):
@@ -574,11 +573,8 @@ def _checkpoints_of_torchs_example() -> None:
             assert_losses(losses, expected, f"{writer.__name__}, then {reader.__name__}")
 
 
-def test_the_checkpoints_of_torchs_example_work_with_either_engine() -> None:
-    run_ranks(2, _checkpoints_of_torchs_example)
-
-
-def _saves_of_shards() -> None:
+@on_ranks(2, fresh=True)
+def test_a_save_of_this_ranks_shards_warns_once() -> None:
     """Where the example gathers a value only if it is a DTensor, its files would have shards."""
     model = by_blocks(layerzero, seeded(untied))
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -603,11 +599,8 @@ def _saves_of_shards() -> None:
             model.load_state_dict(given)
 
 
-def test_a_save_of_this_ranks_shards_warns_once() -> None:
-    run_ranks(2, _saves_of_shards)
-
-
-def _dtensors_for_shards() -> None:
+@on_ranks(2, fresh=True)
+def test_dtensors_do_not_load_for_shards() -> None:
     model: Any = by_blocks(layerzero, Transformer())
     mesh = init_device_mesh("cpu", (2,))
     given = {k: distribute_tensor(_whole(v), mesh) for k, v in model.state_dict().items()}
@@ -618,10 +611,6 @@ def _dtensors_for_shards() -> None:
     for attribute in ("placements", "device_mesh"):
         for value in (model.head.weight, model.state_dict()["head.weight"]):
             assert not hasattr(value, attribute)
-
-
-def test_dtensors_do_not_load_for_shards() -> None:
-    run_ranks(2, _dtensors_for_shards)
 
 
 @on_ranks(2)

@@ -1,7 +1,5 @@
 """Why a unit stays full is written on it, and it is freed when no reason is left."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

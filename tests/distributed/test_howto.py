@@ -1,7 +1,5 @@
 """Every block of Python in docs/howto/*.md runs, on two ranks; `plan_memory` agrees with malloc."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 import layerzero
 from benchmarks.memory import live_bytes, peak_bytes
 from layerzero import ZeRO3, plan_memory
-from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks
+from tests.harness.pages import DOCS, REPOSITORY, python_blocks, run_blocks, sections
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.simulated_device import simulated_device
 
@@ -307,3 +305,14 @@ def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, _readme, example, tmp_path) == [10, 10]
     assert (tmp_path / "run" / "latest").read_text() == "step-00000010\n"
     assert run_ranks(3, _readme, example, tmp_path) == [20, 20, 20], "it resumes on other ranks"
+
+
+PAGE = DOCS / "howto" / "recipes.md"
+BLOCKS = {name: python_blocks(text) for name, text in sections(PAGE.read_text()).items()}
+
+
+@pytest.mark.parametrize("heading", [name for name, blocks in BLOCKS.items() if blocks])
+@on_ranks(2)
+def test_recipe_runs(heading: str, tmp_path: Path) -> None:
+    """The blocks of one section, one after the other, in one namespace."""
+    run_blocks(BLOCKS[heading], f"{PAGE.name}, {heading}", str(tmp_path))

@@ -6,8 +6,6 @@ takes a step of two and one of one, and rank 1 one of one. Every step adds the g
 micro-batches on all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

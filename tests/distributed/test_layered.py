@@ -1,7 +1,5 @@
 """Layered ZeRO: gathered over a shard group, owned over all ranks, in every mode and split."""
 
-from __future__ import annotations
-
 import warnings
 from datetime import timedelta
 from typing import Any

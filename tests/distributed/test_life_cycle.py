@@ -1,7 +1,5 @@
 """Models, steps and failed passes leave nothing; processes that a rank starts leave it alone."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing
@@ -23,7 +21,7 @@ from layerzero.optim import AdamW
 from tests.harness.fault_at import FaultAt
 from tests.harness.internals import WaitingGradient
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 
 OPTIONS = (
     {},
@@ -76,7 +74,8 @@ def what_exists() -> Counter[str]:
     return found
 
 
-def _deletes() -> None:
+@on_ranks(2, fresh=True)
+def test_deleting_a_model_frees_all_at_once() -> None:
     trained({})
     gc.collect()
     gc.disable()
@@ -92,11 +91,12 @@ def _deletes() -> None:
         assert tensor_nbytes() == before, options
 
 
-def test_deleting_a_model_frees_all_at_once() -> None:
-    run_ranks(2, _deletes)
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+@pytest.mark.slow
+@on_ranks(2, timeout=300.0, fresh=True)
+def test_many_models_that_come_and_go_leave_nothing() -> None:
+    number = 40
 
-
-def _come_and_go(number: int) -> None:
     def round_of_models() -> None:
         for options in OPTIONS:
             trained(options)
@@ -120,12 +120,6 @@ def _come_and_go(number: int) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4096, "4 MB"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-@pytest.mark.slow
-def test_many_models_that_come_and_go_leave_nothing() -> None:
-    run_ranks(2, _come_and_go, 40, timeout=300.0)
-
-
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 4
@@ -134,7 +128,11 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((WIDTH,), float(index))
 
 
-def _children(methods: list[str]) -> None:
+@pytest.mark.parametrize(
+    "methods", [["fork"], pytest.param(["spawn"], marks=pytest.mark.slow)], ids=str
+)
+@on_ranks(2, timeout=300.0, fresh=True)
+def test_processes_that_a_rank_starts_leave_the_engine_alone(methods: list[str]) -> None:
     # Ranks of the harness are daemons, which Python forbids to have children.
     multiprocessing.current_process()._config["daemon"] = False
     expected = trained({}, steps=8)
@@ -167,13 +165,6 @@ def _children(methods: list[str]) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     losses.append(step(model, optimizer, len(losses)))
     assert losses == expected[: len(losses)]
-
-
-@pytest.mark.parametrize(
-    "methods", [["fork"], pytest.param(["spawn"], marks=pytest.mark.slow)], ids=str
-)
-def test_processes_that_a_rank_starts_leave_the_engine_alone(methods: list[str]) -> None:
-    run_ranks(2, _children, methods, timeout=300.0)
 
 
 def _counts() -> dict[str, int]:

@@ -1,8 +1,6 @@
 """The threads of gloo's sockets take no core from a thread that computes; see the note in
 comm/gloo/threads.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from unittest import mock
@@ -14,7 +12,7 @@ from torch.torch_version import TorchVersion
 from layerzero import ZeRO3
 from layerzero.comm.gloo import threads as loop_threads
 from tests.harness.models import Mlp
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="scheduling classes of threads are Linux's"
@@ -27,7 +25,9 @@ def _classes() -> set[int]:
     return {os.sched_getscheduler(thread) for thread in threads}
 
 
-def _classes_around_wrapping() -> None:
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="gloo gives them no name")
+@on_ranks(2, fresh=True)
+def test_wrapping_lets_them_wait_for_a_core() -> None:
     # The harness has chosen a class for all threads of a rank.
     for thread in (0, *loop_threads._loop_threads()):
         os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
@@ -38,11 +38,6 @@ def _classes_around_wrapping() -> None:
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
     ZeRO3(Mlp())
     assert _classes() == {os.SCHED_IDLE}, "a class that somebody chose is kept"
-
-
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="gloo gives them no name")
-def test_wrapping_lets_them_wait_for_a_core() -> None:
-    run_ranks(2, _classes_around_wrapping)
 
 
 def test_a_system_that_forbids_it_is_left_alone() -> None:

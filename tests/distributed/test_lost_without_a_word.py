@@ -1,7 +1,5 @@
 """What plain torch allows and sharding would drop in silence is refused, or told once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

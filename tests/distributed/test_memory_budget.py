@@ -1,7 +1,5 @@
 """`ZeRO3(memory_budget=...)`: what is chosen holds the budget, and a larger one gathers less."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import _threads_counted
 from tests.harness.models import tensors_of
 from tests.harness.planned_models import CASES, Block, Tower
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import logged
 from tests.harness.traffic import SentBytes
 
@@ -153,18 +151,15 @@ def test_the_budget_is_held_by_many_models_in_many_modes(ranks: KeptRanks) -> No
     assert _sweep(ranks, keys, [0.4], 300) == len(keys)
 
 
-def _accumulating() -> tuple[list[Outcome], dict[str, Outcome]]:
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_steps_of_micro_batches_and_of_other_optimizers_hold_the_budget() -> None:
     climbed = _climb("tower", {}, [0.6], micro_batches=3)
     native = {
         make.__name__: _train("tower", HUGE, {}, make_optimizer=make)
         for make in (optim.AdamW, torch.optim.SGD)
     }
-    return climbed, native
-
-
-@pytest.mark.slow
-def test_steps_of_micro_batches_and_of_other_optimizers_hold_the_budget(ranks: KeptRanks) -> None:
-    each = ranks(2, _accumulating, timeout=120)
+    each = of_all_ranks((climbed, native))
     _check("micro-batches", [climbed for climbed, _ in each])
     for _, native in each:
         for name, own in native.items():
@@ -172,17 +167,16 @@ def test_steps_of_micro_batches_and_of_other_optimizers_hold_the_budget(ranks: K
             assert own.held <= own.choice.bound_bytes, name
 
 
-def _uneven() -> tuple[Outcome, Outcome]:
+@on_ranks(2, timeout=120)
+def test_ranks_with_batches_of_other_sizes_choose_alike() -> None:
     """The second rank has a batch eight times as large."""
     repeats = 1 + 7 * dist.get_rank()
     free = _train("many tokens", HUGE, {}, repeats_batch=repeats)
     assert free.choice is not None, free.error
     middle = (free.choice.least_bytes + free.choice.most_bytes) // 2
-    return free, _train("many tokens", middle, {}, repeats_batch=repeats)
-
-
-def test_ranks_with_batches_of_other_sizes_choose_alike(ranks: KeptRanks) -> None:
-    (free, middle), (larger_free, larger) = ranks(2, _uneven, timeout=120)
+    (free, middle), (larger_free, larger) = of_all_ranks(
+        (free, _train("many tokens", middle, {}, repeats_batch=repeats))
+    )
     assert free.choice == larger_free.choice and middle.choice == larger.choice
     assert middle.choice is not None and middle.choice.kept
     assert free.learned < larger_free.learned <= larger.choice.least_bytes

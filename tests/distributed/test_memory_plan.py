@@ -1,7 +1,5 @@
 """`plan_memory` against the storages of real steps on gloo: models, settings, features."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, plan_memory
 from layerzero.flat.tensor_parallel import local_of
 from tests.harness.counted_memory import Measured, measure
-from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.planned_models import CASES, Batch, Block, Tower
 from tests.harness.ranks import run_ranks
 
@@ -324,18 +322,14 @@ def test_features_are_planned_in_more_shapes(num_ranks: int, in_full: bool) -> N
     assert _compare(num_ranks, names) == []
 
 
-def _shard_bytes(size: int) -> tuple[int, int]:
-    """Of the tower on 8 ranks with `size` of them in each tensor-parallel group; and of one such
-    group's local tensors."""
+@as_fake_ranks((0,), 8)
+def test_local_parts_of_tensor_parallel_parameters_are_planned() -> None:
+    size = 4
     grid = init_device_mesh("cpu", (8 // size, size), mesh_dim_names=("dp", "tp"))
     styles = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     module = parallelize_module(Tower(), grid["tp"], styles)
     of: dict[str, Any] = {"world_size": 8 // size, "device": "cpu", "auto_wrap_policy": {Block}}
     plan = plan_memory(module, batch=torch.empty(4, 96), **of)
-    local = sum(local_of(each).nbytes for each in module.parameters())
-    return plan.by_kind["shards"][0] - plan.padding_bytes, local * size
-
-
-def test_local_parts_of_tensor_parallel_parameters_are_planned() -> None:
-    [(planned, local)] = run_fake_ranks([0], 8, _shard_bytes, 4)
+    local = size * sum(local_of(each).nbytes for each in module.parameters())
+    planned = plan.by_kind["shards"][0] - plan.padding_bytes
     assert 0.99 < 8 * planned / local <= 1

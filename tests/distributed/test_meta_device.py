@@ -1,7 +1,5 @@
 """Modules from the meta device get values, by functions of either kind, or a clear refusal."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ There are no streams here, so nothing is late and no wait can be missing. What N
 or make the host wait for, stand-ins do here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -133,7 +131,8 @@ def test_loading_a_kernel_is_not_taken_for_a_blocked_host() -> None:
     assert wrong == ["without a work: a work comes back"], "gloo returns one either way"
 
 
-def _error_of_a_late_gather() -> str:
+@on_ranks(1, fresh=True)
+def test_an_error_that_a_missing_wait_can_cause_is_a_sighting() -> None:
     """Of a gather that nobody waited for, which writes while the forward runs."""
     dist.destroy_process_group()
     wires = mirror.Wires(torch.device("cpu"))
@@ -156,11 +155,7 @@ def _error_of_a_late_gather() -> str:
             pytest.raises(RuntimeError) as error,
         ):
             model(torch.ones(2, 8))
-    return str(error.value)
-
-
-def test_an_error_that_a_missing_wait_can_cause_is_a_sighting() -> None:
-    message = run_ranks(1, _error_of_a_late_gather)[0]
+    message = str(error.value)
     assert is_sighting(message) and is_sighting("CUDA error: an illegal memory access")
     assert not is_sighting("ImportError: no module") and not is_sighting("killed after 90 s")
 
@@ -192,45 +187,29 @@ def test_every_visible_wait_is_one_that_the_simulation_takes_away() -> None:
     assert VISIBLE.keys() <= names and set(VISIBLE.values()) <= SETTINGS.keys()
 
 
-def _scenes() -> dict[str, object]:
-    """What tests/gpu runs on a GPU, as far as a CPU can go."""
-    return {
-        "verbs": [name for name, is_right in scenes.verbs("cpu").items() if not is_right],
-        "wrong": sum(scenes.empty_cache_between("cpu", {"bfloat16": True}, 2, 24).values()),
-        "allocations": scenes.allocations("cpu", 2),
-        "busy": [scenes.host_goes_on("cpu", use)["busy"] for use in scenes.USES],
-    }
-
-
-def _uses() -> dict[str, Any]:
+@on_ranks(1, timeout=120, fresh=True)
+def test_each_use_gives_the_losses_of_plain_torch() -> None:
     names = [name for name, use in test_uses.USES.items() if not use.compiles]
     found = test_uses.differences("cpu", names)
     assert list(found) == names
-    return test_uses.wrong(found)
-
-
-def test_each_use_gives_the_losses_of_plain_torch() -> None:
-    assert run_ranks(1, _uses, timeout=120)[0] == {}
+    assert test_uses.wrong(found) == {}
     assert test_uses.wrong({"float32": 1e-9, "clip": float("nan"), "fused": "an error"}).keys() == {
         *("float32", "clip", "fused")
     }
 
 
+@on_ranks(1, fresh=True)
 def test_the_scenes_of_the_gpu_run_on_the_cpu() -> None:
-    assert run_ranks(1, _scenes)[0] == {
-        "verbs": [],
-        "wrong": 0,
-        "allocations": [0, 0],
-        "busy": [True] * len(scenes.USES),
-    }
+    """What tests/gpu runs on a GPU, as far as a CPU can go."""
+    assert all(scenes.verbs("cpu").values())
+    assert not any(scenes.empty_cache_between("cpu", {"bfloat16": True}, 2, 24).values())
+    assert scenes.allocations("cpu", 2) == [0, 0]
+    assert all(scenes.host_goes_on("cpu", use)["busy"] for use in scenes.USES)
 
 
-def _one_of_two() -> int:
-    return scenes.one_of_two("cpu", dist.get_rank(), "")
-
-
+@on_ranks(2, fresh=True)
 def test_two_ranks_train_like_the_replica() -> None:
-    assert run_ranks(2, _one_of_two) == [0, 0]
+    assert scenes.one_of_two("cpu", dist.get_rank(), "") == 0
 
 
 @pytest.mark.slow

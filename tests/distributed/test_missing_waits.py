@@ -4,8 +4,6 @@ Defects are in tests/harness/missing_waits.py. Each must be found for its own re
 names the memory, and the two streams that use it in no order. The same for what blocks the host.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """On a device: several models at once, which may share its streams, and models that are deleted."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading
@@ -22,7 +20,7 @@ from layerzero.comm.pending import Pending
 from layerzero.step.context import RuntimeContext
 from layerzero.step.reducer import GradientReducer
 from layerzero.watch.watchdog import Watchdog
-from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
@@ -110,26 +108,19 @@ DEVICES: list[dict[str, Any]] = [
 ]
 
 
-def _findings_of_pairs() -> dict[str, list[str]]:
+@pytest.mark.slow
+@as_fake_ranks((0, 3), 4, timeout=120)
+def test_accesses_of_two_models_are_ordered() -> None:
     """On the first rank in all ways to share streams, each use in half of them; on the last in
     layers."""
     ways = [(SETTINGS[1], DEVICES[1]), (SETTINGS[2], DEVICES[2])]
     if dist.get_rank() == 0:
         ways += [(SETTINGS[0], each) for each in DEVICES]
-    found = {}
     for place, ((arguments, others), device_arguments) in enumerate(ways):
         for use in PAIRS if place < 2 else PAIRS[place % 2 :: 2]:
             with simulated_device(**device_arguments) as device:
                 use(wrapped(**arguments), wrapped(**others))
-            if device.findings:
-                found[f"{use.__name__}, {arguments}, {device_arguments}"] = device.findings
-    return found
-
-
-@pytest.mark.slow
-def test_accesses_of_two_models_are_ordered() -> None:
-    for found in run_fake_ranks((0, 3), 4, _findings_of_pairs, timeout=120):
-        assert found == {}
+            assert device.findings == [], (use.__name__, arguments, device_arguments)
 
 
 def _found_without(num_streams: int | None) -> SimulatedDevice:
@@ -147,21 +138,18 @@ def _found_without(num_streams: int | None) -> SimulatedDevice:
     return device
 
 
-def _owners_of_freed() -> list[tuple[set[str], set[str]]]:
+@as_fake_ranks((0, 1), 2)
+def test_memory_that_one_model_frees_too_early_is_missed_by_the_other() -> None:
+    """Where they share a stream they share its pool: then the other model's gather writes it."""
     found = []
     for num_streams in (None, 4):
         device = _found_without(num_streams)
         early = {free.home for free in device.early_frees if free.memory == "full buffer"}
         uses = {race.use.stream for race in device.races if race.before_free}
         found.append((early, uses))
-    return found
-
-
-def test_memory_that_one_model_frees_too_early_is_missed_by_the_other() -> None:
-    """Where they share a stream they share its pool: then the other model's gather writes it."""
-    for apart, shared in run_fake_ranks((0, 1), 2, _owners_of_freed):
-        assert apart[0] == {"unshard"} and shared[0] == {"unshard"}
-        assert len(shared[1]) >= len(apart[1]) == 1
+    apart, shared = found
+    assert apart[0] == {"unshard"} and shared[0] == {"unshard"}
+    assert len(shared[1]) >= len(apart[1]) == 1
 
 
 def _in_backward(model: ZeRO3) -> None:
@@ -190,10 +178,10 @@ LAST_USES: list[Callable[[ZeRO3], object]] = [
 ]
 
 
-def _findings_of_deletions() -> list[list[str]]:
+@as_fake_ranks((0, 3), 4)
+def test_a_model_may_be_deleted_while_the_device_works_for_it() -> None:
     """Of all last uses of a default model, and of half of them in each other setting."""
     settings = ({}, {"reshard_after_forward": False}, *(each for pair in SETTINGS for each in pair))
-    found = []
     for place, arguments in enumerate(settings):
         for use in LAST_USES[place % 2 :: 2] if place else LAST_USES:
             with simulated_device() as device:
@@ -204,13 +192,7 @@ def _findings_of_deletions() -> list[list[str]]:
                 gc.collect()
                 assert gone() is None
                 del kept
-            found += [device.findings] if device.findings else []
-    return found
-
-
-def test_a_model_may_be_deleted_while_the_device_works_for_it() -> None:
-    for found in run_fake_ranks((0, 3), 4, _findings_of_deletions):
-        assert found == []
+            assert device.findings == [], (use, arguments)
 
 
 def _watchdogs(model: ZeRO3) -> list[Watchdog]:
@@ -226,7 +208,10 @@ def _check(watchdogs: list[Watchdog]) -> None:
         thread.join()
 
 
-def _looks(on_current_stream: bool) -> None:
+@pytest.mark.parametrize("on_current_stream", [False, True], ids=["with work", "without"])
+@as_fake_ranks((0, 1), 2)
+def test_the_watchdog_asks_while_events_are_in_flight(on_current_stream: bool) -> None:
+    """With a lag of 500 it is asked in the middle of a step, and both answers are right."""
     for seed in (None, 0, 1):
         findings, left, answers = _look(lag=500, seed=seed, on_current_stream=on_current_stream)
         assert findings == []
@@ -251,15 +236,9 @@ def _look(**device_arguments: Any) -> tuple[list[str], list[bool], set[bool]]:
     return findings, left, answers
 
 
-@pytest.mark.parametrize("on_current_stream", [False, True], ids=["with work", "without"])
-def test_the_watchdog_asks_while_events_are_in_flight(on_current_stream: bool) -> None:
-    """With a lag of 500 it is asked in the middle of a step, and both answers are right."""
-    run_fake_ranks((0, 1), 2, _looks, on_current_stream)
-
-
-def _standstill() -> list[bool]:
-    """Whether it fails: not while its stream is on the way there, but once that is there."""
-    failures = []
+@as_fake_ranks((0,), 2)
+def test_what_the_device_has_not_come_to_does_not_stand_still() -> None:
+    """It fails not while its stream is on the way there, but once that is there."""
     with (
         mock.patch("layerzero.watch.watchdog.run_periodically", lambda *_: None),
         mock.patch("layerzero.watch.watchdog._abort", lambda *_: None),
@@ -285,9 +264,4 @@ def _standstill() -> list[bool]:
             with mock.patch("layerzero.watch.watchdog.time.monotonic", hours.__next__):
                 watchdog.check()
                 watchdog.check()
-            failures.append(watchdog.has_failed)
-    return failures
-
-
-def test_what_the_device_has_not_come_to_does_not_stand_still() -> None:
-    assert run_fake_ranks((0,), 2, _standstill) == [[False, True]]
+            assert watchdog.has_failed == is_reached

@@ -1,7 +1,5 @@
 """on_nonfinite: a gradient that is not finite ends or skips the step, on all ranks alike."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

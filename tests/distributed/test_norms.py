@@ -1,7 +1,5 @@
 """Norms of whole parameters and gradients from shards, and gradients clipped by them."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

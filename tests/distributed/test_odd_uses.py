@@ -1,7 +1,5 @@
 """Uses that broke once: each test is the program that showed it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext

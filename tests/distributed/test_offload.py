@@ -1,7 +1,5 @@
 """OffloadPolicy: what waits on the host, and that nothing else changes. On a simulated device."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """An optimizer's own state dict: torch's functions save and load it as they do of one process."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`optional_modules` and `optional_mean`: which units become optional, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Callable, Iterable

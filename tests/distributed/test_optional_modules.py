@@ -1,8 +1,6 @@
 """Modules that a rank may skip: every pattern, what it costs, what is still an error, reentrant
 checkpoints, and stages of torch's own pipelines."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -8,8 +8,6 @@ norm's rounding in it. `.grad` is None exactly where no rank had a gradient, and
 the timeout.
 """
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 from typing import Any

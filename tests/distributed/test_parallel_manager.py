@@ -1,7 +1,5 @@
 """ParallelManager: its groups, what it refuses, context parallelism, and options of models."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from datetime import timedelta
@@ -44,7 +42,7 @@ from tests.harness.checks import (
     warns_on_first_rank,
 )
 from tests.harness.internals import inner_units
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
 
 TIMEOUT = timedelta(seconds=25)
@@ -227,7 +225,8 @@ def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> Non
         _follow(manager, str(sizes), module)
 
 
-def _torch_attention() -> None:
+@on_ranks(2, fresh=True)
+def test_torchs_context_parallel_attention_is_used_or_refused() -> None:
     """What can be seen without CUDA: checks, cutting, and that nothing happens without cp."""
     manager = ParallelManager(cp_size=2)
     symbols, mask = torch.arange(8).repeat(3, 1), torch.zeros(8)
@@ -252,10 +251,6 @@ def _torch_attention() -> None:
     assert symbols.shape == (3, 8) and F.scaled_dot_product_attention is before
     with ParallelManager().context_parallel([symbols[:, :3]], [1]):
         assert F.scaled_dot_product_attention is before
-
-
-def test_torchs_context_parallel_attention_is_used_or_refused() -> None:
-    run_ranks(2, _torch_attention)
 
 
 class _Heads(nn.Module):

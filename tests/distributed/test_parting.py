@@ -1,7 +1,5 @@
 """Ranks that part on gloo are told at once, long before the timeout; slow ranks are left alone."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -155,7 +153,8 @@ def test_ranks_that_diverge_fail_at_once() -> None:
     assert "gradient norm of the model" in first["clipping"]
 
 
-def _parts_in_layers() -> str:
+@on_ranks(4, fresh=True)
+def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
     slow_waits.LONGEST_PAUSE_S = 0.1
     model = wrapped(zero3_size=2)
     train(model, 2)
@@ -164,28 +163,21 @@ def _parts_in_layers() -> str:
     train(model)
     if dist.get_rank() == 3:
         model.module.route = [0, 2, 3]
-    return error_of(lambda: train(model, 2))
+    message = error_of(lambda: train(model, 2))
+    # Ranks 1 and 2 both have a group with rank 3, which left the common path.
+    assert re.search(r"took different paths: .* rank [12] issued .*, rank 3 issued ", message)
 
 
-def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
-    for message in run_ranks(4, _parts_in_layers):
-        # Ranks 1 and 2 both have a group with rank 3, which left the common path.
-        assert re.search(r"took different paths: .* rank [12] issued .*, rank 3 issued ", message)
-
-
-def _freezes_alone() -> str:
+@on_ranks(2, fresh=True)
+def test_what_one_rank_froze_alone_is_no_other_path() -> None:
     slow_waits.LONGEST_PAUSE_S = 0.1
     model = wrapped()
     train(model)
     if dist.get_rank() == 1:
         model.module.last.bias.requires_grad_(False)
-    return error_of(lambda: train(model))
-
-
-def test_what_one_rank_froze_alone_is_no_other_path() -> None:
-    for message in run_ranks(2, _freezes_alone):
-        assert "(the ranks' models or requires_grad differ: rank " in message, message
-        assert "different operations" not in message, message
+    message = error_of(lambda: train(model))
+    assert "(the ranks' models or requires_grad differ: rank " in message, message
+    assert "different operations" not in message, message
 
 
 def _is_slow(**options) -> tuple[list[float], int]:

@@ -1,7 +1,5 @@
 """Stages of torch's pipelines that are ZeRO3 modules train as the whole model on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Sharding by a plan: each feature beside the unsharded reference, on two gloo ranks."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a plan shards nothing, replicas are kept as `DistributedDataParallel` keeps them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When units are gathered: recorded order, depth, lists, budget; and never a wrong one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock

@@ -4,8 +4,6 @@
 `--slow` one.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`layout="rows"`: sharded parameters keep their shape; all else is as with "elements"."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rules of other projects that go by a parameter's dimensions, over sharded parameters of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What SECURITY.md promises: nothing from a file is executed, no path leads out, modes are the
 user's, and nothing listens."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -17,7 +15,7 @@ from torch import nn
 import layerzero
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError, load, save
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks
 
 PACKAGE = Path(layerzero.__file__).parent
 FORBIDDEN_MODULES = {
@@ -89,31 +87,30 @@ class Model(nn.Module):
         return self.inner(x)
 
 
-def write_all(folder: Path, mask: int) -> dict[str, int]:
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
+@on_ranks(1, fresh=True)
+def test_files_have_the_users_umask_and_are_never_writable_for_all(
+    tmp_path: Path, mask: int
+) -> None:
     """Modes of all that a save writes."""
     os.umask(mask)
     model = ZeRO3(Model())
     optimizer = torch.optim.AdamW(model.parameters())
-    save(folder / "new" / "root", model, optimizer)
-    return {
-        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
-        for path in (folder / "new").rglob("*")
-    } | {"new": stat.S_IMODE((folder / "new").stat().st_mode)}
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
-def test_files_have_the_users_umask_and_are_never_writable_for_all(
-    tmp_path: Path, mask: int
-) -> None:
-    (modes,) = run_ranks(1, write_all, tmp_path, mask)
+    save(tmp_path / "new" / "root", model, optimizer)
+    modes = {
+        str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "new").rglob("*")
+    } | {"new": stat.S_IMODE((tmp_path / "new").stat().st_mode)}
     assert len(modes) > 5
     for name, mode in modes.items():
         most = 0o775 if (tmp_path / name).is_dir() else 0o664
         assert mode == most & ~mask, f"{name}: {mode:o}"
 
 
-def load_forged(root: Path) -> list[str]:
+@on_ranks(1, fresh=True)
+def test_links_and_pipes_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
     """What loads of checkpoints that lead elsewhere say."""
+    root = tmp_path / "root"
     model = ZeRO3(Model())
     folder = save(root, model).path
     elsewhere = shutil.copytree(folder, root.parent / "elsewhere")
@@ -137,11 +134,6 @@ def load_forged(root: Path) -> list[str]:
         path.unlink()
         path.write_bytes(data)
     load(root, model)
-    return said
-
-
-def test_links_and_pipes_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    (said,) = run_ranks(1, load_forged, tmp_path / "root")
     assert ["symbolic link" in each or "no regular file" in each for each in said] == [True] * 4
 
 
@@ -162,22 +154,19 @@ def listening() -> set[str]:
     return found
 
 
-def train_and_look() -> tuple[list[str], list[str]]:
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="Linux lists sockets there")
+@on_ranks(2, fresh=True)
+def test_only_gloo_listens_and_on_its_own_address() -> None:
     before = listening()
     model = ZeRO3(Model(), auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    return sorted(before), sorted(listening() - before)
-
-
-@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="Linux lists sockets there")
-def test_only_gloo_listens_and_on_its_own_address() -> None:
-    for before, new in run_ranks(2, train_and_look):
-        addresses = {address.split(":")[0] for address in [*before, *new]}
-        local = {address_of("127.0.0.1")}
-        assert before, "gloo listens"
-        assert addresses <= local, addresses
+    before, new = sorted(before), sorted(listening() - before)
+    addresses = {address.split(":")[0] for address in [*before, *new]}
+    local = {address_of("127.0.0.1")}
+    assert before, "gloo listens"
+    assert addresses <= local, addresses
 
 
 def address_of(text: str) -> str:

@@ -1,7 +1,5 @@
 """docs/howto/several_machines.md: two agents of torchrun, and Ray Train, each with two ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

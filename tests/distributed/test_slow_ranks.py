@@ -1,7 +1,5 @@
 """A slow rank is not a dead one: a warning at half of the limit, and phases that wait longer."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading

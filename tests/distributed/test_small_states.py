@@ -1,7 +1,5 @@
 """bfloat16 and 8-bit states: the same bits at every world size, where no border cuts a block."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Sequence

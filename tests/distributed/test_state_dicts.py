@@ -1,7 +1,5 @@
 """State dicts by name: shards for torch.distributed.checkpoint, full tensors, streams of them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import time

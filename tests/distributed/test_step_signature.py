@@ -1,7 +1,5 @@
 """`model.step_signature()`: equal for equal bits, on any number of ranks and with any units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallelism by torch's `parallelize_module`, sharded by ZeRO3: trains as one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

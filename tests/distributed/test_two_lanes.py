@@ -1,8 +1,6 @@
 """Reductions on process groups of their own, and several in flight: the numbers are the same, every
 two accesses are ordered, and memory is within the bound."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -19,11 +17,11 @@ from layerzero.step import reduction as reduction_module
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from tests.distributed import test_experts
-from tests.harness.fake_ranks import run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations, waiting_nbytes
 from tests.harness.reference import batches_of, forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
@@ -219,19 +217,13 @@ def test_every_two_accesses_are_ordered_with_the_host() -> None:
             assert found == {use.__name__: [] for use in uses}
 
 
-def _races_of_layers() -> list[tuple[str, str, list[str]]]:
-    found = []
+@as_fake_ranks((0, 3), 4)
+def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
     for name in ("zero1", "replicate", "whole parameters"):
         for sums in ({}, {"accumulation": "sharded"}):
             settings = _with_lanes({**LAYERS[name], **sums}, "both")
             use = accumulation if sums else plain_steps
-            found += [(name, *each) for each in _races(settings, [use]).items()]
-    return found
-
-
-def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
-    for found in run_fake_ranks((0, 3), 4, _races_of_layers):
-        assert [each for each in found if each[2]] == []
+            assert _races(settings, [use]) == {use.__name__: []}, (name, sums)
 
 
 def without_waiting_for_a_reduction() -> object:
@@ -321,7 +313,8 @@ def _is_waited_for(in_flight: str | None) -> list[bool]:
     return waits
 
 
-def _room() -> None:
+@as_fake_ranks((0, 1), 2)
+def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
     assert min(_found_without()) > 0, "a missing wait is found"
     with simulated_device():
         sizes = _input_nbytes(wrapped())
@@ -329,10 +322,6 @@ def _room() -> None:
         _count(bound, most)
     for in_flight, waits in ((None, True), ("1GB", False)):
         assert _is_waited_for(in_flight) == [waits] * 3
-
-
-def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
-    run_fake_ranks((0, 1), 2, _room)
 
 
 def _same_order() -> None:
@@ -380,16 +369,13 @@ def _differing() -> None:
         ZeRO3(nn.Linear(4, 4), reduction=policy)
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2, fresh=True)
+def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
+    """On new ranks, which have made no group yet."""
     _groups_are_kept()
     _same_order()
     _twice_in_a_pass()
     _differing()
-
-
-def test_groups_are_made_once_order_is_kept_and_ranks_that_differ_are_refused() -> None:
-    """On new ranks, which have made no group yet."""
-    run_ranks(2, _on_two_ranks)
 
 
 @on_ranks(1)

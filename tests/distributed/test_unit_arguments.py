@@ -1,7 +1,5 @@
 """Units with arguments of their own, given by `auto_wrap_policy`; hook modules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

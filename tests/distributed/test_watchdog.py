@@ -1,27 +1,28 @@
-"""Backends whose messages carry no name: same results, and a watchdog that names what hangs."""
-
-from __future__ import annotations
+"""A dead, stopped or silent rank: the others get an error that says who and where. Backends whose
+messages carry no name have the same results, and a watchdog that names what hangs."""
 
 import gc
 import logging
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import ZeRO3
+from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
 from tests.harness.checks import collective_error
-from tests.harness.models import Block, Mlp
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
 from tests.harness.recording import logged
 from tests.harness.served_store import serve_store
 from tests.harness.stream_uses import train
@@ -152,22 +153,20 @@ def test_an_error_is_not_held_back_where_the_store_has_ended(tmp_path: Path) -> 
     assert found[1] < TIMEOUT.total_seconds() + GRACE_S
 
 
-def _skips() -> str:
+@pytest.mark.slow
+@on_ranks(2, fresh=True)
+def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
     torch.manual_seed(0)
     model = wrapped(Chain())
     train(model, 2)
     if dist.get_rank() == 1:
         model.module.route = [0, 2, 3]
-    return error_of(lambda: train(model, 50))
+    message = error_of(lambda: train(model, 50))
+    assert "blocks." in message
 
 
-@pytest.mark.slow
-def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
-    for message in run_ranks(2, _skips):
-        assert "blocks." in message
-
-
-def _pauses() -> list[float]:
+@on_ranks(2, fresh=True)
+def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
     torch.manual_seed(0)
     model = wrapped(Mlp(2), timeout=timedelta(seconds=1))
     other = wrapped(Mlp(2), timeout=timedelta(seconds=1))
@@ -177,11 +176,9 @@ def _pauses() -> list[float]:
     handle = model.unshard(async_op=True)
     time.sleep(1.6)
     handle.wait()
-    return losses + train(model, 2) + train(other, 2)
-
-
-def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
-    assert all(len(losses) == 8 for losses in run_ranks(2, _pauses))
+    assert all(
+        len(losses) == 8 for losses in of_all_ranks(losses + train(model, 2) + train(other, 2))
+    )
 
 
 @on_ranks(2)
@@ -196,3 +193,112 @@ def test_the_watchdog_goes_with_its_model() -> None:
     gc.collect()
     thread.join(5.0)
     assert not watching()
+
+
+def on_gloo(**settings: Any) -> ZeRO3:
+    torch.manual_seed(0)
+    return ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
+
+
+def passes(model: ZeRO3, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH)).sum().backward()
+
+
+def _exits_amid(during: str, zero3_size: int | None = None) -> str | None:
+    """The last rank exits in its third step; then no optimizer steps on what backward has left."""
+    model = on_gloo(zero3_size=zero3_size)
+    other = ZeRO3(nn.Linear(2, 2), dist.new_group([dist.get_rank()]))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
+    both = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=1.0)
+    passes(model, 2)
+    other(torch.ones(2, 2)).sum().backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if during == "forward":
+            model.module.blocks[1].up.register_forward_pre_hook(lambda *_: os._exit(7))
+        loss = model(torch.randn(3, WIDTH)).sum()
+        loss.register_hook(lambda _: os._exit(7))
+        loss.backward()
+    message = error_of(lambda: passes(model))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for optimizer in (optimizers[0], both):
+        with pytest.raises(CollectiveError, match="an earlier collective") as caught:
+            optimizer.step()
+        assert message in str(caught.value)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    optimizers[1].step()  # Of a model that goes on.
+    return message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "during"),
+    [(2, "backward"), (2, "forward"), pytest.param(3, "backward", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_exits_is_named_and_no_optimizer_steps(world_size: int, during: str) -> None:
+    last = world_size - 1
+    messages = run_ranks(world_size, _exits_amid, during, expect_exit={last: 7})
+    for rank, message in enumerate(messages[:-1]):
+        assert f"rank {rank}" in message
+        assert f"rank {last}" in message
+        assert "blocks." in message or "the root unit" in message
+        assert "all-gather" in message or "reduce-scatter" in message
+
+
+def test_a_rank_that_exits_is_named_across_shard_groups() -> None:
+    """Rank 0 shares no group with rank 3: it waits for others that wait for it."""
+    for message in run_ranks(4, _exits_amid, "backward", 2, expect_exit={3: 7})[:3]:
+        assert "rank 3: no report" in message, message
+        assert "Look at the ranks without a report first" in message
+
+
+def _stops(folder: Path) -> str | None:
+    model = on_gloo()
+    passes(model)
+    if dist.get_rank() == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(9)
+    try:
+        return error_of(lambda: passes(model))
+    finally:
+        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+
+
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    message = run_ranks(2, _stops, tmp_path, expect_exit={1: 9})[0]
+    assert "rank 0 got no answer from rank 1" in message
+    assert "rank 1: no report" in message
+    assert "within the timeout of 2 s" in message
+
+
+def _waits_for_one_that_left(folder: str) -> str | None:
+    """Each other rank shares a model with the last one, which is done early; its process lives on
+    until the others end."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    groups = [dist.new_group([each, last]) for each in range(last)]
+    for each, group in enumerate(groups):
+        dist.barrier()  # Else the second waits while the last one is with the first.
+        if rank in (each, last):
+            model = on_gloo(process_group=group)
+            passes(model)
+    if rank == 0:
+        first = error_of(lambda: passes(model))
+        start = time.monotonic()
+        again = error_of(lambda: passes(model))
+        assert time.monotonic() - start < 1.0, "it does not wait a second time"
+        assert first in again
+        assert "restart the ranks" in again
+        return first
+    if rank == 1:
+        return error_of(lambda: model.clip_grad_norm_(1.0))
+    return None if rank == last else error_of(lambda: checkpoint.save(folder, model))
+
+
+def test_a_rank_that_finished_early_is_named_and_a_later_use_repeats_it(tmp_path: Path) -> None:
+    trains, clips, saves, _ = run_ranks(4, _waits_for_one_that_left, str(tmp_path))
+    assert "rank 3: no report" in trains
+    assert "Look at the ranks without a report first" in trains
+    assert "gradient norm" in clips, "a small collective has the timeout, too"
+    assert "exchange of the ranks that save or load together" in saves
+    assert "every rank must, also to save or load (not under `if rank == 0:`)" in saves

@@ -1,7 +1,5 @@
 """WholeTensorOptimizer trains as the same optimizer on one process, with averaged gradients."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -28,7 +26,7 @@ from tests.harness.models import (
     TransformerBlock,
     loss_of,
 )
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import seeded
 from tests.harness.traffic import SentBytes
@@ -381,14 +379,11 @@ def _owned() -> tuple[list[int], int]:
     ], largest
 
 
-def _in_layers() -> tuple[list[tuple[int, int]], tuple[list[int], int]]:
+@on_ranks(4)
+def test_pieces_travel_once_each_way_and_owners_are_balanced() -> None:
     some = {name: LAYERED[name] for name in ("zero1", "replicate", "copies on all")}
     _sweep(["mlp"], ["Shampoo"], some, 2)
-    return _traffic(), _owned()
-
-
-def test_pieces_travel_once_each_way_and_owners_are_balanced(ranks: KeptRanks) -> None:
-    found = ranks(4, _in_layers)
+    found = of_all_ranks((_traffic(), _owned()))
     for ranks in zip(*(traffic for traffic, _ in found), strict=True):
         # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.
         assert sum(sent for sent, _ in ranks) == 2 * sum(pieces for _, pieces in ranks) > 0

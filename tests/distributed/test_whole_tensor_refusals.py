@@ -1,7 +1,5 @@
 """WholeTensorOptimizer: what does not fit is refused by name, on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Run the fault matrix, print each cell, and write the table of docs/reference/reliability.md."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -18,11 +16,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="cells whose names contain all these")
     parser.add_argument("--at-once", type=int, default=4, help="cells that run at the same time")
     parser.add_argument("--short", action="store_true", help="some cells of each fault and place")
-    parser.add_argument(
-        "--results", type=Path, help="file of results: cells that passed are not run"
-    )
-    parser.add_argument("--page-only", action="store_true", help="write --results into the page")
-    parser.add_argument("--no-page", action="store_true", help="leave the page as it is")
     arguments = parser.parse_args()
     # The ranks' server finds the repository without a change of the environment meanwhile.
     os.environ["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -33,10 +26,6 @@ def main() -> int:
 
     cells = some_cells() if arguments.short else all_cells()
     cells = [cell for cell in cells if all(part in str(cell) for part in arguments.only)]
-    results = page.Results(arguments.results)
-    if arguments.page_only:
-        page.write([each for cell in cells if (each := results.find(cell))], results.num_again)
-        return 0
     start = time.monotonic()
 
     def tell(text: str) -> None:
@@ -45,11 +34,7 @@ def main() -> int:
     # What ranks print, `run_ranks` prints: of struck ranks that is much, and says little.
 
     def run(cell: Cell) -> Verdict:
-        known = results.find(cell)
-        if known is not None:
-            return known
         verdict = run_cell(cell)
-        results.add(verdict)
         tell(f"{verdict.how:10} {verdict.seconds:6.2f} s  {verdict.cell}")
         for problem in verdict.problems:
             tell(f"    PROBLEM: {problem}")
@@ -69,9 +54,8 @@ def main() -> int:
     failed = [verdict for verdict in verdicts if verdict.problems]
     seconds = time.monotonic() - start
     print(f"{len(cells)} cells, {len(again)} failed at first, {len(failed)} twice; {seconds:.0f} s")
-    is_whole = not (arguments.only or arguments.short or failed)
-    if is_whole and not arguments.no_page:
-        page.write(verdicts, results.num_again)
+    if not (arguments.only or arguments.short or failed):
+        page.write(verdicts, len(again))
     return bool(failed)
 
 

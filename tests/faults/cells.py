@@ -1,7 +1,5 @@
 """The cells of the fault matrix: which fault, where it strikes, and whom."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from dataclasses import dataclass

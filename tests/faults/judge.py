@@ -1,7 +1,5 @@
 """Runs one cell, and decides whether it ended as it must."""
 
-from __future__ import annotations
-
 import functools
 import re
 import signal

@@ -4,8 +4,6 @@ gloo hides its sockets, so they are found among the process's files. Each operat
 duplicate of the descriptor, which is the same socket. Linux only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

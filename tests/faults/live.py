@@ -1,7 +1,5 @@
 """A rank's part in a cell: it trains, is struck or not, and tells how that ended."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

@@ -1,55 +1,14 @@
 """The table of the fault matrix in docs/reference/reliability.md."""
 
-from __future__ import annotations
-
-import json
 import statistics
 from pathlib import Path
 
-from tests.faults.cells import FAULTS, PLACES, SECONDS, Cell, all_cells, meaning
+from tests.faults.cells import FAULTS, PLACES, SECONDS, meaning
 from tests.faults.judge import Verdict
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "reliability.md"
 _BEGIN = "<!-- written by make faults -->\n"
 _END = "<!-- end -->\n"
-
-
-class Results:
-    """Verdicts by the names of their cells, in a file if there is one: a run can be interrupted."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._passed: dict[str, tuple[str, float, bool | None]] = {}
-        self._failed: set[str] = set()
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                self._take(*json.loads(line))
-
-    @property
-    def num_again(self) -> int:
-        """Cells that failed, and passed when they were run once more."""
-        return len(self._failed & self._passed.keys())
-
-    def find(self, cell: Cell) -> Verdict | None:
-        """What is known of a cell that passed."""
-        if str(cell) not in self._passed:
-            return None
-        how, seconds, half_sent = self._passed[str(cell)]
-        return Verdict(cell, how, seconds, (), half_sent)
-
-    def add(self, verdict: Verdict) -> None:
-        how = "failed" if verdict.problems else verdict.how
-        line = str(verdict.cell), how, verdict.seconds, verdict.half_sent
-        self._take(*line)
-        if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-    def _take(self, name: str, how: str, seconds: float, half_sent: bool | None) -> None:
-        if how == "failed":
-            self._failed.add(name)
-        else:
-            self._passed[name] = how, seconds, half_sent
 
 
 def write(verdicts: list[Verdict], num_again: int) -> None:
@@ -62,8 +21,6 @@ def write(verdicts: list[Verdict], num_again: int) -> None:
 def table(verdicts: list[Verdict], num_again: int) -> str:
     halves = [verdict.half_sent for verdict in verdicts if verdict.half_sent is not None]
     seconds = [verdict.seconds for verdict in verdicts if verdict.how == "error"]
-    names = {str(verdict.cell) for verdict in verdicts}
-    absent = [cell for cell in all_cells() if str(cell) not in names]
     lines = [
         f"{len(verdicts)} cells; {num_again} of them passed only when run once more. "
         f"Errors came after {statistics.median(seconds):.1f} s (median), at most "
@@ -72,8 +29,6 @@ def table(verdicts: list[Verdict], num_again: int) -> str:
         "| fault | " + " | ".join(PLACES) + " |",
         "|---" * (len(PLACES) + 1) + "|",
     ]
-    if absent:
-        lines[0] += f"{len(absent)} cells have no result: {'; '.join(map(str, absent))}.\n"
     rows = [(fault, [fault], "") for fault in FAULTS]
     rows += [(f"two ranks: {second}", list(FAULTS), second) for second in SECONDS[1:]]
     for name, faults, second in rows:

@@ -5,8 +5,6 @@
 Prints kills, goodput (useful steps over those possible in the time) and what differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

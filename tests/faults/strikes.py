@@ -4,8 +4,6 @@ All of it happens on the struck rank alone, inside its own call: the others neve
 timing, so there is no race between the test and what it tests.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

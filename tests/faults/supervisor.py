@@ -5,8 +5,6 @@ ends all ranks when one fails, and starts them once more. Its ranks are forked w
 that a restart takes a fraction of a second instead of several.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

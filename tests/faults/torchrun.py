@@ -1,7 +1,5 @@
 """Runs worker.py under torchrun, and kills its ranks at random moments."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -5,8 +5,6 @@
 Each rank writes its losses to FOLDER, as exact hexadecimal numbers.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

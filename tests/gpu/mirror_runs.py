@@ -1,7 +1,5 @@
 """What the mirror trains: settings of the engine, and ways to use it, as any rank of any world."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ Arguments and the result travel as JSON. Not `run_ranks`: its processes are fork
 not have been touched before a fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -3,8 +3,6 @@
 Functions that take `device_type` run on the CPU as well, where nothing can be late.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import timedelta

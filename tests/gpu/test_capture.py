@@ -4,8 +4,6 @@ on a real group of one rank.
 tests/distributed/test_graph_capture.py shows the same on the simulated device, with two ranks.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

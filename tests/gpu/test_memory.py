@@ -1,7 +1,5 @@
 """Memory may leave its pool at any time; a steady step asks for none, and waits for nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.process import REFUSED, ProcessFailed, find_program, in_process

@@ -3,8 +3,6 @@
 tests/distributed/test_mirror.py runs the same on the CPU.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """NCCL behaves as the engine assumes: a group of one rank, without peers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

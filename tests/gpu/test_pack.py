@@ -3,8 +3,6 @@
 Under `compute-sanitizer python -m pytest tests/gpu` each access is checked as well.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Ranks that name different hosts get past its check that no two share a GPU, and 
 sockets. What it shows is right or wrong values; not how fast anything is.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 tests/distributed/test_mirror.py runs the same on the CPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

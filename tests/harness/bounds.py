@@ -1,7 +1,5 @@
 """What code that reads foreign bytes may do: raise CheckpointError, soon, in little memory."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import resource

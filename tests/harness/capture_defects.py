@@ -4,8 +4,6 @@
 here, or of what blocks the host in missing_waits.py.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

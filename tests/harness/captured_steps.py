@@ -5,8 +5,6 @@ leaves a step as it is, and the number of steps. It returns what is compared: lo
 and whatever else it reads.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

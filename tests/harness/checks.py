@@ -1,7 +1,5 @@
 """Comparisons whose message says which parameter differs, where and by how much."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

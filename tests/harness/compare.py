@@ -1,7 +1,5 @@
 """layerzero beside the reference: wrap a toy model, train both, compare at every step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Peaks of real training steps: all storages of one rank, those of its threads included."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -5,8 +5,7 @@ enough where order and memory are asked for, not values, and takes a tenth of th
 ranks.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +59,26 @@ def run_fake_ranks(
         What each returned.
     """
     return run_ranks(1, _each, ranks, world_size, fn, args, timeout=timeout)[0]
+
+
+def as_fake_ranks(
+    ranks: Sequence[int], world_size: int, timeout: float = 60.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body runs as each of `ranks`, see `run_fake_ranks`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def as_each(**arguments: Any) -> None:
+            run_fake_ranks(ranks, world_size, _body, as_each, arguments, timeout=timeout)
+
+        as_each.body = test
+        return as_each
+
+    return decorate
+
+
+def _body(test: Any, arguments: dict[str, Any]) -> None:
+    test.body(**arguments)
 
 
 def _each(ranks: Sequence[int], world_size: int, fn: Callable[..., Any], args: Any) -> list[Any]:

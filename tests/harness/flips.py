@@ -5,8 +5,6 @@ every rank must raise CorruptionError, which names the operation and a rank, and
 optimizer state of any rank may have changed. Where nothing was flipped, no rank may raise.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

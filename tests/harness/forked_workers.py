@@ -10,8 +10,6 @@ program is a stand-in for Python: it gives these to the server, which forks, and
 does. So `python()` serves other programs as well, if a torch that is imported already is as good.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

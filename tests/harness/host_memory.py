@@ -1,7 +1,5 @@
 """A runtime that page-locks nothing, and knows what it was asked to."""
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -1,7 +1,5 @@
 """transformers models that compute in one dtype, for comparisons in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

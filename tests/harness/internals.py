@@ -1,7 +1,5 @@
 """The engine's own objects behind a wrapped model, for tests that look inside."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from layerzero.step.placeholders import WaitingGradient

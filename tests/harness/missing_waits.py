@@ -4,8 +4,6 @@
 table. test_missing_waits.py trains with each on the simulated device, tests/gpu on a real one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

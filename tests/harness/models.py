@@ -5,8 +5,6 @@ are odd on purpose, so that no parameter divides by the number of ranks. `CASES`
 what a sweep needs to know.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import namedtuple

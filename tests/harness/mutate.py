@@ -1,7 +1,5 @@
 """Mutations for fuzzing: of JSON values by their structure, of bytes, and of files in a folder."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Random runs of models with optional regions, each beside one process on all ranks' batches."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

@@ -1,7 +1,5 @@
 """The pages of docs/ as tests read them: their blocks of Python, and a rank that runs these."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

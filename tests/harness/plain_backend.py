@@ -3,8 +3,6 @@
 The engine treats it as it treats NCCL: the backend's verbs, matched by order alone, and a watchdog.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 

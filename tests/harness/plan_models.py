@@ -1,7 +1,5 @@
 """A model with units in lists, in a bank of parameters and around each other, for plans."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Models whose memory is planned and measured: each spends it on something else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Programs in processes of the fork server, which has imported what would take them seconds."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import os
 import runpy

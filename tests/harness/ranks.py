@@ -5,8 +5,9 @@ tests may run side by side) and have a gloo default group.
 
 Three ways, the shortest first:
 
-- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share;
-- the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test that reads what they return;
+- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share, or with
+  `fresh=True` on new ones; `of_all_ranks` shows each rank what all have;
+- the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test of several sizes;
 - `run_ranks(2, fn)`: on new ranks, for a test that kills one or changes the process for good.
 
 Note [A rank's life]: a rank runs a function and sends its value or its traceback. Where it
@@ -97,7 +98,11 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int | None = None, *, timeout: float = 60.0, in_float64: bool = False
+    world_size: int | None = None,
+    *,
+    timeout: float = 60.0,
+    in_float64: bool = False,
+    fresh: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test whose body runs on ranks, see `KeptRanks`.
 
@@ -105,6 +110,7 @@ def on_ranks(
         world_size: how many; None: what the test's argument `world_size` says.
         timeout: seconds for the body.
         in_float64: see `run_ranks`.
+        fresh: on new ranks, for a test that changes them for good.
 
     The test's arguments (parameters and fixtures) are pickled, so `tmp_path` is one path on all
     ranks.
@@ -114,11 +120,13 @@ def on_ranks(
         @functools.wraps(test)
         def on_kept_ranks(ranks: KeptRanks, **arguments: Any) -> None:
             size = arguments["world_size"] if world_size is None else world_size
-            wanted = {name: arguments[name] for name in own}
-            ranks(size, on_kept_ranks, timeout=timeout, in_float64=in_float64, arguments=wanted)
+            wanted = {name: arguments[name] for name in names}
+            options = {"timeout": timeout, "in_float64": in_float64, "arguments": wanted}
+            with contextlib.closing(KeptRanks()) if fresh else contextlib.nullcontext(ranks) as own:
+                own(size, on_kept_ranks, **options)
 
         signature = inspect.signature(test)
-        own = list(signature.parameters)
+        names = list(signature.parameters)
         on_kept_ranks.body = test
         fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         on_kept_ranks.__signature__ = signature.replace(
@@ -127,6 +135,13 @@ def on_ranks(
         return on_kept_ranks
 
     return decorate
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank of the default group passes, in rank order. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class KeptRanks:

@@ -1,7 +1,5 @@
 """What an engine did: its collectives in order, what it logged, and which full buffers exist."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

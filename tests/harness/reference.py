@@ -1,7 +1,5 @@
 """Plain torch truth: the model unsharded, trained in one process on the batches of all ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

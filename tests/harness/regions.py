@@ -1,7 +1,5 @@
 """Records the regions of optional units that models are given, and what their ranks exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

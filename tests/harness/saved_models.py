@@ -1,7 +1,5 @@
 """Models and optimizers that tests of checkpoints and state dicts build, train and compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

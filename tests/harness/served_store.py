@@ -1,7 +1,5 @@
 """The default group with a store in the memory of one rank, as `torchrun` has it."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

@@ -9,8 +9,6 @@ at the address that it had: a replay finds a fault if it was freed or moved sinc
 A replay runs the recorded operations and collectives, and no Python of the engine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Sequence

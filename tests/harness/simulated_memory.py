@@ -7,8 +7,6 @@ leave the pool altogether as soon as that stream is done: so the stream itself m
 use when the memory is freed.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter

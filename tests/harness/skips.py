@@ -6,8 +6,6 @@ there where the whole suite is meant to run: a framework that is no longer found
 one that works.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to train a small model, and settings to train it with, for the simulated device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What a rank hands to the network, counted below the engine, at torch's process group."""
 
-from __future__ import annotations
-
 from benchmarks import traffic
 
 

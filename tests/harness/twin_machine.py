@@ -4,8 +4,6 @@ All ranks draw the same actions. After each of them parameters, and gradients th
 reduction, are those of the unsharded twin, which every rank has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

@@ -1,7 +1,5 @@
 """Optimizers that need whole tensors, as users write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Megatron's GPTModel and its distributed checkpoints on the CPU, on the ranks of `run_ranks`."""
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import sys

@@ -3,8 +3,6 @@
 Lightning's DDP is no reference: it averages only what required a gradient when it was built.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What users of transformers and accelerate do around training: counts, second trainers, names."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training under Lightning's Trainer equals DDP and one process, whatever the Trainer does."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

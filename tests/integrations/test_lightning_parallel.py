@@ -1,7 +1,5 @@
 """Tensor parallelism under Lightning's Trainer: two by two ranks equal one process."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning callbacks that look at parameters: groups, state, counts are those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ terms in the same order: losses are equal bit for bit. Norms are sums of all ele
 order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib
@@ -187,7 +185,8 @@ def test_losses_and_norms_are_those_of_megatrons_ddp_with_model_parallel_ranks(
     run_ranks(4, _same_numbers, cases, timeout=120)
 
 
-def _overflow_on_one_rank() -> list[tuple[bool, float]]:
+@on_ranks(4, fresh=True)
+def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
     def run(options: Any) -> tuple[bool, float]:
         example = _example()
         chunks, optimizer, _ = example.with_layerzero(options, example.transformer_config(options))
@@ -202,11 +201,9 @@ def _overflow_on_one_rank() -> list[tuple[bool, float]]:
 
     both = (["--tensor", "2"], ["--pipeline", "2"])
     settings = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
-    return [_on_megatrons_ranks([*SMALL, *settings, *axes], run) for axes in both]
-
-
-def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
-    assert run_ranks(4, _overflow_on_one_rank) == [[(False, 512.0)] * 2] * 4
+    assert [_on_megatrons_ranks([*SMALL, *settings, *axes], run) for axes in both] == [
+        (False, 512.0)
+    ] * 2
 
 
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")

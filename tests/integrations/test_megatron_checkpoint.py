@@ -1,7 +1,5 @@
 """Megatron's distributed checkpoints: the same of a sharded model as of Megatron's own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What the YAML of options for Megatron's models may say, and what it says of mistakes."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing of the models is changed, and no dummy image is passed.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

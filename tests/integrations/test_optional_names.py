@@ -1,7 +1,5 @@
 """Adapters take `optional_modules` by name, and pass the modules on to `ZeRO3`."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -4,8 +4,6 @@ Two ranks see what one process sees as two micro-batches of a step: losses are t
 numbers in the same order, and equal bit for bit, as long as nothing is clipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

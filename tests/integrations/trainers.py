@@ -1,7 +1,5 @@
 """A small LightningModule, its data and Trainers whose ranks are those of `run_ranks`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -5,8 +5,6 @@ that run in threads of their own, and lets nobody read its memory but its operat
 device pointer on the host dies. `parts.cpp` adds collectives, and storages that change size.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from datetime import timedelta
 from pathlib import Path

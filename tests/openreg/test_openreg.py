@@ -1,7 +1,5 @@
 """The whole engine on a device that is neither CPU nor CUDA, beside one process on the CPU."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading
@@ -35,7 +33,7 @@ from tests.harness.checks import (
 )
 from tests.harness.compare import sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Case, Mlp, loss_of, rows, tensors_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     RunFn,
@@ -131,7 +129,9 @@ def _assert_same(actual: Any, expected: Any, what: str) -> None:
     assert_same_parameters(moved(actual, "cpu"), moved(expected, "cpu"), what=what)
 
 
-def _plain_on_both(library: Path) -> None:
+@on_ranks(1, in_float64=True, fresh=True)
+def test_one_process_on_it_computes_what_the_cpu_does(library: Path) -> None:
+    """A few operators of the device round differently."""
     register(library)
     for name, case in CASES.items():
         if name == "mixed_dtypes":  # not all of it in float64
@@ -142,26 +142,18 @@ def _plain_on_both(library: Path) -> None:
         assert_close_in_float64(moved(got, "cpu"), expected, name)
 
 
-def test_one_process_on_it_computes_what_the_cpu_does(library: Path) -> None:
-    """A few operators of the device round differently."""
-    run_ranks(1, _plain_on_both, library, in_float64=True)
-
-
-def _train_all(library: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2, timeout=120, fresh=True)
+def test_every_model_trains_on_it_as_in_one_process(library: Path, options: str) -> None:
     """Bitwise as one process on the device."""
     register(library)
     for name, case in CASES.items():
         batches = batches_of(case, dist.get_world_size(), steps=3)
         expected = _steps_of(on_device(plain(case)), batches, _run)
         try:
-            _compare(_wrapped(case, **options), case, expected, batches)
+            _compare(_wrapped(case, **OPTIONS[options]), case, expected, batches)
         except Exception as error:
             raise AssertionError(f"{name}: {error!r}") from error
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_model_trains_on_it_as_in_one_process(library: Path, options: str) -> None:
-    run_ranks(2, _train_all, library, OPTIONS[options], timeout=120)
 
 
 def _autocast_run(model: nn.Module, batch: Any) -> Tensor:
@@ -171,7 +163,8 @@ def _autocast_run(model: nn.Module, batch: Any) -> Tensor:
     return loss.detach()
 
 
-def _train_in_autocast(library: Path) -> None:
+@on_ranks(2, timeout=120, fresh=True)
+def test_under_autocast_it_trains_as_in_one_process(library: Path) -> None:
     register(library)
     case = CASES["transformer"]
     batches = batches_of(case, dist.get_world_size(), steps=3)
@@ -180,10 +173,6 @@ def _train_in_autocast(library: Path) -> None:
     )
     assert not torch.equal(casting[0].losses[0].cpu(), without[0].losses[0].cpu()), "it casts"
     _compare(_wrapped(case), case, casting, batches, _autocast_run)
-
-
-def test_under_autocast_it_trains_as_in_one_process(library: Path) -> None:
-    run_ranks(2, _train_in_autocast, library, timeout=120)
 
 
 LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -259,11 +248,11 @@ class Run:
         return moved(dict(sorted(values.items())), "cpu")
 
 
-def _both(library: Path, folder: Path, names: list[str]) -> None:
+@on_ranks(2, timeout=180, fresh=True)
+def test_runs_and_their_checkpoints_equal_those_on_the_cpu(library: Path, tmp_path: Path) -> None:
     register(library)
-    for name in names:
-        case_name, options, how = RUNS[name]
-        case, path = CASES[case_name], folder / name
+    for name, (case_name, options, how) in RUNS.items():
+        case, path = CASES[case_name], tmp_path / name
         here, there = (Run(case, place, options) for place in ("cpu", own_device()))
         expected, got = here.train(**how), there.train(**how)
         for index, (one, other) in enumerate(zip(got, expected, strict=True)):
@@ -277,21 +266,15 @@ def _both(library: Path, folder: Path, names: list[str]) -> None:
             assert_same_parameters(new.state(), state, what=f"{name}: loaded on {place}:")
 
 
-def test_runs_and_their_checkpoints_equal_those_on_the_cpu(library: Path, tmp_path: Path) -> None:
-    run_ranks(2, _both, library, tmp_path, list(RUNS), timeout=180)
-
-
-def _refused(library: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_without_storages_that_change_size_every_rank_refuses(library: Path) -> None:
     register(library, resizes=False)
     with pytest.raises(ValueError, match="whose storages torch cannot resize"):
         _wrapped(CASES["mlp"])
 
 
-def test_without_storages_that_change_size_every_rank_refuses(library: Path) -> None:
-    run_ranks(2, _refused, library)
-
-
-def _streams(library: Path) -> None:
+@on_ranks(1, fresh=True)
+def test_a_stream_of_another_device_leaves_all_as_it_was(library: Path) -> None:
     register(library)
     device = torch.device(TYPE, 1)
     assert torch.accelerator.current_device_index() == 0
@@ -308,17 +291,14 @@ def _streams(library: Path) -> None:
     assert event.query()
 
 
-def test_a_stream_of_another_device_leaves_all_as_it_was(library: Path) -> None:
-    run_ranks(1, _streams, library)
-
-
-def _named_by_the_group_alone(library: Path, folder: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_the_backends_of_the_default_group_choose_the_device(library: Path, tmp_path: Path) -> None:
     """The default group's backends name the device; the current one is each rank's own."""
     register(library)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     torch.accelerator.set_device_index(rank % 2)
-    store = dist.FileStore(str(folder / "store"), world_size)
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
     dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world_size)
     mesh = ParallelManager().data_mesh
     assert mesh.device_type == TYPE
@@ -337,11 +317,10 @@ def _named_by_the_group_alone(library: Path, folder: Path) -> None:
         assert all(not torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_the_backends_of_the_default_group_choose_the_device(library: Path, tmp_path: Path) -> None:
-    run_ranks(2, _named_by_the_group_alone, library, tmp_path)
-
-
-def _from_meta(library: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_a_model_from_the_meta_device_gets_the_values_that_it_gets_on_the_cpu(
+    library: Path,
+) -> None:
     register(library)
     found = []
     for place, group in (("cpu", None), (own_device(), device_group())):
@@ -351,12 +330,6 @@ def _from_meta(library: Path) -> None:
         model = ZeRO3(module, group, auto_wrap_policy={Block}, device=place)
         found.append(moved({**full_parameters(model), "drawn next": torch.rand(3)}, "cpu"))
     assert_same_parameters(found[1], found[0])
-
-
-def test_a_model_from_the_meta_device_gets_the_values_that_it_gets_on_the_cpu(
-    library: Path,
-) -> None:
-    run_ranks(2, _from_meta, library)
 
 
 def _diverges(library: Path) -> str:
@@ -400,7 +373,8 @@ class HostBlock(Block):
         return super().forward(super().forward(x).cpu().to(x.device))
 
 
-def _two_threads(library: Path) -> None:
+@on_ranks(2, timeout=120, fresh=True)
+def test_backward_on_both_of_autograds_threads_equals_one_process(library: Path) -> None:
     register(library)
     case = Case("via host", ViaHost, (Block, HostBlock), rows)
     batches = batches_of(case, dist.get_world_size(), steps=3)
@@ -409,7 +383,3 @@ def _two_threads(library: Path) -> None:
         model = _wrapped(case, **options)
         _compare(model, case, expected, batches)
         assert len(model.module.threads) == 2, "one for nodes on the device, one for the host's"
-
-
-def test_backward_on_both_of_autograds_threads_equals_one_process(library: Path) -> None:
-    run_ranks(2, _two_threads, library, timeout=120)

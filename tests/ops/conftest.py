@@ -1,7 +1,5 @@
 """What the tests of this folder are run with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ops.truth import IMPLEMENTATIONS

@@ -2,8 +2,6 @@
 a step, and what was installed. With a library in which an op writes out of bounds: the step and all
 tests of the ops, then one test with that library in the place of the installed one."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The CUDA kernels compile for every architecture without spills, link, and load without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

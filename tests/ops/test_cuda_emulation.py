@@ -1,7 +1,5 @@
 """The CUDA kernels' bodies, every thread of them run on the CPU under the address sanitizer."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

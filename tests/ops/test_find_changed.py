@@ -1,7 +1,5 @@
 """find_changed: native against reference, both against numpy's idea of equal bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

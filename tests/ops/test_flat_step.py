@@ -1,7 +1,5 @@
 """flat_step_ and sum_squares_: the bits of the reference, and those of torch's fused optimizers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """pack_: kernel and plain-torch reference against an independent computation, bit by bit."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

@@ -1,8 +1,6 @@
 """The wheel and the source distribution install in an empty environment and train a step there; the
 wheel's kernels run all tests of the ops under the address and undefined-behaviour sanitizers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """An independent computation of what the ops promise (numpy and integers), and how to call them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence

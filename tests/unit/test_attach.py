@@ -1,7 +1,5 @@
 """Functions that are called for each torch optimizer of sharded parameters."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """python -m layerzero.checkpoint: inspect and verify, on checkpoints good and bad."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource

@@ -1,7 +1,5 @@
 """Bytes between shards and files: past the cache, in batches cut at pages, whatever is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

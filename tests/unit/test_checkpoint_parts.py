@@ -1,7 +1,5 @@
 """The parts of checkpoints that need no ranks: runs, boxes, checksums, heads, values, folders."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """A module's way through construction is short: each object has it once, on the way down."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

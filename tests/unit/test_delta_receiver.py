@@ -1,7 +1,5 @@
 """Patches: applied in place or refused; packed; in files, of which nothing half-written is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

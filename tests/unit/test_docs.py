@@ -4,8 +4,6 @@ Each check is a function of a text that returns what it does not find. `SEEDED` 
 it must find.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -5,8 +5,6 @@ benchmark that wrote one, may only have decimal numbers and percentages that the
 rounded or not.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The driver of the first GPU run reports every way in which a step can end, and always ends."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,6 @@
 """The harness itself: every way a rank can end is told apart, and nothing stays behind."""
 
 import functools
-import json
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import expected_time
 from tests.harness.checks import (
     Sum,
     assert_bitwise,
@@ -382,8 +380,8 @@ def test_of_what_torch_has(): pass
 """
 
 
-def _pytest_on(folder: Path, *args: str, plugin: str = "skips") -> tuple[int, str]:
-    plugins = [f"-ptests.harness.{name}" for name in (plugin, "forked_workers")]
+def _pytest_on(folder: Path, *args: str) -> tuple[int, str]:
+    plugins = ["-ptests.harness.skips", "-ptests.harness.forked_workers"]
     options = [*plugins, "-c", os.devnull, "--rootdir", str(folder)]
     done = call_alone(_run_pytest, [*options, *args, str(folder)], cwd=folder)
     return done.returncode, done.stdout + done.stderr
@@ -406,19 +404,6 @@ def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
     assert code == 1
     assert "unexpected skip: test_b.py: Skipped: could not import 'nonesuch'" in text
     assert "unexpected skip: test_c.py::test: Skipped: dislike" in text
-
-
-@pytest.mark.slow
-def test_a_run_prints_how_many_tests_it_has_and_how_long_they_take(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("def test_x(): pass\ndef test_y(): pass\n")
-    _, text = _pytest_on(tmp_path, "-n", "2", plugin="expected_time")
-    assert text.count(f"2 tests, 2 at a time: {expected_time.FIRST_TIME}\n") == 1
-    cached = tmp_path / ".pytest_cache" / "v" / expected_time.KEY
-    tests = json.loads(cached.read_text())
-    assert sorted(tests) == ["test_a.py::test_x", "test_a.py::test_y"]
-    cached.write_text(json.dumps(dict.fromkeys(tests, 300.0)))
-    _, text = _pytest_on(tmp_path, "-n", "2", plugin="expected_time")
-    assert text.count("2 tests, 2 at a time: about 5 minutes, as they took here before\n") == 1
 
 
 WHO_IMPORTS = """

@@ -1,7 +1,5 @@
 """Imports point one way, file by file, and `import layerzero` needs torch and numpy alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

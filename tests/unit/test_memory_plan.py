@@ -1,7 +1,5 @@
 """`plan_memory` in one process: what it says, what it refuses, and what it leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """python -m layerzero.plan plans the model that a transformers config names, whole."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

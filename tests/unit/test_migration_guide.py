@@ -1,7 +1,5 @@
 """The migration guide has every option of what people come from, as it is installed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Nobody writes another object's state: in the engine, an object's methods change it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

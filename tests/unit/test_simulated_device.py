@@ -1,7 +1,5 @@
 """The simulated device of the tests does what it says: pools, streams, devices, events, waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

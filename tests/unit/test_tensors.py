@@ -1,7 +1,5 @@
 """Tensors are found and replaced in everything a module takes or returns."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What is written for torch's FSDP means the same here, or is refused with our word for it; so is
 what a policy and an argument both say."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from datetime import timedelta

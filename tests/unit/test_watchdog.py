@@ -1,17 +1,29 @@
-"""What the watchdog makes of a device's events; the ranks are in tests/distributed."""
+"""What the watchdog makes of a device's events, and its thread: its device, captures of other
+threads, errors of a check. The ranks are in tests/distributed."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import gc
+import logging
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.placement import ShardGroup
-from layerzero.watch import watchdog
+from layerzero.watch import events, watchdog
 from layerzero.watch.diagnosis import CollectiveError
+from layerzero.watch.events import EventPool
+from layerzero.watch.thread import run_periodically
 from layerzero.watch.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -109,3 +121,265 @@ def test_history_is_bounded(dog: Dog) -> None:
         gather(dog, f"layers.{number}")
     dog.check()
     assert len(dog._history) == watchdog._HISTORY
+
+
+DEVICE = torch.device("cuda", 3)
+PAUSE_S = 0.002
+LIMIT_S = 10.0
+
+
+def wait_until(happened: Callable[..., bool], *args: object) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened(*args):
+        assert time.monotonic() < deadline
+        time.sleep(PAUSE_S)
+
+
+class Module:
+    """A device module: each thread begins on device 0."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, int] = {}
+
+    def set_device(self, index: int) -> None:
+        """Of modules from outside torch some take no `torch.device`, as OpenReg's."""
+        assert isinstance(index, int)
+        self._devices[threading.get_ident()] = index
+
+    def current_device(self) -> int:
+        return self._devices.get(threading.get_ident(), 0)
+
+
+class QueriedEvent:
+    """Keeps on which device it was queried, and which thread destroyed it."""
+
+    queried_on: list[int]
+    destroyed_by: list[str]
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        QueriedEvent.queried_on.append(self._module.current_device())
+        return True
+
+    def __del__(self) -> None:
+        QueriedEvent.destroyed_by.append(threading.current_thread().name)
+
+
+class Stream:
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self.num_made = 0
+
+    def record_event(self) -> QueriedEvent:
+        self.num_made += 1
+        return QueriedEvent(self._module)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(watchdog, "_LONGEST_PAUSE_S", PAUSE_S)
+    QueriedEvent.queried_on, QueriedEvent.destroyed_by = [], []
+    return module
+
+
+def make_dog(record_event: Callable[[], Any]) -> Watchdog:
+    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))
+    return Watchdog(group, DEVICE, record_event, lambda: (record_event(),), lambda _: None, None)
+
+
+def is_idle(dog: Watchdog) -> bool:
+    return not dog.issued and not dog._in_flight
+
+
+def started_gather(dog: Watchdog) -> None:
+    pending = Pending(Operation("all-started_gather", "a", 1, dog), dog._group, 8)
+    dog.issued.append(pending)
+    pending.start(lambda: None)
+    pending.wait()
+
+
+def test_events_are_queried_on_the_models_device(module: Module) -> None:
+    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
+    started_gather(dog)
+    wait_until(lambda: bool(QueriedEvent.queried_on))
+    wait_until(is_idle, dog)
+    assert set(QueriedEvent.queried_on) == {3}
+
+
+def test_the_thread_destroys_no_event_and_they_are_used_again(module: Module) -> None:
+    stream = Stream(module)
+    pool = EventPool()
+    dog = make_dog(functools.partial(pool.record, stream))
+    for _ in range(20):
+        started_gather(dog)
+        wait_until(is_idle, dog)
+    # The last reference may be gone a moment after the watchdog's list is empty.
+    assert stream.num_made <= 4
+    thread = dog._thread
+    assert thread is not None
+    del dog
+    gc.collect()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert QueriedEvent.destroyed_by == []
+    del pool
+    gc.collect()
+    assert set(QueriedEvent.destroyed_by) == {"MainThread"}
+
+
+def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
+    stream = Stream(module)
+    pool = EventPool(capacity=0)
+    for _ in range(5):
+        pool.record(stream)
+    assert stream.num_made == 5
+
+
+def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:
+    """What the test above would find."""
+    dog = make_dog(lambda: QueriedEvent(module))
+    started_gather(dog)
+    wait_until(lambda: bool(QueriedEvent.destroyed_by))
+    assert "layerzero-watchdog" in QueriedEvent.destroyed_by
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.checks = 0
+
+
+def _fail_twice(owner: Owner) -> bool:
+    owner.checks += 1
+    if owner.checks < 3:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return True
+
+
+def _has_gone_on(owner: Owner) -> bool:
+    return owner.checks > 4
+
+
+def test_an_error_of_a_check_is_logged_once_and_does_not_end_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    owner = Owner()
+    with caplog.at_level(logging.ERROR, logger="layerzero"):
+        thread = run_periodically(owner, _fail_twice, PAUSE_S, "layerzero-watchdog")
+        wait_until(_has_gone_on, owner)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "layerzero-watchdog could not check, and goes on: RuntimeError: operation not permitted "
+        "when stream is capturing"
+    )
+    del owner
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_nothing_is_checked_before_the_thread_is_prepared() -> None:
+    owner = Owner()
+    prepared: list[int] = []
+
+    def prepare() -> None:
+        prepared.append(0)
+        if len(prepared) < 3:
+            raise RuntimeError("invalid device ordinal")
+
+    def check(owner: Owner) -> bool:
+        owner.checks += 1
+        assert len(prepared) == 3
+        return owner.checks < 3
+
+    thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog", prepare)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert (len(prepared), owner.checks) == (3, 3)
+
+
+class Driver:
+    """libcuda, as far as it is called."""
+
+    def __init__(self, answers: dict[int, int]) -> None:
+        self.modes: list[tuple[int, str]] = []
+        self._answers = answers
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.modes.append((mode._obj.value, threading.current_thread().name))
+        return 0
+
+    def cuEventQuery(self, event: int) -> int:
+        return self._answers[event]
+
+
+class CudaEvent:
+    def __init__(self, cuda_event: int) -> None:
+        self.cuda_event = cuda_event
+
+    def query(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_the_thread_leaves_captures_of_others_alone(module: Module, monkeypatch) -> None:
+    driver = Driver({})
+    monkeypatch.setattr(events, "_driver", lambda: driver)
+    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
+    started_gather(dog)
+    wait_until(lambda: bool(QueriedEvent.queried_on))
+    started_gather(dog)
+    wait_until(is_idle, dog)
+    assert driver.modes == [(1, "layerzero-watchdog")]
+
+
+def test_cuda_events_are_queried_by_the_driver(monkeypatch) -> None:
+    driver = Driver({1: 0, 2: 600, 3: 700})
+    monkeypatch.setattr(events, "_driver", lambda: driver)
+    assert events.is_done(CudaEvent(1))
+    assert not events.is_done(CudaEvent(2))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        events.is_done(CudaEvent(3))
+
+
+def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
+    assert events._driver() is None or torch.cuda.is_available()
+    events.ignore_captures_of_other_threads()
+    with pytest.raises(OSError, match="libz-that-nobody-loaded"):
+        ctypes.CDLL("libz-that-nobody-loaded.so", mode=events.os.RTLD_NOLOAD)
+
+
+_EXITS = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from layerzero.watch.thread import run_periodically
+
+class Owner:
+    pass
+
+class Slow:
+    "Of use while Python is torn down: the thread comes back from C++ meanwhile."
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+store, checks, owner = dist.HashStore(), threading.Event(), Owner()
+store.set_timeout(timedelta(seconds=0.5))
+
+def check(_):
+    checks.set()
+    store.get("a key that nobody sets")
+    return True
+
+run_periodically(owner, check, 0.01, "checks")
+checks.wait()
+slow = Slow()
+"""
+
+
+def test_a_process_may_exit_while_a_thread_checks() -> None:
+    done = subprocess.run([sys.executable, "-c", _EXITS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

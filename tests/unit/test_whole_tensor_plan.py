@@ -1,7 +1,5 @@
 """Owners of whole tensors, and what a step sends: integers, without processes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -4,8 +4,6 @@ Each check is a function of a text that returns what breaks a rule, and a test o
 it finds a seeded mistake.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

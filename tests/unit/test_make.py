@@ -1,8 +1,11 @@
-"""`make soak` runs what tests leave to it."""
-
-from __future__ import annotations
+"""`make soak` runs what tests leave to it, and `make test-processors` the numeric tests, which pass
+as on other processors."""
 
 from pathlib import Path
+
+import pytest
+
+from tests import processors
 
 TESTS = Path(__file__).resolve().parents[1]
 LEFT_TO_IT = ("in_full", "pytest.mark.soak", 'getoption("--seeds")', 'getoption("seeds")')
@@ -21,3 +24,18 @@ def test_make_soak_runs_every_file_that_does_more_with_seeds() -> None:
         name = path.stem.removeprefix("test_")
         file = f"tests/{path.parent.name}/{path.name}"
         assert {name, file} & set(words), path
+
+
+@pytest.mark.parametrize("name", processors.SHORT)
+def test_numeric_tests_pass_as_on_another_processor(name: str, tmp_path: Path) -> None:
+    setting = {**processors.SHORT[name], **processors.as_intel(tmp_path)}
+    folder = processors.REPOSITORY / "tests" / "distributed"
+    tests = [f"{folder}/test_{each}" for each in processors.SHORT_TESTS]
+    code, output = processors.run(setting, tests, [])
+    assert code == 0 and f"{len(tests)} passed" in output, output
+
+
+def test_the_files_are_some_of_those_that_compare_numbers() -> None:
+    files = {*processors.named_files(processors.FILES)}
+    assert all(Path(path).exists() for path in files)
+    assert {path for path in files if "/distributed/" in path} <= {*processors.numeric_files()}

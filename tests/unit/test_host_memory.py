@@ -1,11 +1,14 @@
-"""Page-locked memory has the size that was asked for, and every registration is given back."""
+"""Page-locked memory has the size that was asked for, and every registration is given back; buffers
+that come and go are mapped in pages of 2 MiB, where the kernel has them."""
 
 from __future__ import annotations
 
 import gc
 import os
+import resource
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 
 from layerzero import notices
 from layerzero.flat import host_memory as host
+from layerzero.flat.buffer import is_worth_huge_pages, prefer_huge_pages
 from layerzero.flat.host_memory import DeviceRuntime, HostMemory, registered, runtime_of
 from tests.harness.host_memory import FakeRuntime
 
@@ -136,3 +140,38 @@ def test_torchs_binding_is_called_in_the_context_of_the_models_device() -> None:
 def test_devices_without_a_binding_have_no_runtime() -> None:
     assert runtime_of(CPU) is None
     assert runtime_of(torch.device("xpu")) is None
+
+
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NBYTES = 64 << 20
+
+
+def _faults_of_a_first_touch(advised: bool) -> int:
+    buffer = torch.empty(_NBYTES, dtype=torch.uint8)
+    if advised:
+        prefer_huge_pages(buffer, collapse=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffer.fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(
+    not _SETTING.exists() or "[madvise]" not in _SETTING.read_text(),
+    reason="the kernel gives huge pages to all or to none",
+)
+def test_a_first_touch_of_a_large_buffer_takes_few_page_faults() -> None:
+    plain, advised = _faults_of_a_first_touch(False), _faults_of_a_first_touch(True)
+    assert plain > 10_000
+    assert advised < plain / 10
+
+
+def test_small_and_memoryless_tensors_are_left_alone() -> None:
+    assert is_worth_huge_pages(torch.empty(4 << 20, dtype=torch.uint8))
+    assert not is_worth_huge_pages(torch.empty((4 << 20) - 1, dtype=torch.uint8))
+    assert not is_worth_huge_pages(torch.empty(4 << 20, dtype=torch.uint8, device="meta"))
+    freed = torch.empty(4 << 20, dtype=torch.uint8)
+    freed.untyped_storage().resize_(0)
+    prefer_huge_pages(freed)
+    values = torch.arange(1 << 20)
+    prefer_huge_pages(values)
+    assert torch.equal(values, torch.arange(1 << 20)), "no value changes"

@@ -1,0 +1,416 @@
+"""Damaged and forged checkpoints and patches, and odd arguments, plans and YAML: the error of their
+kind or a right result, soon, in little memory, and nothing changes."""
+
+import copy
+import logging
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from layerzero import (
+    BackwardPrefetch,
+    MixedPrecision,
+    OffloadPolicy,
+    ShardingPlan,
+    ZeRO3,
+    shard_with_plan,
+)
+from layerzero.checkpoint import CheckpointError, Patch, apply_delta, load, save
+from layerzero.checkpoint.__main__ import verify
+from layerzero.checkpoint.format.folder import resolve
+from tests.harness import mutate
+from tests.harness.bounds import MOST_NBYTES, limited_memory, outcome, peak_nbytes
+from tests.harness.ranks import run_ranks
+from tests.unit.test_delta_receiver import DeltaReader, head_of, patch, with_head, write
+
+FEW = 40
+EXTRA = {
+    "step": 3,
+    "seen": (1, {2, 3}, b"bytes", float("nan")),
+    "generator": torch.arange(5),
+    3: None,
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 4)
+        self.b = nn.Linear(4, 3)
+        self.b.register_buffer("scale", torch.ones(3))
+        self.state = {"seen": 1}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x))) * self.b.scale
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+class Trainer:
+    """All that a load may change."""
+
+    def __init__(self) -> None:
+        self.model = ZeRO3(Model(), auto_wrap_policy={nn.Linear})
+        self.optimizer = torch.optim.AdamW(
+            [{"params": self.model.a.parameters()}, {"params": self.model.b.parameters()}], lr=0.1
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.model(torch.ones(2, 5)).sum().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        optimizer = self.optimizer.state_dict()
+        return {
+            "parameters": [p.detach().clone() for p in self.model.parameters()],
+            "buffers": [b.clone() for b in self.model.buffers()],
+            "optimizer": {k: {**v} for k, v in optimizer["state"].items()},
+            "groups": [{**group} for group in optimizer["param_groups"]],
+            "scheduler": dict(self.scheduler.state_dict()),
+            "extra": copy.deepcopy(self.model.module.state),
+        }
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[k], right[k]) for k in left)
+    return bool(left == right)
+
+
+def damage(rng: random.Random, root: Path, elsewhere: Path) -> str:
+    """Change one thing in a copy of a root of checkpoints; returns what, for messages."""
+    folder = next(root.glob("step-*"))
+    files = sorted(folder.iterdir())
+    weights = [path for path in files if path.suffix == ".safetensors"]
+    manifest = folder / "checkpoint.json"
+    way = rng.choice(("manifest",) * 4 + ("bytes", "head", "forged head", "replaced", "latest"))
+    if way == "manifest":
+        mutate.seal(manifest, mutate.mutate_json(rng, mutate.manifest_of(manifest)))
+    elif way == "bytes":
+        path = rng.choice(files)
+        path.write_bytes(mutate.mutate_bytes(rng, path.read_bytes()))
+    elif way in ("head", "forged head"):
+        path = rng.choice(weights)
+        mutate.mutate_head(rng, path)
+        if way == "forged head":
+            found, data = mutate.manifest_of(manifest), path.read_bytes()
+            found["files"][path.name] = {"nbytes": len(data), "crc32": zlib.crc32(data)}
+            mutate.seal(manifest, found)
+    elif way == "replaced":
+        mutate.replace_file(rng, rng.choice(files), elsewhere)
+    else:
+        text = rng.choice((*mutate.NAMES, "step-00000007", "step-../..", "step-" + "9" * 5000))
+        (root / "latest").write_text(text, errors="surrogatepass")
+    if rng.random() < 0.2 and not manifest.is_dir():
+        manifest.unlink(missing_ok=True)  # Weights from another source.
+        way += ", without a manifest"
+    return way
+
+
+def tree_of(root: Path) -> dict[str, tuple[int, int]]:
+    found = ((path, path.lstat()) for path in sorted(root.rglob("*")))
+    return {str(path): (status.st_size, status.st_mtime_ns) for path, status in found}
+
+
+def check_case(seed: int, template: Path, root: Path, trainer: Trainer) -> str | None:
+    """None, or what is wrong with the outcome."""
+    rng = random.Random(seed)
+    shutil.copytree(template, root)
+    way = damage(rng, root, template / "latest")
+    tree, begun = tree_of(root), trainer.state()
+    arguments: dict[str, Any] = {"strict": rng.random() < 0.7}
+    if rng.random() < 0.8:
+        arguments["optimizer"] = trainer.optimizer
+    if rng.random() < 0.8:
+        arguments["scheduler"] = trainer.scheduler
+
+    def verifies() -> None:
+        for _, damages in verify(resolve(root)):
+            if damages:
+                raise CheckpointError(" ".join(damages))
+
+    _, problem = outcome(verifies)
+    if problem is None:
+        loaded, problem = outcome(lambda: load(root, trainer.model, **arguments))
+        if loaded:  # Something harmless, or a forged value that nothing can tell from a right one.
+            load(template, trainer.model, trainer.optimizer, scheduler=trainer.scheduler)
+        elif problem is None and not equal(trainer.state(), begun):
+            problem = "a failed load changed something"
+    if problem is None and tree_of(root) != tree:
+        problem = "files were written"
+    shutil.rmtree(root)
+    return problem and f"case {seed} ({way}): {problem}"
+
+
+def check_cases(seeds: range, template: Path, scratch: Path) -> list[str]:
+    logging.getLogger("layerzero").setLevel(logging.CRITICAL)
+    trainer = Trainer()
+    save(template, trainer.model, trainer.optimizer, scheduler=trainer.scheduler, extra=EXTRA)
+    before = peak_nbytes()
+    problems = []
+    with limited_memory():
+        for seed in seeds:
+            problem = check_case(seed, template, scratch / "case", trainer)
+            if problem is not None:
+                problems.append(problem)
+                trainer = Trainer()
+    grown = peak_nbytes() - before
+    if grown > MOST_NBYTES:
+        problems.append(f"host memory grew by {grown} bytes")
+    return problems
+
+
+def test_forged_checkpoints_are_refused_and_change_nothing(
+    tmp_path: Path, seeds_or: Callable[[int], range]
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    arguments = (seeds_or(FEW), tmp_path / "root", tmp_path / "scratch")
+    (problems,) = run_ranks(1, check_cases, *arguments, timeout=3600.0)
+    assert not problems, "\n".join(problems[:20])
+
+
+FEW_ARGUMENTS = 25
+ALLOWED = (ValueError, TypeError, NotImplementedError)
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "auto_wrap_policy": (None, {nn.Linear}),
+    "zero3_size": (None, 1),
+    "outer": ("zero1", "replicate"),
+    "mixed_precision": (None, MixedPrecision(param_dtype=torch.bfloat16)),
+    "forward_prefetch": (True, False, 2),
+    "backward_prefetch": (None, BackwardPrefetch.BACKWARD_PRE),
+    "limit_all_gathers": (True, 2, "1MB"),
+    "reshard_after_forward": (True, False),
+    "offload": (None, OffloadPolicy()),
+    "sync_module_states": (True, False),
+    "device": (None, "cpu"),
+    "gradient_reduction": ("mean", "sum"),
+    "accumulation": ("auto",),
+    "deterministic": (True, False),
+    "timeout": (None, timedelta(minutes=1)),
+    "ignored_modules": ((),),
+    "ignored_parameters": ((),),
+    "param_init_fn": (None,),
+    "optional_modules": ((),),
+    "optional_mean": ("all",),
+}
+PLAN: dict[str, Any] = {
+    "apply_modules": {"inner.*": {"reshard_after_forward": True}, "outer": None},
+    "defaults": {"forward_prefetch": 1, "limit_all_gathers": "1MB", "gradient_reduction": "mean"},
+    "ignored_modules": [],
+    "ignored_parameters": ["outer.bias"],
+    "optional": [],
+    "hook_modules": [],
+    "param_dtype": "bf16",
+    "reduce_dtype": "float32",
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "act_ckpt": "composable",
+    "pregather": False,
+    "num_to_forward_prefetch": 1,
+}
+TEXTS = (
+    "!!python/object/apply:os.system ['true']",
+    "&a [*a, *a]",
+    "{a: 1, a: 2}",
+    "\t- x",
+    "- -\n -",
+)
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.outer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return self.outer(x)
+
+
+def odd_argument(rng: random.Random) -> Any:
+    others: tuple[Any, ...] = (
+        *(object(), lambda: 3, torch.float32, torch.int8, torch.ones(2), nn.Linear(2, 2), b"x"),
+        *(nn.Linear, timedelta(0), timedelta(days=-1), timedelta.max, [None], {None: None}, 1j),
+        *(BackwardPrefetch, MixedPrecision, range(3), "bf16", "cuda:99", "meta", "1 XB", "-1MB"),
+    )
+    return rng.choice(others) if rng.random() < 0.5 else mutate.odd_value(rng)
+
+
+def build(rng: random.Random, _: Path) -> Callable[[], Any]:
+    names = rng.sample(sorted(RIGHT), rng.randrange(1, 6))
+    arguments = {name: rng.choice(RIGHT[name]) for name in names}
+    for name in rng.sample(names, min(len(names), rng.choice((1, 1, 2)))):
+        arguments[name] = odd_argument(rng)
+    if rng.random() < 0.1:
+        arguments[rng.choice(("reshard_after", "mp_policy", "timeouts", "x" * 3000))] = 1
+    return lambda: ZeRO3(Wrapped(), **arguments)
+
+
+def make_plan(rng: random.Random, _: Path) -> Callable[[], Any]:
+    plan = mutate.mutate_json(rng, PLAN)
+    return lambda: shard_with_plan(Wrapped(), ShardingPlan.from_dict(plan))
+
+
+def read_yaml(rng: random.Random, folder: Path) -> Callable[[], Any]:
+    path = folder / "plan.yaml"
+    text = mutate.dump(mutate.mutate_json(rng, PLAN))
+    if rng.random() < 0.4:
+        text = mutate.mutate_bytes(rng, text)
+    elif rng.random() < 0.2:
+        text = rng.choice(TEXTS).encode()
+    path.write_bytes(text)
+    return lambda: shard_with_plan(Wrapped(), ShardingPlan.from_yaml(path))
+
+
+def check_arguments(seeds: range, folder: Path) -> list[str]:
+    problems = []
+    ZeRO3(Wrapped())
+    before = peak_nbytes()
+    with limited_memory():
+        for seed in seeds:
+            for make in (build, make_plan, read_yaml):
+                rng = random.Random(seed)
+                attempt = make(rng, folder)
+                _, problem = outcome(attempt, ALLOWED)
+                if problem is not None:
+                    problems.append(f"{make.__name__} {seed}: {problem}")
+    if peak_nbytes() - before > MOST_NBYTES:
+        problems.append(f"host memory grew by {peak_nbytes() - before} bytes")
+    return problems
+
+
+def test_odd_arguments_and_plans_are_refused(
+    tmp_path: Path, seeds_or: Callable[[int], range]
+) -> None:
+    (problems,) = run_ranks(1, check_arguments, seeds_or(FEW_ARGUMENTS), tmp_path, timeout=7200.0)
+    assert not problems, "\n".join(problems[:20])
+
+
+FEW_PATCHES = 100
+STREAM = "0123456789ab"
+SENDERS = (0, 1)
+
+
+def patches(sender: int, kind: str) -> list[Patch]:
+    link = {"stream": STREAM, "chain": f"c{sender}", "sender": sender, "anchor": ("a",)}
+    if kind == "full":
+        part = range(12)[sender * 6 : sender * 6 + 6]
+        return [patch(0, after=0, indices=part, part=0, parts=1, **link)]
+    return [
+        patch(1, indices=[sender, 5], **link),
+        patch(2, indices=[3], aliases=("b",), **link),
+        patch(3, name="c", indices=[0, 300, 66_000], shape=(70_000,), **link),
+    ]
+
+
+def make(root: Path) -> None:
+    for sender in SENDERS:
+        for step, kind in ((0, "full"), (1, "changes")):
+            write(root, step, kind, sender, patches(sender, kind))
+
+
+def forge(rng: random.Random, data: bytes) -> bytes:
+    """Change what the head of a packed patch says; its checksum is right."""
+    return with_head(data, mutate.dump(mutate.mutate_json(rng, head_of(data)[0])))
+
+
+def forge_file(rng: random.Random, path: Path) -> None:
+    data, parts = path.read_bytes(), []
+    while data:
+        end = 8 + int.from_bytes(data[:8], "little")
+        parts.append(data[8:end])
+        data = data[end:]
+    chosen = rng.randrange(len(parts))
+    parts[chosen] = forge(rng, parts[chosen])
+    path.write_bytes(b"".join(len(each).to_bytes(8, "little") + each for each in parts))
+
+
+def damage_patches(rng: random.Random, root: Path, elsewhere: Path) -> str:
+    path = rng.choice(sorted((root / STREAM).iterdir()))
+    way = rng.choice(("forged", "forged", "forged", "bytes", "replaced", "named", "current"))
+    if way == "forged":
+        forge_file(rng, path)
+    elif way == "bytes":
+        path.write_bytes(mutate.mutate_bytes(rng, path.read_bytes()))
+    elif way == "replaced":
+        mutate.replace_file(rng, path, elsewhere)
+    elif way == "named":
+        step, kind = rng.choice((0, 1, 9)), rng.choice(("full", "changes"))
+        path.rename(path.with_name(f"{step:010d}-{kind}-r00001-of-00002"))
+    elif rng.random() < 0.5:
+        mutate.replace_file(rng, root / "current", elsewhere)
+    else:
+        text = rng.choice((*mutate.NAMES, "0" * 64, STREAM + "\n\n", "../" + STREAM))
+        (root / "current").write_text(text)
+    return way
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(3, 4, dtype=torch.bfloat16) for name in "ab"} | {
+        "c": torch.zeros(70_000, dtype=torch.bfloat16)
+    }
+
+
+def times_of(root: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.lstat().st_mtime_ns) for path in root.rglob("*"))
+
+
+def folder_case(seed: int, template: Path, root: Path) -> str | None:
+    rng = random.Random(seed)
+    shutil.copytree(template, root)
+    way = damage_patches(rng, root, template / "current")
+    before = times_of(root)
+    reader = DeltaReader(root)
+    _, problem = outcome(lambda: reader.apply(tensors(), from_full=rng.random() < 0.5))
+    if problem is None and times_of(root) != before:
+        problem = "files were written"
+    shutil.rmtree(root)
+    return problem and f"case {seed} ({way}): {problem}"
+
+
+def message_case(seed: int) -> str | None:
+    rng = random.Random(seed)
+    messages = [each.to_bytes() for each in patches(0, "changes")]
+    number = rng.randrange(len(messages))
+    change = mutate.mutate_bytes if rng.random() < 0.3 else forge
+    messages[number] = change(rng, messages[number])
+    targets = tensors()
+
+    def receive() -> None:
+        for each in messages:
+            apply_delta(targets, Patch.from_bytes(each))
+
+    _, problem = outcome(receive)
+    return problem and f"message {seed}: {problem}"
+
+
+def test_forged_patches_are_refused(tmp_path: Path, seeds_or: Callable[[int], range]) -> None:
+    template = tmp_path / "template"
+    make(template)
+    targets = tensors()
+    assert DeltaReader(template).apply(targets) == 1 and targets["c"][66_000] == 9
+    before = peak_nbytes()
+    problems: list[Any] = []
+    with limited_memory():
+        for seed in seeds_or(FEW_PATCHES):
+            problems += [folder_case(seed, template, tmp_path / "case"), message_case(seed)]
+    problems = [problem for problem in problems if problem is not None]
+    assert not problems, "\n".join(problems[:20])
+    assert peak_nbytes() - before < MOST_NBYTES

@@ -1,0 +1,268 @@
+"""Process groups that the engine makes: by their members alone, with the options of the whole, with
+names that agree where ranks know different numbers of other groups, and with timeouts that keep
+what a user chose."""
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Backend
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from layerzero import GradScaler, ZeRO3, checkpoint
+from layerzero.comm.new_groups import new_group, options_like
+from layerzero.flat.groups import BACKEND_GRACE
+from layerzero.parallel import ParallelManager
+from layerzero.state_dict.checkpoint_group import checkpoint_group_of
+from layerzero.step.unit import get_unit
+from tests.harness.internals import root_state
+from tests.harness.plain_backend import make_plain_group
+from tests.harness.ranks import on_ranks
+
+BOUND = torch.device("cuda", 0)
+
+
+def _split_while(make: object) -> int:
+    """How often torch asks whether to split the new communicator off the default group's."""
+    dist.group.WORLD.bound_device_id = BOUND
+    with mock.patch.object(c10d, "_get_split_source", return_value=None) as asked:
+        make()
+    assert dist.group.WORLD.bound_device_id == BOUND
+    dist.group.WORLD.bound_device_id = None
+    return asked.call_count
+
+
+@on_ranks(4, fresh=True)
+def test_a_group_of_some_ranks_is_not_split_off_the_default_group() -> None:
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def stage() -> None:
+        # As pipeline stages with different layerings do: the other half makes no group.
+        if rank < 2:
+            ZeRO3(nn.Linear(4, 4), halves[0], zero3_size=1)
+
+    found = {
+        "a stage": _split_while(stage),
+        "rows": _split_while(lambda: ZeRO3(nn.Linear(4, 4), zero3_size=2)),
+        "the world": _split_while(lambda: new_group(range(4), "gloo")),
+    }
+    with mock.patch.object(c10d, "split_group", side_effect=AssertionError):
+        manager = ParallelManager(dp_size=2, cp_size=2)
+        found["a mesh"] = _split_while(lambda: manager.parallelize(nn.Linear(8, 8)))
+    # All ranks take part in a group of all, so there a split cannot hang.
+    assert found == {"a stage": 0, "rows": 0, "the world": 1, "a mesh": 0}
+
+
+@on_ranks(2)
+def test_the_binding_comes_back_after_an_error() -> None:
+    dist.group.WORLD.bound_device_id = BOUND
+    with pytest.raises(ValueError, match="world size"):
+        new_group([0, 1, 2], "gloo")
+    assert dist.group.WORLD.bound_device_id == BOUND
+    dist.group.WORLD.bound_device_id = None
+
+
+class Options(Backend.Options):
+    """As ProcessGroupNCCL.Options, as far as the engine looks."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        super().__init__("priority", timedelta(minutes=10))
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = "default"
+        self.group_name = ""
+
+
+def _group_with(options: object) -> Any:
+    backend = SimpleNamespace(options=options)
+    return SimpleNamespace(_get_backend=lambda device: backend)
+
+
+def test_options_of_the_user_are_copied_without_the_groups_own() -> None:
+    given = Options(is_high_priority_stream=True)
+    given.config, given.group_name = "8 CTAs", "users"
+    copied = options_like(_group_with(given), BOUND)
+    assert copied is not given
+    assert (copied.is_high_priority_stream, copied.config) == (True, "8 CTAs")
+    assert copied.group_name == ""
+
+
+def test_backends_without_such_options_get_none() -> None:
+    assert options_like(_group_with(None), BOUND) is None
+    assert options_like(_group_with(object()), BOUND) is None
+
+
+@on_ranks(4, fresh=True)
+def test_groups_of_meshes_get_the_options_of_the_default_group() -> None:
+    """(size, whether it is of high priority) of each group that is made."""
+    seen = set()
+    helper = c10d._new_process_group_helper
+
+    def noting(size: int, *args: Any, backend_options: Options | None = None, **rest: Any) -> Any:
+        seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
+        return helper(size, *args, backend_options=backend_options, **rest)
+
+    chosen = Options(is_high_priority_stream=True)
+    with (
+        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
+        mock.patch.object(c10d, "_new_process_group_helper", noting),
+    ):
+        ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
+    assert {size for size, _ in seen} == {1, 2, 4}
+    assert all(is_high for _, is_high in seen), seen
+
+
+@on_ranks(4, fresh=True)
+def test_groups_made_for_parts_get_the_options_of_the_whole() -> None:
+    seen = []
+
+    def create(given: object, options: Options) -> dist.Backend:
+        seen.append((options.is_high_priority_stream, options.config, options._timeout))
+        made = dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
+        keep[id(made)] = options
+        return made
+
+    keep: dict[int, object] = {}
+    dist.Backend.register_backend("priority", create, extended_api=True, devices=["cpu"])
+    chosen = Options(is_high_priority_stream=True)
+    group = dist.new_group(timeout=timedelta(seconds=40), backend="priority", pg_options=chosen)
+    # gloo's class has options of its own; a backend with NCCL's shows those it was made with.
+    with mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen):
+        ZeRO3(nn.Linear(4, 4), group, zero3_size=2)
+    whole, *parts = seen
+    assert whole[:2] == (True, "default")
+    assert parts == [(True, "default", timedelta(seconds=40))] * 2
+
+
+SHORT = timedelta(seconds=20)
+
+
+def _a_group_for_some(ranks: list[int]) -> None:
+    """As scripts make them: everybody calls, only members know it from then on."""
+    dist.new_group(ranks)
+
+
+def _step(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def _train(model: ZeRO3, plain: nn.Linear) -> None:
+    """A step gives the weights of plain torch: the groups have the ranks that they should have."""
+    _step(model)
+    _step(plain)
+    with model.summon_full_params():
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), name
+
+
+@on_ranks(4)
+def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
+    _a_group_for_some([0, 1])
+    for outer in ("zero1", "shard"):
+        plain = nn.Linear(8, 8)
+        model = ZeRO3(copy.deepcopy(plain), zero3_size=2, outer=outer, timeout=SHORT)
+        _train(model, plain)
+        _a_group_for_some([3])
+    checkpoint.save(tmp_path, model)
+    _a_group_for_some([0, 2])
+    checkpoint.save(tmp_path, model, process_group=dist.group.WORLD)
+    _a_group_for_some([1, 2])
+    manager = ParallelManager(dp_size=2, cp_size=2)
+    plain = nn.Linear(8, 8)
+    _train(manager.parallelize(copy.deepcopy(plain)), plain)
+
+
+@on_ranks(4, fresh=True)
+def test_stages_save_together(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    _a_group_for_some([0, 3])  # as for weights that the first stage shares with the last
+    model = nn.ModuleDict({f"stage{rank // 2}": nn.Linear(8, 8)})
+    wrapped = ZeRO3(model, stages[rank // 2], auto_wrap_policy={nn.Linear}, timeout=SHORT)
+    checkpoint.save(tmp_path, wrapped, process_group=dist.group.WORLD)
+    dist.barrier()
+    assert (tmp_path / "latest").read_text() == "step-00000000\n"
+
+
+CPU = torch.device("cpu")
+TORCH_DEFAULT = timedelta(minutes=30)
+
+
+def timeouts(model: ZeRO3) -> set[timedelta]:
+    placement = get_unit(model).handles[0].placement
+    groups = (placement.shard_group, placement.outer_group, placement.post_forward_group)
+    return {group.timeout for group in groups if group is not None}
+
+
+def backend_timeout(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(CPU).options._timeout
+
+
+@on_ranks(1, fresh=True)
+def test_a_timeout_given_to_a_process_group_is_kept(tmp_path: Path) -> None:
+    for number, (given, expected) in enumerate(
+        {
+            None: timedelta(minutes=5),
+            timedelta(hours=2): timedelta(hours=2),
+            timedelta(seconds=40): timedelta(seconds=40),
+        }.items()
+    ):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1, timeout=given
+        )
+        assert timeouts(ZeRO3(nn.Linear(2, 2))) == {expected}
+        # A group that was given none follows the default group.
+        assert timeouts(ZeRO3(nn.Linear(2, 2), dist.new_group([0]))) == {expected}
+        own = dist.new_group([0], timeout=timedelta(hours=1))
+        assert timeouts(ZeRO3(nn.Linear(2, 2), own)) == {timedelta(hours=1)}
+        chosen = timedelta(seconds=7)
+        assert timeouts(ZeRO3(nn.Linear(2, 2), own, timeout=chosen)) == {chosen}
+
+
+@on_ranks(2, fresh=True)
+def test_groups_made_for_parts_and_meshes_have_the_timeout_of_the_whole() -> None:
+    hours, seconds, world = (
+        timedelta(hours=2),
+        timedelta(seconds=7),
+        backend_timeout(dist.group.WORLD),
+    )
+    group = dist.new_group(timeout=hours)
+    for outer in ("zero1", "replicate", "shard"):
+        # Groups that are made for parts are used again, with the timeout of each model.
+        for given, expected in ((seconds, seconds), (None, hours)):
+            model = ZeRO3(nn.Linear(4, 4), group, zero3_size=1, outer=outer, timeout=given)
+            assert timeouts(model) == {expected}, outer
+            assert checkpoint_group_of(root_state(model), None).timeout == expected
+    # Of two groups that a save may use, the longer.
+    model = ZeRO3(nn.Linear(4, 4), timeout=seconds)
+    assert checkpoint_group_of(root_state(model), group).timeout == hours
+    mesh = init_device_mesh("cpu", (2, 1))
+    assert backend_timeout(mesh.get_group(1)) in (TORCH_DEFAULT, world)
+    assert timeouts(ZeRO3(nn.Linear(4, 4), mesh)) == {world}
+
+
+@on_ranks(2, fresh=True)
+def test_a_users_group_never_waits_less_than_before() -> None:
+    own, shorter, longer = (timedelta(seconds=number) for number in (40, 3, 50))
+    group = make_plain_group(own)
+    ZeRO3(nn.Linear(4, 4), group, timeout=shorter)
+    scaler = GradScaler("cpu", process_group=group, timeout=shorter)
+    parameter = nn.Parameter(torch.ones(3))
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+    assert backend_timeout(group) == own
+    # One that the engine has to have waits longer, and is still known by what it was given.
+    ZeRO3(nn.Linear(4, 4), group, timeout=longer)
+    assert backend_timeout(group) == longer + BACKEND_GRACE
+    assert timeouts(ZeRO3(nn.Linear(4, 4), group)) == {own}
