@@ -213,8 +213,7 @@ class Arena(Extension):
         return root
 
     def before_forward(self, unit: Any, forward_pass: Any) -> None:
-        # All micro-batches of a step are laid out together.
-        if not self._root.reducer.kept.adds_up:
+        if not self._root.reducer.kept.adds_up:  # Micro-batches are laid out together.
             passes, self._passes = self._passes, []
             if self._has_missed:
                 self._has_missed = False
@@ -223,7 +222,8 @@ class Arena(Extension):
 
     def after_forward(self, forwards: Any = None) -> None:
         self._events = None
-        if self._last and not self._pass_missed:
+        # In a model whose orders never come again, the first eight steps are laid out together.
+        if self._last and (not self._pass_missed or len(self._first) >= 16):
             self._is_final, self._first = True, []
 
     end_backward = after_forward
