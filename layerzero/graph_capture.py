@@ -138,8 +138,7 @@ class CapturedStep:
         self._keepalive: Any = None
         with self._module.stream(stream):
             given = self._moved_in(args)
-            run = self._warm_up if self._num_calls < WARM_UP_CALLS else self._record
-            outputs = run(given)
+            outputs = (self._warm_up if self._num_calls < WARM_UP_CALLS else self._record)(given)
         current.wait_stream(stream)
         copies = _copies(outputs)
         self._keepalive = given, outputs, self._grads()
@@ -377,8 +376,7 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
-    """Properties of a model, between two steps, for which a graph cannot contain a step, or a
-    forward that begins with `unit`."""
+    """Reasons why a graph cannot contain a step, or a forward that begins with `unit`."""
     handles = [handle for unit in root.units for handle in unit.handles]
     for module in (type(each).__module__ for each in root.extensions.of(Extension)):
         # Guards read nothing of the device once the model has trained; memory of an arena stays.

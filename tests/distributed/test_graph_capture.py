@@ -358,6 +358,36 @@ def test_a_graph_of_a_pass_that_has_not_run_is_refused() -> None:
         assert not device.graph_faults
 
 
+def _after_errors_in_graphs() -> tuple[list[float], list[str]]:
+    """Losses of eager steps, and of a replay, after errors in passes that a graph records."""
+    with simulated_device() as device:
+        model = wrapped()
+        step = captured_steps._step_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = [step(SAMPLE + 1) for _ in range(3)]
+        block, given = model.module.blocks[1], SAMPLE + 1
+
+        def fail(*_: Any) -> None:
+            raise ValueError("fails")
+
+        for hook in (fail, lambda _, args, output: output.register_hook(fail) and None):
+            handle = block.register_forward_hook(hook)
+            with pytest.raises(ValueError, match="fails"), device.graph(device.CUDAGraph()):
+                step(given)
+            handle.remove()
+        losses.append(step(given))
+        graph = device.CUDAGraph()
+        with device.graph(graph):
+            replayed = step(given)
+        graph.replay()
+        values = [loss.item() for loss in (*losses, replayed)]
+    return values, device.graph_faults
+
+
+def test_an_error_in_a_pass_that_a_graph_records_leaves_the_model_usable() -> None:
+    values, faults = run_mirrored(0, 2, _after_errors_in_graphs)
+    assert values == sorted(values, reverse=True) and not faults
+
+
 def _steps_in_a_graph() -> list[str]:
     errors = []
     for make in (AdamW, functools.partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD)):

@@ -264,7 +264,7 @@ class SimulatedDevice(TorchDispatchMode):
         graph: Graph,
         pool: object = None,
         stream: Stream | None = None,
-        capture_error_mode: str = "global",
+        **_: object,
     ) -> Iterator[None]:
         """As torch's: without a stream, on one of its own."""
         current = self._stream

@@ -20,14 +20,14 @@ PACKAGE = REPOSITORY / "layerzero"
 LINES = {
     "": 45_548,
     "flat": 2_850,
-    "step": 4_563,
+    "step": 4_565,
     "comm": 1_521,
     "watch": 1_028,
     "build": 2_424,
     "guards": 683,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_482
+TOUR = 16, 4_484
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_854
 """Files that a plain step enters once its orders are recorded, and their lines."""
