@@ -88,7 +88,7 @@ def _exchange_on_host(
     if group.backend == "gloo":
         return gather_small(values, group, operation).tolist()
     table = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
-    dist.all_gather_into_tensor(table, values, group=group.process_group)
+    dist.all_gather_into_tensor(table.view(-1), values, group=group.process_group)
     return table.tolist()
 
 

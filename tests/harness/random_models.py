@@ -1,0 +1,142 @@
+"""Random models: parts that are used in several ways, or not at all; tied, frozen, nested."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+WIDTH = 6
+
+
+class Branches(nn.Module):
+    """Uses what is inside it in one of several ways, or not at all."""
+
+    uses_all = True  # set for all of them, by `Run`
+
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.way = rng.choice([*WAYS])
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
+        self.norm = nn.LayerNorm(WIDTH) if rng.random() < 0.5 else nn.Identity()
+        self.inner = _make(rng, depth - 1)
+        self.scale = nn.Parameter(torch.tensor(1.1)) if rng.random() < 0.3 else None
+        self.unused = nn.Linear(3, 2) if rng.random() < 0.2 else None
+        self.register_buffer("shift", torch.full((WIDTH,), 0.5) if rng.random() < 0.3 else None)
+
+    def once(self, x: Tensor) -> Tensor:
+        y = self.norm(torch.tanh(self.linear(x)))
+        if self.scale is not None:
+            y = y * self.scale
+        return self.inner(y if self.shift is None else y + self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WAYS[self.way](self, x)
+
+
+def _writes(part: Branches, x: Tensor) -> Tensor:
+    """Into a view of what a unit returned."""
+    y = part.once(x)[None].squeeze(0)
+    y += x
+    return y
+
+
+def _without_gradients(part: Branches, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = part.once(x)
+    return x + y
+
+
+WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
+    "plain": Branches.once,
+    "residual": lambda part, x: x + part.once(x),
+    "sometimes": lambda part, x: x + part.once(x) if Branches.uses_all else x * 2,
+    "twice": lambda part, x: part.once(part.once(x) * 0.5),
+    "recomputed": lambda part, x: x + recompute(part.once, x, use_reentrant=False),
+    "reentrant": lambda part, x: x + recompute(part.once, x, use_reentrant=True),
+    "keyword": lambda part, x: x + part.once(x=x),
+    # What another unit returned, or the batch.
+    "passes": lambda part, x: x + part.once(x) if Branches.uses_all else x,
+    "writes": _writes,
+    "without gradients": _without_gradients,
+    "lost": lambda part, x: x if part.once(x) is x else part.once(x),
+}
+
+
+class Tied(nn.Module):
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.inner = _make(rng, depth - 1)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
+class Shapes(nn.Module):
+    """Parameters of no, three and four dimensions, of one row, and one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Parameter(torch.ones(1))
+        self.cube = nn.Parameter(torch.randn(3, WIDTH, 2) / 3)
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 6).t() / 3)
+        self.conv = nn.Conv2d(1, 2, (1, 3), padding=(0, 1))
+        self.rows = nn.Embedding(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bw,cwd->bcd", x, self.cube).flatten(1) @ self.transposed
+        y = self.conv(torch.tanh(y)[:, None, None]).sum(dim=(1, 2))
+        return y * self.single + self.rows(torch.arange(len(x)) % 5)
+
+
+def _make(rng: random.Random, depth: int) -> nn.Module:
+    if depth <= 0:
+        return nn.Linear(WIDTH, WIDTH) if rng.random() < 0.8 else Shapes()
+    kind = rng.random()
+    if kind < 0.6:
+        return Branches(rng, depth)
+    if kind < 0.75:
+        return Tied(rng, depth)
+    return nn.Sequential(*(_make(rng, depth - 1) for _ in range(rng.randint(1, 3))))
+
+
+def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(_make(rng, rng.randint(1, 2)) for _ in range(rng.randint(1, 3))))
+    if rng.random() < 0.2:
+        model.append(model[0])  # one module under two names
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    square = [part for part in linears if part.weight.shape == (WIDTH, WIDTH)]
+    if rng.random() < 0.2 and len(square) > 1:
+        one, other = rng.sample(square, 2)
+        one.weight = other.weight
+    model.to(dtype)
+    parameters = list(model.parameters())
+    if rng.random() < 0.3:
+        for parameter in rng.sample(parameters[1:], len(parameters) // 4):
+            parameter.requires_grad_(False)
+    for parameter in parameters:  # Dense, as the engine lays them out.
+        parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+    return model
+
+
+def on_meta(twin: nn.Module) -> nn.Module:
+    """A copy without values, of which the same parameters are tied."""
+    module = copy.deepcopy(twin)
+    made: dict[Any, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            part.register_parameter(name, made[parameter])
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part.register_buffer(name, buffer.to("meta"))
+    return module

@@ -1,0 +1,923 @@
+"""Random programs beside one process that sees all batches: settings of a model are drawn from a
+table, and actions from another.
+
+In float64, so that the order of sums does not matter: what differs is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+)
+
+import layerzero
+from layerzero import (
+    BackwardPrefetch,
+    FSDPModule,
+    OffloadPolicy,
+    ReductionPolicy,
+    ZeRO3,
+    checkpoint,
+    fully_shard,
+    rewrap,
+    units,
+)
+from layerzero.optim import AdamW, WholeTensorOptimizer
+from tests.harness.checks import assert_close_in_float64
+from tests.harness.random_models import WIDTH, Branches, Tied, on_meta, random_model
+
+STEPS = 6
+Rng = random.Random
+
+
+def _policy(rng: Rng, model: nn.Module, world_size: int) -> Any:
+    names = {name for name, _ in model.named_modules() if name and rng.random() < 0.4}
+    return rng.choice(
+        [
+            None,
+            {Branches, Tied},
+            {nn.Linear},
+            lambda module, fqn: fqn in names,
+            ModuleWrapPolicy({Branches, nn.Sequential}),
+            functools.partial(size_based_auto_wrap_policy, min_num_params=rng.choice([30, 90])),
+            always_wrap_policy,
+        ]
+    )
+
+
+def _groups(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    zero3_size = rng.choice([None, None, *divisors])
+    outer = rng.choice(["zero1", "replicate", "shard"])
+    return {
+        "zero3_size": zero3_size,
+        "outer": outer if zero3_size not in (None, world_size) else "zero1",
+    }
+
+
+def _some_resharded(rng: Rng, model: nn.Module, world_size: int) -> Any:
+    odd = rng.randrange(2)
+    return rng.choice([True, True, False, lambda module, fqn: zlib.crc32(fqn.encode()) % 2 == odd])
+
+
+def _optional(rng: Rng, model: nn.Module, world_size: int) -> list[nn.Module]:
+    """Modules, of which every rank runs the same ones here."""
+    if rng.random() < 0.75:
+        return []
+    parts = [part for name, part in model.named_modules() if name and [*part.parameters()]]
+    return rng.sample(parts, min(len(parts), rng.randint(1, 2)))
+
+
+def _of(*values: Any) -> Callable[[Rng, nn.Module, int], Any]:
+    return lambda rng, model, world_size: rng.choice(values)
+
+
+SETTINGS: dict[str, Callable[[Rng, nn.Module, int], Any]] = {
+    "auto_wrap_policy": _policy,
+    "groups": _groups,
+    "forward_prefetch": _of(False, True, 2, 3),
+    "backward_prefetch": _of(None, *BackwardPrefetch),
+    "limit_all_gathers": _of(False, True, 1, 2, "1KB"),
+    "reshard_after_forward": _some_resharded,
+    "accumulation": _of("auto", "sharded", "unsharded"),
+    "deterministic": _of(False, False, True),
+    "gradient_reduction": _of("mean", "sum"),
+    "verify": _of(None, None, "sampled", "always"),
+    "layout": _of("elements", "elements", "rows", "rows(2)", "rows(4)"),
+    "arena": _of(False, False, False, True),
+    "on_nonfinite": _of(None, None, "raise", "skip"),
+    "memory_budget": _of(*[None] * 7, "1GB", "60kB"),
+    "offload": _of(None, None, OffloadPolicy(params=True, grads=True)),
+    "reduction": _of(
+        None, None, ReductionPolicy(in_flight="1KB"), ReductionPolicy(separate_groups=True)
+    ),
+    "optional_modules": _optional,
+    "optional_mean": _of("all", "participants"),
+}
+"""Arguments of `ZeRO3`, each drawn by itself."""
+
+WAYS = ["zero3", "zero3", "zero3", "nested", "fully_shard", "fully_shard"]
+STARTS = ["given", "given", "written", "emptied", "emptied inside", "later", "first rank"]
+"""Where a model's values come from."""
+OPTIMIZERS = ["adamw", "sgd", "native", "whole", "split", "in backward"]
+
+
+def _draw(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
+    drawn = {name: draw(rng, model, world_size) for name, draw in SETTINGS.items()}
+    drawn |= drawn.pop("groups")
+    if drawn["outer"] == "shard" and rng.random() < 0.5:
+        drawn["reshard_after_forward"] = "compute_shard"
+    if drawn["memory_budget"] is not None:  # They are what it chooses.
+        for name in ("reshard_after_forward", "forward_prefetch", "backward_prefetch"):
+            del drawn[name]
+        del drawn["limit_all_gathers"], drawn["arena"]
+    return drawn
+
+
+class Boom(Exception):
+    pass
+
+
+class Run:
+    """One model, sharded, and its twin that is not."""
+
+    def __init__(
+        self, seed: int, dtype: torch.dtype = torch.float64, start: str | None = None, **given: Any
+    ) -> None:
+        self.rng = Rng(seed)
+        self._dtype = dtype
+        self._start, self._given = start, given
+        self.log: list[Any] = []
+        self._twin = random_model(seed, dtype)
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._hooked: set[str] = set()
+        self._ran: set[str] = set()
+        self._build()
+        self._kind = self.rng.choice(OPTIMIZERS)
+        self._make_optimizers()
+        self._clips = self.rng.random() < 0.3 and self._kind != "in backward"
+        self._to_none = self.rng.random() < 0.7
+        self._generator = torch.Generator().manual_seed(seed)
+        if seed % 2:  # the others may grow, and shards that are laid out anew lose their hooks
+            self._put_hooks(random.Random(~seed))
+
+    # What the model is
+
+    def _build(self) -> None:
+        rng = self.rng
+        self._way = rng.choice(WAYS) if not self._given else "zero3"
+        settings = _draw(rng, self._twin, self._world) | self._given
+        start = rng.choice(STARTS) if self._start is None else self._start
+        self.log.append([self._way, start, settings])
+        self._settings = settings
+        self._is_mean = settings["gradient_reduction"] == "mean" or self._way == "fully_shard"
+        self._model: Any = self._sharded(start)
+        if self._settings.get("memory_budget") is None:
+            self._set_lists()
+        if rng.random() < 0.15 and self._settings.get("memory_budget") is None:
+            self._compile()
+        if rng.random() < 0.2:
+            self._try(self._register_hook)
+
+    @property
+    def _divisor(self) -> int:
+        return self._world if self._is_mean else 1
+
+    def _sharded(self, start: str) -> nn.Module:
+        """A copy of the twin, sharded; its values reach it in one of the ways of `STARTS`."""
+        module = copy.deepcopy(self._twin)
+        module.zero_grad()
+        if self._way == "fully_shard":
+            return self._sharded_in_place(module, start)
+        if start == "given":
+            return self._wrapped(module)
+        if start == "first rank":
+            for parameter in module.parameters():
+                parameter.data.add_(dist.get_rank())
+            return self._wrapped(module, sync_module_states=True)
+        module = on_meta(self._twin)
+        if start == "later":
+            model = self._wrapped(module, param_init_fn="later")
+            with pytest.raises(RuntimeError, match="has no value yet"):
+                model(torch.zeros(1, WIDTH, dtype=self._dtype))
+            model.load_state_dict(self._twin.state_dict())
+            return model
+        twins = dict(zip(module.modules(), self._twin.modules(), strict=True))
+
+        def initialise(part: nn.Module) -> None:
+            own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+            if start != "written":
+                if not any(each.is_meta for each in own):
+                    return
+                part.to_empty(device="cpu", recurse=start == "emptied inside")
+            _copy_values(twins[part], part)
+
+        return self._wrapped(module, param_init_fn=initialise)
+
+    def _wrapped(self, module: nn.Module, **more: Any) -> nn.Module:
+        parts = dict(module.named_modules())
+        names = {id(part): name for name, part in self._twin.named_modules()}
+        settings = self._settings | more
+        optional = [parts[names[id(part)]] for part in settings.pop("optional_modules", ())]
+        if self._way == "nested":
+            chosen = [
+                name
+                for name, part in module.named_modules()
+                if isinstance(part, Branches) and self.rng.random() < 0.5
+            ]
+            chosen = [name for name in chosen if _is_closed(module, [module.get_submodule(name)])]
+            inner = {
+                k: v
+                for k, v in settings.items()
+                if k not in ("optional_modules", "arena", "memory_budget")
+            }
+            for name in reversed(chosen):
+                around, _, own = name.rpartition(".")
+                found = self._try(lambda part=parts[name]: ZeRO3(part, **inner))
+                if found is not None:
+                    setattr(module.get_submodule(around), own, found)
+        built = self._try(lambda: ZeRO3(module, optional_modules=optional, **settings))
+        if built is None and optional:
+            built = self._try(lambda: ZeRO3(module, **settings))
+        if built is not None:
+            return built
+        kept = ("gradient_reduction", "param_init_fn", "sync_module_states")
+        self._settings = {name: settings[name] for name in kept if name in settings}
+        return ZeRO3(module, **self._settings)
+
+    def _sharded_in_place(self, module: nn.Module, start: str) -> nn.Module:
+        rng, twin = self.rng, self._twin
+        is_meta = start not in ("given", "first rank")
+        if is_meta:
+            module = on_meta(twin)
+        mesh = None
+        if self._world > 2 and rng.random() < 0.5:
+            mesh = init_device_mesh("cpu", (2, self._world // 2), mesh_dim_names=("r", "s"))
+        values = [None, True, False] + ([2, self._world] if mesh is None else [])
+        named = [name for name, part in module.named_modules() if name and rng.random() < 0.4]
+
+        def shard(what: Any) -> None:
+            fully_shard(what, mesh=mesh, reshard_after_forward=rng.choice(values))
+
+        for name in reversed(named):
+            part = module.get_submodule(name)
+            siblings = [part]
+            if rng.random() < 0.3:
+                around = module.get_submodule(name.rpartition(".")[0])
+                siblings = [*around.children()]
+            siblings = [each for each in siblings if not isinstance(each, FSDPModule)]
+            if any(isinstance(module.get_submodule(each), FSDPModule) for each in _above(name)):
+                continue
+            self.log.append(("in place", name, len(siblings)))
+            if siblings and _is_closed(module, siblings):
+                shard(siblings if len(siblings) > 1 else siblings[0])
+        if not isinstance(module, FSDPModule):
+            shard(module)
+        if is_meta and start == "later":
+            with pytest.raises(RuntimeError, match="has no value yet"):
+                module(torch.zeros(1, WIDTH, dtype=self._dtype))
+            module.load_state_dict(twin.state_dict())
+        elif is_meta:
+            module.to_empty(device="cpu")
+            _copy_values(twin, module, recurse=True)
+        if rng.random() < 0.3:
+            module.set_reshard_after_backward(False, recurse=rng.random() < 0.5)
+        return module
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """Do it, or be refused alike on all ranks, with nothing changed."""
+        before = {name: p.detach().clone() for name, p in self._shown()}
+        text, value = None, None
+        try:
+            value = action()
+        except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+            text = f"{type(error).__name__}: {error}"
+        texts: list[Any] = [None] * self._world
+        dist.all_gather_object(texts, text)
+        assert (texts[0] is None) == (text is None), texts
+        if text is not None:
+            self.log.append(("refused", text))
+            for name, p in self._shown():
+                assert torch.equal(p.detach(), before[name]), name
+        return value
+
+    def _shown(self) -> Iterator[tuple[str, Tensor]]:
+        model = getattr(self, "_model", None)
+        return iter(()) if model is None else model.named_parameters()
+
+    def _compile(self) -> None:
+        parts = [part for part in self._inner.modules() if isinstance(part, Branches)]
+        if parts:
+            self.log.append("compiles")
+            self.rng.choice(parts).compile(backend="eager")
+
+    def _register_hook(self) -> None:
+        if not isinstance(self._model, ZeRO3):
+            return
+        divisor = self._divisor
+
+        def hook(state: object, sent: Tensor, *chunk: Tensor) -> None:
+            dist.all_reduce(sent)
+            sent /= divisor
+            if chunk:
+                chunk[0].copy_(sent.chunk(self._world)[self._rank])
+
+        self._model.register_comm_hook(None, hook)
+        self.log.append("hook")
+
+    @property
+    def _inner(self) -> nn.Module:
+        return self._model.module if isinstance(self._model, ZeRO3) else self._model
+
+    def _make_optimizers(self) -> None:
+        sgd = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+        torchs = functools.partial(torch.optim.AdamW, lr=1e-2)
+        whole = functools.partial(torch.optim.Adafactor, lr=1e-2)
+        pairs: dict[str, tuple[Any, Any]] = {
+            "adamw": (torchs, torchs),
+            "sgd": (sgd, sgd),
+            "in backward": (sgd, sgd),
+            "native": (functools.partial(AdamW, lr=1e-2), torchs),
+            "whole": (
+                lambda given: WholeTensorOptimizer(
+                    given, torch.optim.Adafactor, lr=1e-2, bucket_bytes=300
+                ),
+                whole,
+            ),
+        }
+        ours, twins = dict(self._model.named_parameters()), dict(self._twin.named_parameters())
+        if self._kind == "split":
+            names = [[n for n, p in twins.items() if (p.ndim == 2) == big] for big in (True, False)]
+            kinds = [pairs["whole"], pairs["native"]]
+        else:
+            names, kinds = [list(twins)], [pairs[self._kind]]
+        chosen = [(n, kind) for n, kind in zip(names, kinds, strict=True) if n]
+        self._optimizers = [kind[0]([ours[name] for name in n]) for n, kind in chosen]
+        self._twin_optimizers = [kind[1]([twins[name] for name in n]) for n, kind in chosen]
+        self._steps_in_backward = False
+        if self._kind == "in backward" and isinstance(self._model, ZeRO3):
+            self._try(self._step_in_backward)
+        self.log.append((self._kind, self._steps_in_backward))
+
+    def _step_in_backward(self) -> None:
+        self._model.step_in_backward(self._optimizers[0])
+        self._steps_in_backward = True
+
+    def _put_hooks(self, rng: Rng) -> None:
+        """Hooks that scale gradients on both: the model's see the sum, the twin's each summand."""
+        twins = dict(self._twin.named_parameters())
+        for name, sharded_param in self._model.named_parameters():
+            if sharded_param.requires_grad and rng.random() < 0.15:
+                self._hooked.add(name)
+                for parameter in (sharded_param, twins[name]):
+                    parameter.register_hook(lambda gradient: gradient * 0.5)
+                sharded_param.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._ran.add(name)
+                )
+
+    def _set_lists(self) -> None:
+        """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
+        every = units(self._model)
+        for unit in every:
+            if self.rng.random() < 0.1:
+                chosen = self.rng.sample(every, self.rng.randint(0, min(3, len(every))))
+                modules = [each.module for each in chosen if each is not unit]
+                if self.rng.random() < 0.5:
+                    unit.set_modules_to_forward_prefetch(modules)
+                else:
+                    unit.set_modules_to_backward_prefetch(modules)
+
+    # A step
+
+    def train(self, actions: list[str], steps: int = STEPS) -> None:
+        if self._settings.get("memory_budget") is not None:
+            steps += 3  # It chooses after five.
+        for _ in range(steps):
+            self._zero_grad()
+            action = self.rng.choice(actions)
+            self.log.append(action)
+            getattr(self, f"_{action}", lambda: None)()
+            self._step()
+            self._compare()
+
+    def _compare(self) -> None:
+        sharded_params = dict(self._model.named_parameters())
+        names = [name for name, _ in self._twin.named_parameters()]
+        assert list(sharded_params) == names, [*set(sharded_params) ^ set(names)]
+        for name, parameter in self._twin.named_parameters():
+            info = sharded_params[name].layerzero
+            assert info.shape == parameter.shape
+            own = parameter.detach().reshape(-1)[slice(*info.range)]
+            assert_close_in_float64(sharded_params[name].detach().reshape(-1), own, name)
+
+    def _zero_grad(self) -> None:
+        for optimizer in (*self._optimizers, *self._twin_optimizers):
+            optimizer.zero_grad(set_to_none=self._to_none)
+
+    def _batches(self) -> list[Tensor]:
+        """Every rank's."""
+        shape = (self._world, 2, WIDTH)
+        return list(torch.randn(shape, generator=self._generator, dtype=self._dtype))
+
+    @contextlib.contextmanager
+    def _no_sync(self, waits: bool) -> Iterator[None]:
+        if not waits:
+            yield
+        elif isinstance(self._model, ZeRO3):
+            with self._model.no_sync():
+                yield
+        else:
+            self._model.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                self._model.set_requires_gradient_sync(True)
+
+    def _step(self) -> None:
+        Branches.uses_all = self.rng.random() < 0.7
+        count = 1 if self._steps_in_backward else self.rng.choice([1, 1, 2, 3])
+        waits = self.rng.random() < 0.7
+        for number in range(count):
+            is_last = number + 1 == count
+            flipped = self._some_names() if self.rng.random() < 0.2 else set()
+            writes = self.rng.random() < 0.2 and not self._steps_in_backward
+            way = self.rng.choice(["one"] * 3 + ["sum", "in order", "reversed", "one by one"])
+            if self._steps_in_backward and way != "sum":
+                way = "one"
+            self.log.append((way, len(flipped), writes, Branches.uses_all))
+            several = [self._batches() for _ in range(1 if way == "one" else 2)]
+            if writes and way == "one":
+                self._write_inside_next_forward(self._some_names())
+            with self._no_sync(waits and not is_last):
+                self._pass(self._model, [each[self._rank] for each in several], flipped, way, 1)
+            for rank in range(self._world):
+                own = [each[rank] for each in several]
+                self._pass(self._twin, own, flipped, way, self._divisor)
+            if not is_last and self.rng.random() < 0.3:
+                self._act_on_gradients()
+            if not is_last and self.rng.random() < 0.2:
+                self._fail()
+        if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
+            with self._no_sync(True):
+                batches = self._batches()
+                self._pass(self._model, [batches[self._rank]], set(), "one", 1)
+            for each in batches:
+                self._pass(self._twin, [each], set(), "one", self._divisor)
+            self._model.reduce_gradients()
+        self._clip()
+        self._fill_in_unused()
+        self._run_optimizers()
+
+    def _pass(
+        self, model: Any, batches: list[Tensor], flipped: set[str], way: str, divisor: int
+    ) -> None:
+        """Forwards, and backwards in an order that `way` says."""
+        if way == "one by one":  # The second forward runs between the first one's two passes.
+            for batch in batches:
+                _backward(self._forward(model, batch, flipped), divisor)
+            return
+        outputs = [self._forward(model, batch, flipped) for batch in batches]
+        self._went_back = outputs[0].requires_grad
+        if way == "sum":
+            _backward(torch.stack(outputs), divisor)
+            return
+        for output in outputs if way != "reversed" else outputs[::-1]:
+            _backward(output, divisor)
+
+    def _clip(self) -> None:
+        if not self._clips or all(each.grad is None for each in self._twin.parameters()):
+            return
+        if isinstance(self._model, ZeRO3):
+            norm = self._model.clip_grad_norm_(0.5)
+        else:
+            norm = nn.utils.clip_grad_norm_(self._model.parameters(), 0.5)
+        twin_norm = nn.utils.clip_grad_norm_(self._twin.parameters(), 0.5)
+        assert_close_in_float64(norm, twin_norm, "norm")
+
+    def _run_optimizers(self) -> None:
+        if self._steps_in_backward and not self._went_back:
+            return
+        for optimizer in self._twin_optimizers:
+            optimizer.step()
+        for optimizer in self._optimizers if not self._steps_in_backward else ():
+            optimizer.step()
+
+    def _some_names(self) -> set[str]:
+        return {name for name, _ in self._twin.named_parameters() if self.rng.random() < 0.5}
+
+    @staticmethod
+    def _forward(model: nn.Module, batch: Tensor, flipped: set[str]) -> Tensor:
+        """A forward; before its backward another one may run, with other parameters frozen."""
+        output: Tensor = model(batch)
+        if flipped:
+            chosen = [p for name, p in model.named_parameters() if name in flipped]
+            for parameter in chosen:
+                parameter.requires_grad_(not parameter.requires_grad)
+            with torch.no_grad():
+                model(batch)
+            for parameter in chosen:
+                parameter.requires_grad_(not parameter.requires_grad)
+        return output
+
+    def _write_inside_next_forward(self, names: set[str]) -> None:
+        """As momentum encoders do: when the model's next forward has begun, scale weights of units
+        whose own has not. The twin's, which runs after it, change with them."""
+        twins = dict(self._twin.named_parameters())
+
+        @torch.no_grad()
+        def scale(*_: object) -> None:
+            handle.remove()
+            for name, parameter in self._model.named_parameters():
+                if name in names and hasattr(parameter, "layerzero"):
+                    for each in (parameter, twins[name]):
+                        each.mul_(0.9)
+
+        handle = self._inner.register_forward_pre_hook(scale)
+
+    def _act_on_gradients(self) -> None:
+        """Between micro-batches: scale what has been accumulated, or clear all or some of it."""
+        way, names = self.rng.choice(["scale", "zero", "some", "all"]), self._some_names()
+        self.log.append(("gradients", way))
+        for model in (self._model, self._twin):
+            for name, parameter in model.named_parameters():
+                if way == "some" and name in names:
+                    parameter.grad = None
+                elif way in ("scale", "zero") and parameter.grad is not None:
+                    parameter.grad.mul_(0.5 if way == "scale" else 0.0)
+        if way == "all":
+            self._zero_grad()
+
+    def _fill_in_unused(self) -> None:
+        """Where our gradient is zeros and the twin's is None, let its optimizer step as well."""
+        sharded_params = dict(self._model.named_parameters())
+        self._ran.clear()
+        for name, parameter in self._twin.named_parameters():
+            gradient = sharded_params[name].grad
+            if parameter.grad is None and gradient is not None:
+                assert not gradient.any(), name
+                parameter.grad = torch.zeros_like(parameter)
+
+    # Actions between steps
+
+    def _evaluate(self) -> None:
+        batch = self._batches()[0]
+        self._model.eval()
+        with self.rng.choice([torch.no_grad, torch.inference_mode])():
+            assert_close_in_float64(self._model(batch), self._twin(batch), "output")
+        self._model.train()
+
+    def _fail(self) -> None:
+        """A pass that raises on all ranks, which leaves what earlier passes added up."""
+        modules = dict(self._model.named_modules())
+        name = self.rng.choice([name for name, _ in self._twin.named_modules() if name])
+        where = self.rng.choice(["before", "after", "backward"])
+        waits = self.rng.random() < 0.5
+        self.log.append(("fails", where, name))
+
+        def boom(*_: object) -> None:
+            raise Boom
+
+        def later(module: nn.Module, given: Any, output: Tensor) -> None:
+            if where == "backward" and output.requires_grad:
+                output.register_hook(boom)
+            else:
+                boom()
+
+        module = modules[name]
+        register = (
+            module.register_forward_pre_hook if where == "before" else module.register_forward_hook
+        )
+        batches, fails = self._batches(), True
+        with contextlib.suppress(Boom), register(boom if where == "before" else later):
+            with self._no_sync(waits):
+                output = self._model(batches[self._rank])
+                if where == "backward":
+                    _backward(output)
+            fails = False
+        for batch in batches if not fails and where == "backward" else ():
+            _backward(self._twin(batch), self._divisor)
+
+    def _raise(self) -> None:
+        self._fail()
+        self._zero_grad()
+
+    def _freeze(self) -> None:
+        sharded_params, twins = (
+            dict(self._model.named_parameters()),
+            dict(self._twin.named_parameters()),
+        )
+        name = self.rng.choice(sorted(sharded_params))
+        is_alone = sum(twin.requires_grad for twin in twins.values()) == 1
+        requires_grad = not twins[name].requires_grad or is_alone
+        sharded_params[name].requires_grad_(requires_grad)
+        twins[name].requires_grad_(requires_grad)
+
+    def _summon(self) -> None:
+        """Full parameters, of which some are written."""
+        names = self._some_names() if self.rng.random() < 0.5 else set()
+        with self._model.summon_full_params(), torch.no_grad():
+            full = dict(self._model.named_parameters())
+            for name, parameter in self._twin.named_parameters():
+                assert_close_in_float64(full[name].detach(), parameter.detach(), name)
+                if name in names:
+                    full[name].mul_(0.9)
+                    parameter.mul_(0.9)
+
+    def _unshard(self) -> None:
+        every = units(self._model)
+        for unit in self.rng.sample(every, self.rng.randint(1, len(every))):
+            waiting = unit.unshard(async_op=self.rng.random() < 0.5)
+            if waiting is not None and self.rng.random() < 0.7:
+                waiting.wait()
+            if self.rng.random() < 0.5:
+                unit.reshard()
+
+    def _pregather(self) -> None:
+        layerzero.pregather(self._model)
+
+    def _copies(self) -> None:
+        with pytest.raises((TypeError, RuntimeError), match="cannot be copied or pickled"):
+            copy.deepcopy(self._model)
+
+    def _reshards(self) -> None:
+        if not isinstance(self._model, FSDPModule):
+            return
+        flag, recurse = self.rng.random() < 0.5, self.rng.random() < 0.5
+        if self.rng.random() < 0.5:
+            self._model.set_reshard_after_forward(flag, recurse)
+        else:
+            self._model.set_reshard_after_backward(flag, recurse=recurse)
+
+    def _call_part(self) -> None:
+        """A part of the model, called by itself, forward and backward."""
+        names = [n for n, part in self._twin.named_modules() if isinstance(part, Branches)]
+        if not names or self._steps_in_backward:
+            return
+        name = self.rng.choice(names)
+        batches = self._batches()
+        self.log.append(("part", name))
+        _backward(dict(self._model.named_modules())[name](batches[self._rank]))
+        for batch in batches:
+            _backward(self._twin.get_submodule(name)(batch), self._divisor)
+        self._fill_in_unused()
+        self._run_optimizers()
+        self._compare()
+        self._zero_grad()
+
+    def _retain(self) -> None:
+        """Two backwards of one graph."""
+        if self._steps_in_backward:
+            return
+        batches = self._batches()
+        Branches.uses_all = True
+        for model, own, divisor in (
+            (self._model, [batches[self._rank]], 1),
+            (self._twin, batches, self._divisor),
+        ):
+            for batch in own:
+                loss = model(batch).square().mean() / divisor
+                if loss.requires_grad:
+                    loss.backward(retain_graph=True)
+                    loss.backward()
+        self._fill_in_unused()
+        self._run_optimizers()
+        self._compare()
+        self._zero_grad()
+
+    def _join(self) -> None:
+        """Steps of which a rank has fewer."""
+        given = self._settings
+        of_participants = given.get("optional_mean") == "participants"  # Not those out of batches.
+        if self._way == "fully_shard" or (given.get("optional_modules") and of_participants):
+            return
+        Branches.uses_all = True
+        counts = [self.rng.randint(0, 3) for _ in range(self._world)]
+        divides = self.rng.random() < 0.7
+        batches = [self._batches() for _ in range(max(counts))]
+        had: list[set[str]] = []
+        self.log.append(("join", counts, divides))
+        with layerzero.join(self._model, *self._optimizers, divide_by_initial_world_size=divides):
+            for step in range(counts[self._rank]):
+                _backward(self._model(batches[step][self._rank]))
+                had.append(
+                    {name for name, p in self._model.named_parameters() if p.grad is not None}
+                )
+                if self._clips:
+                    self._model.clip_grad_norm_(0.5)
+                if not self._steps_in_backward:
+                    for optimizer in self._optimizers:
+                        optimizer.step()
+                self._model.zero_grad(set_to_none=True)
+        everyones: list[Any] = [None] * self._world
+        dist.all_gather_object(everyones, had)
+        named_of = max(everyones, key=len)
+        self._twin.zero_grad(set_to_none=True)
+        for step, of_step in enumerate(batches):
+            present = [rank for rank in range(self._world) if counts[rank] > step]
+            divisor = self._divisor
+            if self._is_mean and not divides:
+                divisor = len(present)
+            for rank in present:
+                _backward(self._twin(of_step[rank]), divisor)
+            if self._clips and any(p.grad is not None for p in self._twin.parameters()):
+                nn.utils.clip_grad_norm_(self._twin.parameters(), 0.5)
+            for name, parameter in self._twin.named_parameters():
+                if parameter.grad is None and name in named_of[step]:
+                    parameter.grad = torch.zeros_like(parameter)
+            for optimizer in self._twin_optimizers:
+                optimizer.step()
+            self._twin.zero_grad(set_to_none=True)
+        self._ran.clear()
+        self._compare()
+
+    def _not_finite(self) -> None:
+        """On one rank; with `on_nonfinite` the step is none."""
+        way = self._settings.get("on_nonfinite")
+        if way is None or self._way == "fully_shard" or self._steps_in_backward:
+            return
+        batch = self._batches()[self._rank]
+        factor = float("nan") if self._rank == self._world - 1 else 1.0
+        loss = self._model(batch).square().mean() * factor
+        if not loss.requires_grad:
+            return
+        if way == "raise":
+            with pytest.raises(FloatingPointError):
+                loss.backward()
+        else:
+            loss.backward()
+            for optimizer in self._optimizers:
+                optimizer.step()
+        self._ran.clear()
+        self._zero_grad()
+
+    def _keep_graph(self) -> None:
+        """A graph from before a step goes backward after it: torch's error, or, where a unit stayed
+        full, the gradients of the weights that it was made with."""
+        if self._steps_in_backward:
+            return
+        batch, raised = self._batches()[0], []
+        before = copy.deepcopy(self._twin)
+        outputs = [each(batch) for each in (self._model, self._twin)]
+        _backward(before(batch), self._divisor)
+        self._step()
+        self._zero_grad()
+        for output in outputs:
+            try:
+                _backward(output)
+                raised.append(False)
+            except RuntimeError as error:
+                # Nothing gathers an optional module again once it was freed, as by a failed pass.
+                allowed = "modified by an inplace operation", "freed before its backward"
+                assert any(each in str(error) for each in allowed)
+                raised.append(True)
+        if raised == [False, True] and not self._hooked:
+            for (name, p), other in zip(self._full(), before.parameters(), strict=True):
+                if other.grad is not None and p is not None:
+                    assert_close_in_float64(p, other.grad * self._world, name)
+        self._ran.clear()
+        self._zero_grad()
+
+    def _full(self) -> list[tuple[str, Tensor | None]]:
+        with self._model.summon_full_params(writeback=False, with_grads=True):
+            pairs = self._model.named_parameters()
+            return [(name, None if p.grad is None else p.grad.clone()) for name, p in pairs]
+
+    def _spoil(self) -> None:
+        """What changes a parameter is refused; undone, it has done no harm."""
+        owners = [
+            m for m in self._model.modules() if any(True for _ in m.parameters(recurse=False))
+        ]
+        owner = self.rng.choice(owners)
+        name, sharded_param = next(iter(owner.named_parameters(recurse=False)))
+        with pytest.raises(RuntimeError, match="the model changed after wrapping: replaced"):
+            setattr(owner, name, nn.Parameter(torch.zeros(1, dtype=torch.float64)))
+            self._model(self._batches()[0])
+        setattr(owner, name, sharded_param)
+        owner.late = nn.Linear(2, 2)
+        with pytest.raises(
+            RuntimeError, match=r"the model changed after wrapping: added .*late\.weight"
+        ):
+            self._model.state_dict()
+        del owner.late
+
+    def _patch(self) -> None:
+        for each in (self._model, self._twin):
+            each.forward = functools.partial(lambda before, x: 0.9 * before(x), each.forward)
+
+    def _grow(self) -> None:
+        """A layer more: new optimizers, since the root's own parameters are laid out anew."""
+        if self._hooked or self._way != "zero3" or self._steps_in_backward:
+            return
+        torch.manual_seed(self.rng.randrange(1000))
+        layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for each in (self._model, self._twin):
+            each.append(copy.deepcopy(layer))
+        rewrap(self._model)
+        self._make_optimizers()
+
+    def _reload(self) -> None:
+        """Both through torch's own state dicts, into weights of zero and fresh optimizers."""
+        if self._kind in ("whole", "split") or self._steps_in_backward:
+            return
+        options = theirs.StateDictOptions(
+            full_state_dict=self.rng.random() < 0.5,
+            strict=False,  # a parameter that had no gradient yet has no state
+        )
+        by_name = self.rng.random() < 0.7
+        pairs = [(self._model, self._optimizers), (self._twin, self._twin_optimizers)]
+        for model, optimizers in pairs:
+            optimizer = optimizers[0]
+            optimizer.zero_grad()  # torch's functions make state only where there is no gradient
+            weights, state = theirs.get_state_dict(model, optimizer, options=options)
+            weights, state = copy.deepcopy((weights, state))
+            own = copy.deepcopy(optimizer.state_dict())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            momentum = {"momentum": 0.9} if "momentum" in optimizer.defaults else {}
+            fresh = type(optimizer)(model.parameters(), lr=1.0, **momentum)
+            if by_name:
+                theirs.set_optimizer_state_dict(model, fresh, state, options=options)
+            else:
+                fresh.load_state_dict(own)
+            theirs.set_model_state_dict(model, weights, options=options)
+            optimizers[0] = fresh
+
+    def _save_and_rebuild(self) -> None:
+        """Continue from a checkpoint with another model: other units, layout, groups, engine."""
+        if self._hooked or any("forward" in part.__dict__ for part in self._twin.modules()):
+            return
+        names = [tempfile.mkdtemp(prefix="program-") if self._rank == 0 else None]
+        dist.broadcast_object_list(names)
+        folder = str(names[0])
+        try:
+            checkpoint.save(folder, self._model, self._named_optimizers(), step=1)
+            state = copy.deepcopy([each.state_dict() for each in self._twin_optimizers])
+            values = copy.deepcopy(self._twin.state_dict())
+            self._twin.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for parameter in self._twin.parameters():
+                    parameter.add_(1.0)
+            del self._model
+            self._build()
+            if self._kind in ("adamw", "native"):
+                self._kind = self.rng.choice(["adamw", "native"])
+            self._make_optimizers()
+            checkpoint.load(folder, self._model, self._named_optimizers())
+            self._twin.load_state_dict(values)
+            for optimizer, own in zip(self._twin_optimizers, state, strict=True):
+                optimizer.load_state_dict(own)
+            self._zero_grad()
+            self._compare()
+        finally:
+            dist.barrier()
+            if self._rank == 0:
+                shutil.rmtree(folder)
+
+    def _named_optimizers(self) -> dict[str, Any]:
+        return {str(number): each for number, each in enumerate(self._optimizers)}
+
+    def _states(self) -> None:
+        """State dicts, whole and in shards, are those of the twin, and load again."""
+        full = checkpoint.get_model_state_dict(self._model, full=True)
+        for name, value in self._twin.state_dict().items():
+            assert_close_in_float64(full[name], value, name)
+        self._model.load_state_dict(self._model.state_dict() if self.rng.random() < 0.5 else full)
+
+
+ACTIONS = [
+    *("nothing", "evaluate", "raise", "freeze", "summon", "reload", "spoil", "patch", "grow"),
+    *("keep_graph", "unshard", "pregather", "copies", "reshards", "call_part", "retain", "join"),
+    *("not_finite", "save_and_rebuild", "save_and_rebuild", "states"),
+]
+
+
+def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
+    """Whether no parameter of `parts` is tied to one outside."""
+    own = [p for part in parts for p in part.parameters()]
+    inside = Counter(p for part in parts for p in _parameters(part))
+    everywhere = Counter(_parameters(model))
+    return all(inside[p] == everywhere[p] for p in own)
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [p for _, p in module.named_parameters(remove_duplicate=False)]
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _copy_values(source: nn.Module, target: nn.Module, recurse: bool = False) -> None:
+    with torch.no_grad():
+        for name, value in source.named_parameters(recurse=recurse):
+            target.get_parameter(name).copy_(value)
+        for name, value in source.named_buffers(recurse=recurse):
+            target.get_buffer(name).copy_(value)
+
+
+def _backward(output: Tensor, divisor: int = 1) -> None:
+    """Where there is something to go back through."""
+    loss = output.square().mean() / divisor
+    if loss.requires_grad:
+        loss.backward()
