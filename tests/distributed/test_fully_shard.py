@@ -680,11 +680,16 @@ def test_a_parameter_gathers_itself() -> None:
     for name, parameter in model.named_parameters():
         info = parameter.layerzero
         assert_bitwise(info.full_tensor(), plain[name].detach(), name)
+        # As weights are taken for an inference engine, from DTensors and others.
+        taken = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        assert_bitwise(taken, plain[name].detach(), name)
         again = copy.copy(info)
         assert again == info
         with pytest.raises(RuntimeError, match="copied or read from a file"):
             again.full_tensor()
 
+    with model.summon_full_params():
+        assert not any(hasattr(whole, "full_tensor") for whole in model.parameters())
 
 
 @on_ranks(2)
