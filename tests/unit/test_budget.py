@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_514,
+    "": 45_534,
     "flat": 2_862,
     "step": 4_575,
     "comm": 1_521,
