@@ -116,7 +116,7 @@ class Builder:
         if self.materializer.is_later:
             new = [finished[id(plan)] for plan in plans if plan.existing is None]
             for unit in new:
-                unit.awaits_values = True
+                unit.awaits_values = unit.was_built_empty = True
                 unit.awaited_buffers = tuple(self.materializer.awaited) if unit is new[0] else ()
         return units
 

@@ -37,7 +37,7 @@ class ParameterInfo:
     """Implements `full_tensor`; None where the parameter was only read from a file."""
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole parameter in its original shape, new, on every rank.
+        """The whole parameter in its original shape, new, on every rank; `p.full_tensor()` as well.
 
         Collective over the ranks that share the model, between steps.
 
@@ -75,7 +75,7 @@ def info_of(sharded_param: nn.Parameter) -> ParameterInfo:
 
 
 def set_info(parameter: nn.Parameter, info: ParameterInfo) -> None:
-    setattr(parameter, _ATTRIBUTE, info)
+    parameter.__dict__.update({_ATTRIBUTE: info, "full_tensor": info.full_tensor})
 
 
 def rename(parameter: nn.Parameter, fqn: str) -> None:
@@ -146,8 +146,10 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
     Copies the class as well, if that is derived from `nn.Parameter`.
     """
-    # "_is_param" is torch's mark on parameters that are tensor subclasses.
-    left_out = (_ATTRIBUTE, _SHARDED_PARAM, _BEFORE_USE, STEPPED_BY_TORCH, "_is_param", *_PLACE)
+    left_out = {
+        *(_ATTRIBUTE, "full_tensor", _SHARDED_PARAM, _BEFORE_USE, STEPPED_BY_TORCH, *_PLACE),
+        "_is_param",  # torch's mark on parameters that are tensor subclasses.
+    }
     target.__dict__.update({k: v for k, v in source.__dict__.items() if k not in left_out})
     if nn.Parameter in type(source).__mro__ and type(target) is nn.Parameter:
         target.__class__ = type(source)  # type: ignore[assignment]

@@ -1,14 +1,12 @@
-"""Checks before the first forward of a model only.
-
-They cover values that a load should have brought (`param_init_fn="later"`), and prefetch lists set
-before their units belonged to one model.
-"""
+"""Checks before the first forward of a model only, of values that a load should have brought and of
+prefetch lists set before their units belonged to one model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from layerzero.comm.exchanges import gather_texts
 from layerzero.flat import unset_values
@@ -16,7 +14,7 @@ from layerzero.step.unit import Unit
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
-    """Check a model before its first forward. Collective if any unit awaits values.
+    """Check a model before its first forward. Collective if any unit was built without values.
 
     Args:
         every: the units of the model.
@@ -34,20 +32,22 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
                     "it from the list"
                 )
     waiting = [unit for unit in every if unit.awaits_values]
-    own = [handle.placement for unit in waiting for handle in unit.handles]
+    # `to_empty`, too, leaves units without values, but may be called on some ranks alone.
+    own = [handle.placement for unit in waiting if unit.was_built_empty for handle in unit.handles]
     placements = {id(each): each for each in (p.data_parallel or p for p in own)}
     missing = next(_missing(waiting), None)
+    found = {} if missing is None else {dist.get_rank(): missing}
     for placement in placements.values():
-        found = gather_texts(missing, placement.rank, placement.groups, device, "values")
-        if found:
-            rank, text = next(iter(found.items()))
-            raise RuntimeError(
-                f"{text} has no value yet (rank {rank}): the model was sharded on the meta device, "
-                "or emptied by to_empty. Before the next forward load a checkpoint that contains "
-                "it, or, if checkpoints omit it, write its values yourself"
-            )
+        found |= gather_texts(missing, placement.rank, placement.groups, device, "values")
+    if found:
+        rank, text = min(found.items())
+        raise RuntimeError(
+            f"{text} has no value yet (rank {rank}): the model was sharded on the meta device, or "
+            "emptied by to_empty. Before the next forward load a checkpoint that contains it, or, "
+            "if checkpoints omit it, write its values yourself"
+        )
     for unit in waiting:
-        unit.mark_loaded()
+        unit.awaits_values, unit.was_built_empty, unit.awaited_buffers = False, False, ()
 
 
 def _missing(units: Sequence[Unit]) -> Iterator[str]:

@@ -482,6 +482,23 @@ def _meta_first() -> None:
     assert_losses(*losses, "from meta")
 
 
+@on_ranks(2)
+def test_the_first_rank_sends_its_values_to_emptied_ranks() -> None:
+    is_first = dist.get_rank() == 0
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    losses = []
+    for engine in (layerzero, torchs):
+        model: Any = by_blocks(engine, seeded(Transformer))
+        whole = dict(seeded(Transformer, seed=1).state_dict()) if is_first else {}
+        model = model.to("cpu") if is_first else model.to_empty(device="cpu")
+        set_model_state_dict(model, whole, options=options)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        losses.append(train_rank(model, optimizer, batches(2), dist.get_rank()))
+    assert_losses(*losses, "values of the first rank")
+
+
 def _initialise(module: nn.Module) -> None:
     for parameter in reversed([*module.parameters(recurse=False)]):
         (nn.init.xavier_uniform_ if parameter.ndim > 1 else nn.init.normal_)(parameter)
@@ -652,10 +669,16 @@ def test_a_parameter_gathers_itself() -> None:
     for name, parameter in model.named_parameters():
         info = parameter.layerzero
         assert_bitwise(info.full_tensor(), plain[name].detach(), name)
+        # As weights are taken for an inference engine, from DTensors and others.
+        taken = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        assert_bitwise(taken, plain[name].detach(), name)
         again = copy.copy(info)
         assert again == info
         with pytest.raises(RuntimeError, match="copied or read from a file"):
             again.full_tensor()
+
+    with model.summon_full_params():
+        assert not any(hasattr(whole, "full_tensor") for whole in model.parameters())
 
 
 @on_ranks(2)

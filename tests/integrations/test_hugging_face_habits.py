@@ -23,7 +23,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import ProjectConfiguration
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from layerzero.integrations.accelerate import prepare
 from layerzero.integrations.transformers import ZeRO3Trainer, shard
@@ -122,6 +122,58 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     with logged_by("layerzero.integrations.transformers.trainer") as lines:
         ZeRO3Trainer(model, arguments(tmp_path, bf16=True))
     assert [line[:23] for line in lines] == ["bf16=True has no effect"][dist.get_rank() :]
+
+
+class _Preferences(Trainer):
+    """Like TRL's trainers: other arguments, and changes of the model before `Trainer` has it."""
+
+    def __init__(self, model: Any, reference: Any = None, args: Any = None, **named: Any) -> None:
+        model.resize_token_embeddings(model.config.vocab_size + 3)
+        super().__init__(model=model, args=args, **named)
+        reference.resize_token_embeddings(reference.config.vocab_size + 3)
+        self.reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.distances: list[float] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            reference = self.reference(**inputs).logits
+        loss, outputs = super().compute_loss(model, inputs, True, **named)
+        self.distances.append((outputs.logits - reference).abs().max().item())
+        return loss
+
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        loss = super().training_step(*args, **named)
+        with torch.no_grad():  # Of the weights before this step.
+            for own, trained in zip(
+                self.reference.parameters(), self.model.parameters(), strict=True
+            ):
+                own.data.mul_(0.5).add_(trained.data, alpha=0.5)
+        return loss
+
+
+class _ShardedFirst(ZeRO3Trainer, _Preferences):
+    pass
+
+
+class _ShardedLast(_Preferences, ZeRO3Trainer):
+    pass
+
+
+@on_ranks(2, timeout=120)
+def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
+    tmp_path: Path,
+) -> None:
+    results = []
+    for cls in (_Preferences, _ShardedFirst, _ShardedLast):
+        as_if_launched(True)
+        torch.manual_seed(0)  # New rows of the embedding are drawn.
+        model, reference = build("llama"), build("llama")
+        ours = trained(cls(model, reference, arguments(tmp_path), train_dataset=Sentences()))
+        if cls is not _Preferences:
+            sizes = zip(model.parameters(), reference.parameters(), strict=True)
+            assert all(trained.shape == frozen.shape for trained, frozen in sizes)
+        results.append((logged(ours, "loss"), ours.distances))
+    assert results[0] == results[1] == results[2]
 
 
 @on_ranks(2, timeout=120)

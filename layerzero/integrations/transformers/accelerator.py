@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -195,12 +195,18 @@ def adopt(accelerator: Accelerator) -> None:
 class ZeRO3Accelerator(Accelerator):
     """Overrides for sharded models; other models are handled by the base class."""
 
+    shard_reference: Callable[[nn.Module], bool] | None = None
+    """Shards a model that is prepared for evaluation alone, if it is a trainer's reference."""
+
     def _sharded(self) -> list[ZeRO3]:
         return [model for model in self._models if isinstance(model, ZeRO3)]
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Register the model; a ZeRO3 module needs no wrapper."""
+        """Register a ZeRO3 module, which needs no wrapper."""
         if not isinstance(model, ZeRO3):
+            shard = self.shard_reference if kwargs.get("evaluation_mode") else None
+            if shard is not None and shard(model):
+                return model
             return super().prepare_model(model, *args, **kwargs)
         if not any(each is model for each in self._models):
             self._models.append(model)

@@ -70,7 +70,8 @@ class ZeRO3Trainer(Trainer):
             `load_pretrained` and `shard_with_plan`.
         args: `bf16=True` computes in bfloat16 with float32 main weights and gradient sums, instead
             of autocast; `torch_compile=True` compiles each unit.
-        positional, named: arguments of `Trainer`.
+        positional, named: arguments of `Trainer`, or of the trainer that a class derives from
+            as well: `class Sharded(ZeRO3Trainer, DPOTrainer)`.
         zero3: options of `ZeRO3`. Units default to the model's `_no_split_modules`,
             `sync_module_states` to True, as with DDP, and `timeout` to a `ddp_timeout` in `args`;
             `optional_modules` may list names, or patterns as in plans.
@@ -85,54 +86,41 @@ class ZeRO3Trainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
+        model: Any = None,
         *positional: Any,
         zero3: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        if args is None:
-            args = TrainingArguments(output_dir="tmp_trainer")
-        check_arguments(args)
-        check_launched(args.distributed_state)
         self._options = dict(zero3 or {})
-        if model is not None:
-            model = self._shard(model, args)
-        super().__init__(model, args, *positional, **named)
-        if self.optimizer is not None:
-            attach.look_at(self.optimizer)  # It may have been built before, of full parameters.
-            check_optimizer(self.optimizer, self.sharded_model)
         self._extra: Any = None
         self._in_checkpoint = False
-
-    def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
-        before = sharded_before(model)
-        adapted = is_peft_model(model.module if isinstance(model, ZeRO3) else model)
-        if adapted and args.load_best_model_at_end and args.save_only_model:
-            raise NotImplementedError(_NEEDS_ALL)
-        inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
-        if isinstance(model, ZeRO3):
+        self._was_given = isinstance(model, ZeRO3)
+        if self._was_given:
             if self._options:
                 raise ValueError(
                     f"zero3={self._options}: expected none, the model is sharded already"
                 )
-            self.sharded_model = model
             make_ready(model)
-        elif before is not None:
+            model = model.module
+        super().__init__(model, *positional, **named)
+        if self.optimizer is not None:
+            attach.look_at(self.optimizer)  # It may have been built before, of full parameters.
+            check_optimizer(self.optimizer, self.sharded_model)
+
+    def _shard(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
+        before = sharded_before(model)
+        if is_peft_model(model) and args.load_best_model_at_end and args.save_only_model:
+            raise NotImplementedError(_NEEDS_ALL)
+        inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
+        if before is not None:
             self._check_same(before)
             self.sharded_model = before.model
         else:
-            options = {"device": args.device, "sync_module_states": True}
-            if args.ddp_timeout != TrainingArguments.ddp_timeout:
-                # On CPU transformers does not hand it to the process group.
-                options["timeout"] = timedelta(seconds=args.ddp_timeout)
-            options |= self._options
-            if args.bf16 and inside is None:
-                use_bf16(model, options)
-            self.sharded_model = shard(model, **options)
+            self.sharded_model = self._shard_alike(model, args, args.bf16 and inside is None)
         unit = get_unit(inside or self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
-        differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or before is not None)
+        by_trainer = before is not None and not self._was_given
+        differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or by_trainer)
         if differs and dist.get_rank() == 0:
             _logger.warning(
                 "bf16=%s has no effect: the model was sharded before, and computes in %s",
@@ -144,6 +132,23 @@ class ZeRO3Trainer(Trainer):
             compiled = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
             self.sharded_model.compile(**{k: v for k, v in compiled.items() if v is not None})
         return module
+
+    def _shard_alike(self, model: nn.Module, args: TrainingArguments, bf16: bool) -> ZeRO3:
+        options = {"device": args.device, "sync_module_states": True}
+        if args.ddp_timeout != TrainingArguments.ddp_timeout:
+            # On CPU transformers does not hand it to the process group.
+            options["timeout"] = timedelta(seconds=args.ddp_timeout)
+        options |= self._options
+        if bf16:
+            use_bf16(model, options)
+        return shard(model, **options)
+
+    def _shard_reference(self, model: nn.Module) -> bool:
+        """Shard TRL's reference model as the trained one, with whose parameters it is updated."""
+        is_reference = type(model) is type(self.model) and sharded_before(model) is None
+        if is_reference:
+            self._shard_alike(model, self.args, self.args.bf16)
+        return is_reference
 
     def _check_same(self, before: Sharded) -> None:
         """Raise ValueError if an earlier trainer sharded the model with other options."""
@@ -160,9 +165,18 @@ class ZeRO3Trainer(Trainer):
         return self._shard(super().call_model_init(trial), self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
+        check_arguments(self.args)
+        check_launched(self.args.distributed_state)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         adopt(self.accelerator)
+        self.accelerator.shard_reference = self._shard_reference
+        if self.model is not None:
+            # Not before `super().__init__`: a derived trainer, such as TRL's, loads, resizes and
+            # adapts the model before it calls the `__init__` of `Trainer`, which calls this.
+            states = random_states(self.args.device)  # A model on meta draws its values.
+            self._shard(self.model, self.args)
+            set_random_states(states, self.args.device)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: ZeRO3 has moved the model."""
