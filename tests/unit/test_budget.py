@@ -17,8 +17,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_515,
-    "flat": 2_862,
+    "": 45_514,
+    "flat": 2_861,
     "step": 4_576,
     "comm": 1_521,
     "watch": 1_038,
@@ -26,7 +26,7 @@ LINES = {
     "guards": 684,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_485
+TOUR = 16, 4_471
 """Files in README's tour of a training step, and their lines."""
 LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
