@@ -45,7 +45,8 @@ def all_gather(
             change before `wait()` of the returned handle.
     """
     if not messages_carry_names(group, shard.device):
-        return start(operation, full.nbytes, group, _issue_all_gather, full, shard, group)
+        call = partial(_issue_all_gather, full, shard, group)
+        return start(operation, full.nbytes, group, call)
     slices = slices_of(full, group)
     if slices[group.rank].data_ptr() != shard.data_ptr():
         slices[group.rank].copy_(shard)
@@ -83,18 +84,17 @@ def reduce_scatter(
         ([chunk_numel] scaled sum, valid after `wait()` of the handle; the handle). The sum is
         float32 (float64 for float64) where the engine sums, else in the dtype that is sent.
     """
-    chunk_numel = chunks.numel() // group.size
     if not (messages_carry_names(group, chunks.device) or deterministic):
-        op = dist.ReduceOp.SUM
+        op = "SUM"
         if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
-            op, scale = dist.ReduceOp.AVG, 1.0
+            op, scale = "AVG", 1.0
         elif scale != 1.0 and chunks.dtype == torch.float16:
             # Scale first: an unscaled sum may exceed the largest float16, 65504.
             chunks.mul_(scale)
             scale = 1.0
-        summed = chunks.new_empty(chunk_numel) if out is None else out
-        call = summed, chunks, op, group
-        pending = start(operation, chunks.nbytes, group, _issue_reduce_scatter, *call)
+        summed = chunks.new_empty(chunks.numel() // group.size) if out is None else out
+        call = partial(_issue_reduce_scatter, summed, chunks, op, group)
+        pending = start(operation, chunks.nbytes, group, call)
         if scale != 1.0:
             pending.then(partial(summed.mul_, scale))
         return summed, pending
@@ -110,7 +110,7 @@ def _issue_all_gather(
 
 
 def _issue_reduce_scatter(
-    summed: torch.Tensor, chunks: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup
+    summed: torch.Tensor, chunks: torch.Tensor, op: str, group: ShardGroup
 ) -> dist.Work | None:
     # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if chunks.is_complex():
@@ -120,11 +120,11 @@ def _issue_reduce_scatter(
 
 
 @cache
-def _options(backend: str, op: dist.ReduceOp.RedOpType | None = None) -> Any:
-    """Options of a reduce-scatter; without `op`, of an all-gather."""
+def _options(backend: str, op: str | None = None) -> Any:
+    """Options of a reduce-scatter with this `ReduceOp`; without `op`, of an all-gather."""
     options: Any = AllgatherOptions()
     if op is not None:
         options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(op)
+        options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, op))
     options.asyncOp = backend not in ON_CURRENT_STREAM
     return options

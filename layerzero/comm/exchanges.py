@@ -114,8 +114,8 @@ def all_to_all(
         incoming = received.split_with_sizes(list(received_sizes))
         outgoing = sent.split_with_sizes(list(sent_sizes))
         return messages.exchange(incoming, outgoing, group, operation, nbytes)
-    call = all_to_all_on(group), received, sent, list(received_sizes), list(sent_sizes)
-    return start(operation, nbytes, group, *call)
+    sizes = list(received_sizes), list(sent_sizes)
+    return start(operation, nbytes, group, all_to_all_on(group, received, sent, *sizes))
 
 
 def broadcast(

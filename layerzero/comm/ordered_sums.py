@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,13 @@ def _all_to_all(
     if not messages_carry_names(group, chunks.device):
         given = chunks if order is None else torch.cat(own)
         received = torch.empty_like(given)
-        call = all_to_all_on(group), received, given
-        pending = start(operation, given.nbytes, group, *call)
+        pending = start(operation, given.nbytes, group, all_to_all_on(group, received, given))
         return list(received.chunk(group.size)), pending
     return messages.exchange_in_place(own, group, operation)
 
 
-def all_to_all_on(group: ShardGroup) -> Callable[..., dist.Work | None]:
-    """The backend's own, for `start`."""
+def all_to_all_on(group: ShardGroup, *args: Any) -> Callable[[], dist.Work | None]:
+    """The backend's own with these arguments, for `start`."""
     has_work = group.backend not in ON_CURRENT_STREAM
-    return partial(dist.all_to_all_single, group=group.process_group, async_op=has_work)
+    call = partial(dist.all_to_all_single, group=group.process_group, async_op=has_work)
+    return partial(call, *args)

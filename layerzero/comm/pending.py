@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ class Timer(Protocol):
         """The data is there; called again once the result is ready, if the engine computes that."""
 
 
-class Operation(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Operation:
     """Identifies one collective: verb, unit, sequence number within this model."""
 
     verb: str
@@ -97,14 +99,14 @@ class Pending:
             return bool(self._done_event.query())
         return self.works is not None and all(work.is_completed() for work, _ in self.works)
 
-    def start(self, issue: Callable[..., dist.Work | None], *args: Any) -> None:
+    def start(self, issue: Callable[[], dist.Work | None]) -> None:
         """Call `issue`. It may return no work: then the collective runs on the current stream.
 
         Raises:
             CollectiveError: the call failed at once, for example because a peer is dead already.
         """
         try:
-            work = issue(*args)
+            work = issue()
         except RuntimeError as error:
             raise self.diagnose(error) from error
         if work is not None:
@@ -186,15 +188,11 @@ class Pending:
 
 
 def start(
-    operation: Operation,
-    nbytes: int,
-    group: ShardGroup,
-    issue: Callable[..., dist.Work | None],
-    *args: Any,
+    operation: Operation, nbytes: int, group: ShardGroup, issue: Callable[[], dist.Work | None]
 ) -> Pending:
     """Issue a collective of the backend, watched by the watchdog. Raises as `Pending.start`."""
     pending = Pending(operation, group, nbytes)
     if operation.watchdog is not None:
         operation.watchdog.issued.append(pending)
-    pending.start(issue, *args)
+    pending.start(issue)
     return pending

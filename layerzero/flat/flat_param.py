@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -87,6 +86,8 @@ class FlatParam:
     """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
     full_nbytes: int
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
+    gathered: torch.Tensor
+    """The full buffer, with the version counter of collectives: gloo's thread increments it."""
     buffer: Buffer
     """Allocates and frees the full buffer."""
     compute_buffer: Buffer
@@ -204,6 +205,7 @@ class FlatParam:
             # Freed once its views are made: `empty` does not touch the memory.
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self.full_nbytes = 0 if self.is_whole else self.full.nbytes
+        self.gathered = self.full.data
         self.buffer = Buffer(self.full)
         self.unsharded_params = []
         for index, original in enumerate(originals):
@@ -262,6 +264,7 @@ class FlatParam:
     def move_full(self, memory: torch.Tensor) -> None:
         """Have the full buffer and its views, which stay the same objects, lie in `memory`."""
         self.full.data = memory
+        self.gathered = self.full.data
         self.buffer.follow()
         for index, unsharded in enumerate(self.unsharded_params):
             unsharded.data = self.view_of(self.full.data, index)
@@ -305,10 +308,7 @@ class FlatParam:
         self.left_versions = [*map(version_of, self.unsharded_params)]
 
     def mark_stale(self) -> None:
-        """Let the next gather read the main shard.
-
-        For writes through `.data`, which change no version.
-        """
+        """Let the next gather read the main shard: writes through `.data` change no version."""
         self.post_forward_shard = None
         if self.has_compute_shard:
             self._is_gathered = False
@@ -329,8 +329,10 @@ class FlatParam:
 
     def expect(self) -> None:
         """Note where the sharded parameters are; see `FlatParamHandle.reset_sharded_params`."""
-        self.addresses = [*map(address_of, self.sharded_params)]
         self.numels = [*map(numel_of, self.sharded_params)]
+        self.placed = [each for each in self.sharded_params if each.numel()]
+        self.empty = [each for each in self.sharded_params if not each.numel()]
+        self.addresses = [*map(address_of, self.placed)]
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""
@@ -362,13 +364,8 @@ class FlatParam:
         return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]
 
 
-class _Entry(NamedTuple):
-    """One slot: `parameters[name]` shows `sharded` or `full`."""
-
-    parameters: dict[str, nn.Parameter | None]
-    name: str
-    sharded: nn.Parameter
-    full: nn.Parameter
+_Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+"""A slot, its sharded and its unsharded parameter. Not named: such a tuple unpacks slowly."""
 
 
 class ParameterViews:
@@ -383,32 +380,23 @@ class ParameterViews:
 
     def add(self, slots: Iterable[Slot], sharded: nn.Parameter, full: nn.Parameter) -> None:
         for module, name in slots:
-            self._entries.append(_Entry(module._parameters, name, sharded, full))
+            self._entries.append((module._parameters, name, sharded, full))
 
     def show_sharded(self) -> None:
         for parameters, name, sharded, _ in self._entries:
             parameters[name] = sharded
 
-    def show_unsharded(self) -> list[str]:
-        """Show the unsharded parameters; returns as `hide_unsharded`."""
-        replaced = []
-        for parameters, name, sharded, full in self._entries:
-            if parameters.get(name) is not sharded:
-                replaced.append(info_of(sharded).fqn)
-            parameters[name] = full
-        return replaced
-
-    def hide_unsharded(self) -> list[str]:
-        """Show the sharded parameters instead of the unsharded ones.
+    def swap(self, to_full: bool) -> list[str]:
+        """Show the unsharded parameters instead of the sharded ones, or these again.
 
         Returns:
             FQNs of parameters whose slot held another parameter, which is now dropped.
         """
         replaced = []
         for parameters, name, sharded, full in self._entries:
-            if parameters.get(name) is not full:
+            if parameters.get(name) is not (sharded if to_full else full):
                 replaced.append(info_of(sharded).fqn)
-            parameters[name] = sharded
+            parameters[name] = full if to_full else sharded
         return replaced
 
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -418,11 +406,11 @@ class ParameterViews:
 
     def inside(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Names of the slots in a module itself, with the sharded parameter of each."""
-        return [(e.name, e.sharded) for e in self._entries if e.parameters is module._parameters]
+        return [(n, own) for slots, n, own, _ in self._entries if slots is module._parameters]
 
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
         """Parameter that each slot of `sharded` shows now; None if it was removed."""
-        return [e.parameters.get(e.name) for e in self._entries if e.sharded is sharded]
+        return [slots.get(name) for slots, name, each, _ in self._entries if each is sharded]
 
     def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
         """Put `parameter` in every slot that still shows `sharded`."""

@@ -11,7 +11,8 @@ reduction is done. `.grad` is written only when the pass has ended (step/reducer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
 """A sharded parameter, and what this pass adds to its `.grad`."""
+_STRIDED = torch.strided
 MISSING = torch.empty(0)
 """Stands for a missing gradient; `pack_` fills its place with zeros."""
 
@@ -96,17 +98,23 @@ class GradientBuffer:
             for index, split in self._splits.items()
             if index in self._source
         ]
+        self._split_sizes, self._split_indices = self._plan_split()
         wide = sum_dtype(self.dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
             self._outgoing = Area(self, self.dtype)
             self._sum = self._outgoing if wide == self.dtype else Area(self, wide)
+            # Without elements on this rank, like most of a unit's on many ranks: made once.
+            self._empty = [
+                (index, torch.empty_like(self._sharded_params[index], requires_grad=False))
+                for index in self.layout.trainable
+                if index not in self._starts
+            ]
         self.segments = Segments.build(
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
         self._plan_pair()
-        self._split_sizes, self._split_indices = self._plan_split()
         shards = [self._sharded_params[index] for index in self._starts]
         self._views = [each.shape for each in shards], [each.stride() for each in shards]
 
@@ -147,17 +155,17 @@ class GradientBuffer:
     def _plan_split(self) -> tuple[list[int], list[int]]:
         """Sizes of the gradients and gaps in this rank's chunk; parameter of each, -1: a gap."""
         sizes, indices, end = [], [], 0
-        ranges = self.layout.chunk(self._placement.main_shard_index)
-        own = sorted(ranges, key=attrgetter("offset"))
+        numel = self.layout.chunk_numel
+        own = [*self.layout.runs_in(self._placement.main_shard_index * numel, numel)]
         self._starts = {owned.param: owned.offset for owned in own}
         for owned in own:
-            if owned.numel and owned.offset > end:
+            if owned.offset > end:
                 sizes.append(owned.offset - end)
                 indices.append(-1)
             sizes.append(owned.numel)
             indices.append(owned.param)
-            end = max(end, owned.offset + owned.numel)
-        sizes.append(self.layout.chunk_numel - end)
+            end = owned.offset + owned.numel
+        sizes.append(numel - end)
         indices.append(-1)
         return sizes, indices
 
@@ -266,7 +274,7 @@ class GradientBuffer:
                 gradients.append(MISSING)
                 continue
             self.present.add(index)
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not _STRIDED:
                 gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.
             gradients.append(gradient)
         for place, sharded, split in self._split_sources:
@@ -337,11 +345,12 @@ class GradientBuffer:
                 hooked.append((index, gradient))
             else:
                 plain.append((sharded, gradient))
-        hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
+        if hooked:
+            hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
     def split(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, 1-D view of its part) of a reduced chunk; index -1: padding."""
+        """(index, 1-D view of its part) of each parameter in a reduced chunk; index -1: a gap."""
         return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
 
     def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
@@ -356,12 +365,14 @@ class GradientBuffer:
         """(index of the parameter, this rank's part of its gradient, shaped like it); -1: gap."""
         dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
         if chunk is not None:
-            chunk = chunk.to(dtype)
+            if chunk.dtype != dtype:
+                chunk = chunk.to(dtype)
             if not self._are_shaped:
-                return self.split(chunk)
+                return chain(self.split(chunk), self._empty)
             first = chunk.storage_offset()
             starts = [first + start for start in self._starts.values()]
-            return zip(self._starts, map(chunk.as_strided, *self._views, starts), strict=True)
+            views = map(chunk.as_strided, *self._views, starts)
+            return chain(zip(self._starts, views, strict=True), self._empty)
         return (
             (index, scaled.reshape(self._sharded_params[index].shape).to(device, dtype))
             for index, gradient in self._local.items()

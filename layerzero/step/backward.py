@@ -25,7 +25,9 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import Hold, TrainingState, Unit
+from layerzero.step.unit import BACKWARD, IDLE, Hold, Unit
+
+_PRE, _POST = BackwardPrefetch  # See the names of states in unit.py.
 
 
 class ForwardPass:
@@ -193,7 +195,7 @@ class Backward:
         self._enter_backward(current, unit, call.forward_pass.first_start.get(unit, call.start))
         if unit.handles:
             # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
-            prefetches = self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            prefetches = self._scheduler.backward_prefetch is _PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
         for begin_backward in self._extensions.begin_backward:
             begin_backward(unit)
@@ -272,7 +274,7 @@ class Backward:
                 backward_pass.enter(unit, start)
                 return
         current.enter(unit, start)
-        unit.set_training_state(TrainingState.BACKWARD)
+        unit.set_training_state(BACKWARD)
 
     def _finish_done(self, current: BackwardPass, end: int, caller: Unit) -> None:
         """Free and reduce units that are done; see Note [When a unit is done in backward].
@@ -285,18 +287,17 @@ class Backward:
             # `_end_backward` finishes them.
             return
         # Compared with the *first* call of each unit: until that has run backward, more gradients
-        # can arrive. The calling unit begins its backward now.
-        done = [
-            unit for unit, start in current.active.items() if start > end and unit is not caller
-        ]
-        if caller.is_optional:
-            # Ranks that skip the caller finish at another time what every rank reduces.
-            done = [unit for unit in done if unit.is_optional]
+        # can arrive. The calling unit begins its backward now. An optional one finishes optional
+        # ones: ranks that skip it finish at another time what every rank reduces.
+        done = []
+        for unit, start in current.active.items():
+            if start > end and unit is not caller and (unit.is_optional or not caller.is_optional):
+                done.append(unit)
         # Latest start first: the same order, whether they are done at once or one after the other.
         if len(done) > 1:
             done.sort(key=current.active.__getitem__, reverse=True)
         for unit in done:
-            if any(start < current.active[unit] for start in unit.open_starts):
+            if unit.open_starts and min(unit.open_starts) < current.active[unit]:
                 # The gradients may be incomplete: an earlier forward has yet to run backward, and
                 # if it does in this pass, autograd delivers one sum at the end. So free the unit
                 # now, and reduce it when the pass ends.
@@ -310,7 +311,7 @@ class Backward:
         self._scheduler.free_in_backward(unit, regathered_this_step=not self._reducer.requires_sync)
         # Even if a hold kept it unsharded: between passes users see sharded parameters.
         unit.show_sharded()
-        if self._scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self._scheduler.backward_prefetch is _POST:
             # After the free, to reuse its memory. Before the reduction, to go first on a shared
             # connection: the next unit waits for the gather, and nothing yet for the reduction.
             self._scheduler.prefetch_after(unit, in_backward=True, behind_reductions=False)
@@ -318,7 +319,7 @@ class Backward:
             self._reducer.reduce(unit)
         current.active.pop(unit, None)
         current.deferred.pop(unit, None)
-        unit.set_training_state(TrainingState.IDLE)
+        unit.set_training_state(IDLE)
 
     @remembers_failure
     def on_unsharded_gradient(self, unit: Unit) -> None:
@@ -326,7 +327,7 @@ class Backward:
 
         If it was used outside the unit's forward, no output hook has reported the unit.
         """
-        if unit.training_state is not TrainingState.BACKWARD:
+        if unit.training_state is not BACKWARD:
             current = self._backward_pass(torch._C._current_graph_task_id(), ())
             self._enter_backward(current, unit, None)
 

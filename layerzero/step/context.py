@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from threading import Lock
+from typing import Any
 
 import torch
 
@@ -25,6 +25,10 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
 _logger = logging.getLogger(__name__)
+
+
+_NOTHING: Any = type("_Nothing", (), dict.fromkeys(("__enter__", "__exit__"), "".format))()
+"""A context that runs no Python: `"".format` is of C, takes anything, and returns ""."""
 
 
 class Transport:
@@ -114,9 +118,6 @@ class RuntimeContext:
 
     def set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = in_backward
-        self._read_log_level()
-
-    def _read_log_level(self) -> None:
         # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
 
@@ -131,7 +132,7 @@ class RuntimeContext:
     def note_weights(self) -> None:
         """Main shards may have been written on the compute stream, and gathers read them next."""
         self.weights_written = self.streams.record_compute_event()
-        self._read_log_level()
+        self._logs = _logger.isEnabledFor(logging.DEBUG)
         for weights_written in self.extensions.weights_written:
             weights_written()
 
@@ -171,7 +172,7 @@ class RuntimeContext:
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
-        inner: AbstractContextManager[object] = Lock()  # Its own: a context that runs no Python.
+        inner: AbstractContextManager[object] = _NOTHING
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
         if self.extensions.begin_action:

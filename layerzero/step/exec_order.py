@@ -57,17 +57,12 @@ class ExecOrderRecorder:
 
     def predict(self, depth: int) -> list[int]:
         """The next units, at most `depth`, as far as all candidates agree."""
-        if not self._candidates:
-            return []
-        first, *others = self._candidates
         start = len(self.trace)
-        predicted: list[int] = []
-        for position in range(start, min(start + depth, len(first))):
-            unit = first[position]
-            if others and any(len(o) <= position or o[position] != unit for o in others):
-                break
-            predicted.append(unit)
-        return predicted
+        ahead = self._candidates[0][start : start + depth] if self._candidates else ()
+        for order in self._candidates:
+            while order[start : start + len(ahead)] != ahead:
+                ahead = ahead[:-1]
+        return [*ahead]
 
     def end(self, is_final: bool = True) -> Order:
         """Finish the pass, record its order and return it.

@@ -9,7 +9,7 @@ of these methods, so an unused one costs a loop over an empty tuple, in the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -95,8 +95,9 @@ class Extension:
 class Extensions:
     """The extensions of one model; for each event, an attribute: the methods to call."""
 
-    def __getattr__(self, event: str) -> _Events:
-        raise AttributeError(event)  # `_bind` sets those that exist.
+    if TYPE_CHECKING:  # Only then: where a class has this, reading any attribute takes longer.
+
+        def __getattr__(self, event: str) -> _Events: ...
 
     def __init__(self) -> None:
         self._all: list[Extension] = []

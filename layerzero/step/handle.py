@@ -10,6 +10,8 @@ all-gather over outer peers follows (flat/placement.py). What each case holds: f
 from __future__ import annotations
 
 import functools
+from itertools import repeat
+from operator import is_
 
 import torch
 
@@ -33,11 +35,10 @@ class FlatParamHandle(FlatParam):
             ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
         """
         # Addresses are compared, because this runs before most gathers. Empty parameters have none.
-        shown, dtype = self.sharded_params, self.main_shard.dtype
         if (
-            [*map(address_of, shown)] == self.addresses
-            and [*map(numel_of, shown)] == self.numels
-            and (all(self.numels) or {*map(dtype_of, shown)} == {dtype})
+            [*map(address_of, self.placed)] == self.addresses
+            and [*map(numel_of, self.sharded_params)] == self.numels
+            and all(map(is_, map(dtype_of, self.empty), repeat(self.main_shard.dtype)))
         ):
             return False
         from layerzero.flat.assigned import adopt
@@ -57,19 +58,19 @@ class FlatParamHandle(FlatParam):
         """
         # A gather from the main shard waits for the optimizer's writes. A compute shard that is not
         # stale was written by an earlier call, and the unshard stream has waited for that write.
+        written: Event = None
         synced: Waitable | None = None
-        is_stale = self.is_stale
-        if is_stale:
+        versions = [*map(version_of, self.counted)]
+        if not self._is_gathered or versions != self._gathered_versions:
             self.post_forward_shard = None
-            versions = [*map(version_of, self.counted)]
             if versions != self.noted_versions:
                 context.note_weights()  # Written inside this forward: a momentum encoder.
                 self.noted_versions = versions
-        written: Event = None if self.has_compute_shard else context.weights_written
-        if is_stale:
             if self.has_compute_shard:
                 written, synced = self._sync_compute_shard(context, unit)
             self.note_gathered(versions)
+        if not self.has_compute_shard:
+            written = context.weights_written
         if self.is_whole:
             self._pending = synced  # The full buffer is the compute shard: that was all.
             return
@@ -82,16 +83,13 @@ class FlatParamHandle(FlatParam):
             self.buffer.lease.note(is_behind=behind_reductions and synced is None)
         # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
-        if synced is None and not behind_reductions:
-            self._pending = self._gather(context, shard, group, written, operation)
-            return
         gather = functools.partial(self._gather, context, shard, group, written, operation)
-        streams = context.streams
-        self._pending = (
-            streams.reduce.start_after_pending(gather)
-            if synced is None
-            else streams.unshard.start_after(synced, gather)
-        )
+        if synced is not None:
+            self._pending = context.streams.unshard.start_after(synced, gather)
+        elif behind_reductions:
+            self._pending = context.streams.reduce.start_after_pending(gather)
+        else:
+            self._pending = gather()
 
     def _sync_compute_shard(
         self, context: RuntimeContext, unit: str
@@ -142,7 +140,7 @@ class FlatParamHandle(FlatParam):
             stream.wait(written)
             if shard is self.compute_shard and self.casts_in_place:
                 self.write_compute_slice()
-            gather = context.transport.all_gather(self.full.data, shard, group, operation)
+            gather = context.transport.all_gather(self.gathered, shard, group, operation)
             return stream.enqueue_wait(gather)
 
     def wait_for_unshard(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from types import GeneratorType
 from typing import Any
 
@@ -33,7 +34,7 @@ from layerzero.step.methods import Method, own_method, put
 from layerzero.step.module_guards import check_compile, is_compiled, note_shape
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
-from layerzero.step.unit import TrainingState, Unit
+from layerzero.step.unit import SUMMON_FULL_PARAMS, Unit
 
 _LAZY = frozenset({GeneratorType, map, filter, zip})
 """Types of results that run the module's code after its forward has returned."""
@@ -103,12 +104,12 @@ def _call(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
     for owner in unit.tied_owners:
-        summoned = owner.training_state is TrainingState.SUMMON_FULL_PARAMS
+        summoned = owner.training_state is SUMMON_FULL_PARAMS
         if not (owner.shows_unsharded or summoned):
             # A tied parameter belongs to a unit that was not called: make this its call, too.
             inside = functools.partial(_call, unit, method)
             return _call(owner, inside, (args, kwargs, casts), {}, casts)
-    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+    if unit.training_state is SUMMON_FULL_PARAMS:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{unit.label}: forward with gradients inside summon_full_params: the gradients "
@@ -189,8 +190,16 @@ def _watch_gradient(output: torch.Tensor, call: ForwardCall) -> None:
             calls = node.metadata.setdefault((_CALLS, tensor.output_nr), [])
             calls.append(call)
             if len(calls) == 1:
-                register = tensor.register_hook if base is None else node.register_prehook
-                register(functools.partial(_begin_backward, calls))
+                hook = functools.partial(_begin_backward, calls)
+                if base is not None:
+                    node.register_prehook(hook)
+                    continue
+                # As `register_hook`, without the handle, which takes longer than all else here.
+                hooks: Any = tensor._backward_hooks
+                if hooks is None:
+                    hooks = tensor._backward_hooks = OrderedDict()
+                    node._register_hook_dict(tensor)
+                hooks[hook] = hook
 
 
 def _begin_backward(calls: list[ForwardCall], _: object) -> None:

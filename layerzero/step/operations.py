@@ -44,12 +44,24 @@ def remembers_failure(method: _Method) -> _Method:
         try:
             return method(model, *args, **kwargs)
         except CollectiveError as error:
-            first: CollectiveError = model.operations.remember(error)
-            if str(first) not in str(error):
-                raise first from error  # A watchdog reported first, and in more detail.
+            _raise_first(model, error)
             raise
 
-    return wrapped  # type: ignore[return-value]
+    @functools.wraps(method)
+    def with_one(model: Any, argument: Any) -> Any:  # `*args` take longer than all the rest.
+        try:
+            return method(model, argument)
+        except CollectiveError as error:
+            _raise_first(model, error)
+            raise
+
+    return with_one if method.__code__.co_argcount == 2 else wrapped  # type: ignore
+
+
+def _raise_first(model: Any, error: CollectiveError) -> None:
+    first: CollectiveError = model.operations.remember(error)
+    if str(first) not in str(error):
+        raise first from error  # A watchdog reported first, and in more detail.
 
 
 class Operations:

@@ -127,10 +127,8 @@ class GradientReducer:
         if reduction.pending is not None:
             with self._context.profile("wait_for_reduce", reduction.unit.label):
                 reduction.pending.wait()
-            if reduction.is_partial:
-                reduction.handle.gradients.release_buffer()
-            else:
-                reduction.handle.gradients.release()
+            gradients = reduction.handle.gradients
+            (gradients.release_buffer if reduction.is_partial else gradients.release)()
         if not reduction.is_partial:
             self._undelivered.append(reduction)
         self._in_flight.pop(0)

@@ -62,11 +62,8 @@ class Reduction:
     `GradientSums`, and the next micro-batch adds to it.
     """
 
-    unit: Unit
-    handle: FlatParamHandle
     present: set[int]
     """Indices of the parameters that had a gradient on this rank."""
-    is_partial: bool
     chunk: torch.Tensor | None = None
     """[chunk_numel] of the gradients' layout; None on one rank alone, and if partial."""
     pending: Waitable | None = None
@@ -94,7 +91,6 @@ class Reduction:
         # size of a chunk, and is added after it (`hops` in `_start_hops`).
         comes_back = gradients.host_sum is not None and not in_shards
         gradients.collect(handle.unsharded_params, comes_back)
-        self.present = gradients.present
         if handle.placement.num_ranks == 1:
             return  # `GradientBuffer.parts` takes the gradients as they are.
         if comes_back:
@@ -147,13 +143,12 @@ class Reduction:
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
         groups = placement.reduce_groups[:1] if self.is_partial else placement.reduce_groups
-        names = ["reduce-scatter", "outer reduce-scatter"]
         # Named before the first one starts: names count in the order of issue, and on gloo another
         # thread issues the later hops.
-        operations = [
-            context.operations.next(name, unit.label, group)
-            for name, group in zip(names, groups, strict=False)
-        ]
+        operations = [context.operations.next("reduce-scatter", unit.label, groups[0])]
+        if len(groups) > 1:
+            outer = context.operations.next("outer reduce-scatter", unit.label, groups[1])
+            operations.append(outer)
         # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
         scales = [1.0] * len(placement.reduce_groups)

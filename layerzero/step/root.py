@@ -27,7 +27,7 @@ from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.structure import Ignored, Structure
-from layerzero.step.unit import TrainingState, Unit, get_unit
+from layerzero.step.unit import IDLE, Unit, get_unit
 from layerzero.watch.diagnosis import CollectiveError
 
 
@@ -252,7 +252,7 @@ class RootState:
             finally:
                 self._leave(call)
             # A recomputed unit stays in BACKWARD, and is freed when its backward is done.
-            if call.unit.depth == 0 and call.unit.training_state is TrainingState.IDLE:
+            if call.unit.depth == 0 and call.unit.training_state is IDLE:
                 self.scheduler.free_after_forward(call.unit, grad_enabled)
             self.clock += 1
             call.ended(self.clock)
@@ -273,7 +273,8 @@ class RootState:
             raise
 
     def _leave(self, call: ForwardCall) -> None:
-        self._call_depth = max(self._call_depth - 1, 0)
+        if self._call_depth:
+            self._call_depth -= 1
         call.unit.leave_forward()
 
     def call_raised(self, call: ForwardCall, error: BaseException) -> None:

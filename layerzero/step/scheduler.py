@@ -32,7 +32,7 @@ from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.flat_param import version_of
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
-from layerzero.step.unit import Hold, ShardState, TrainingState, Unit
+from layerzero.step.unit import BACKWARD, GATHERING, SHARDED, UNSHARDED, Hold, Unit
 
 # Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
 _LAST, _FIRST, _POLICY, _EXPLICIT, _MICRO_BATCHES, _DOUBLE_BACKWARD, _OPTIONAL = map(int, Hold)
@@ -101,7 +101,7 @@ class UnshardScheduler:
         for other in self._units:
             for handle in other.handles:
                 handle.noted_versions = [*map(version_of, handle.counted)]
-            if other.state is ShardState.SHARDED:
+            if other.state is SHARDED:
                 # A hold left from the last step must not keep the unit in this one.
                 other.end_hold(_OF_A_STEP)
                 continue
@@ -139,9 +139,7 @@ class UnshardScheduler:
             self.last_order = order
         for unit in self._units:
             state = unit.state
-            if state is not ShardState.SHARDED and (
-                state is ShardState.GATHERING or not grad_enabled
-            ):
+            if state is not SHARDED and (state is GATHERING or not grad_enabled):
                 # Prefetched but never used, or no backward follows that would use it.
                 unit.free(_OF_A_FORWARD)
         return order
@@ -175,7 +173,7 @@ class UnshardScheduler:
         """
         for unit in self._units:
             # Others stay as they are: the user, or a hold, keeps them unsharded.
-            if unit.state is ShardState.SHARDED:
+            if unit.state is SHARDED:
                 for handle in unit.handles:
                     handle.mark_stale()
 
@@ -200,7 +198,7 @@ class UnshardScheduler:
             for handle in unit.handles:
                 if handle.post_forward_shard is not None:  # No backward needs it any more.
                     handle.drop_post_forward_shard()
-                if handle.has_compute_shard and unit.state is ShardState.SHARDED:
+                if handle.has_compute_shard and unit.state is SHARDED:
                     kept.append(handle)
         if kept:
             # The stream that owns them waits for the last gathers, after which compute has come.
@@ -220,7 +218,7 @@ class UnshardScheduler:
         """Free what the pass left unsharded, except `first`, which begins the next micro-batch."""
         for unit in self._units:
             # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
-            if unit is not first and unit.state is not ShardState.SHARDED and not unit.depth:
+            if unit is not first and unit.state is not SHARDED and not unit.depth:
                 unit.free(_OF_A_STEP)
 
     def abort(self) -> None:
@@ -237,7 +235,7 @@ class UnshardScheduler:
 
     def unshard_for_call(self, unit: Unit, in_backward: bool) -> None:
         """Unshard `unit` for a forward call; in a backward pass the call is a recomputation."""
-        is_reached = unit.training_state is TrainingState.BACKWARD
+        is_reached = unit.training_state is BACKWARD
         # Nothing to do without parameters. Nor if a call around this one, or the backward that this
         # call is recomputed for, has unsharded the unit already.
         if not unit.handles or (unit.shows_unsharded and (unit.depth > 1 or is_reached)):
@@ -262,16 +260,16 @@ class UnshardScheduler:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self.last = None
             unit.end_hold(_LAST)
-        if not in_backward and unit.state is not ShardState.SHARDED:
+        if not in_backward and unit.state is not SHARDED:
             for handle in unit.handles:
                 if handle.is_stale:  # Written inside this forward, after it was gathered.
                     unit.reshard()
                     break
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
-        if unit.state is not ShardState.UNSHARDED:
+        if unit.state is not UNSHARDED:
             if not unit.is_optional:
                 self.recorder.visit(unit.index)
-            if unit.state is ShardState.SHARDED:
+            if unit.state is SHARDED:
                 unit.unshard()
         # After this unit's own gather is queued, so that prefetches cannot delay it; before the
         # wait, so that they are in flight while this unit computes, even where waiting blocks.
@@ -297,14 +295,14 @@ class UnshardScheduler:
             depth = self.forward_depth
             explicit = unit.forward_prefetch
         if explicit is None:  # The user's list wins.
-            explicit = [self._units[index] for index in self.recorder.predict(depth)]
+            explicit = [*map(self._units.__getitem__, self.recorder.predict(depth))]
         limiter, context = self._limiter, self._context
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
-            if other.state is ShardState.SHARDED and other.may_prefetch:
+            if other.state is SHARDED and other.may_prefetch:
                 # The limiter cannot save memory for units held for micro-batches: they all end up
                 # resident. Otherwise stop here: a later unit must not take the room of this one.
-                if not (other.is_held(_MICRO_BATCHES) or limiter.admits(other.nbytes)):
+                if not (limiter.admits(other.nbytes) or other.is_held(_MICRO_BATCHES)):
                     with context.profile("budget_full", other.label):  # an empty range, as a mark
                         return
                 with context.profile("prefetch", other.label):

@@ -106,9 +106,9 @@ class Watchdog:
         while self.issued:
             collective = self.issued.popleft()
             self._count += 1
-            text = f"{collective.name}/{collective.nbytes}"
-            self._digest = zlib.crc32(text.encode(), self._digest)
-            self._history[self._count] = self._digest, collective.name
+            name = collective.name
+            self._digest = zlib.crc32(f"{name}/{collective.nbytes}".encode(), self._digest)
+            self._history[self._count] = self._digest, name
             self._history.pop(self._count - _HISTORY, None)
             self._in_flight.append(collective)
 

@@ -92,7 +92,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
             unit.views.show_sharded()
             unit.views.shows_stand_ins = False
             if unit.shows_unsharded:
-                unit.views.show_unsharded()
+                unit.views.swap(to_full=True)
 
 
 def _storage(tensor: torch.Tensor) -> int:
