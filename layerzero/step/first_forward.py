@@ -47,7 +47,7 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
             "if checkpoints omit it, write its values yourself"
         )
     for unit in waiting:
-        unit.awaits_values, unit.was_built_empty, unit.awaited_buffers = False, False, ()
+        unit.mark_loaded()
 
 
 def _missing(units: Sequence[Unit]) -> Iterator[str]:

@@ -158,10 +158,8 @@ class Unit:
     """Units that the user set to gather when its forward begins; None: the recorder's."""
     backward_prefetch: list[Unit] | None = None
     """The same for its backward."""
-    awaits_values = False
-    """Whether a load has yet to bring its parameters' values; checked before the first forward."""
-    was_built_empty = False
-    """Whether it awaits them since it was built, as on all ranks."""
+    awaits_values = was_built_empty = False
+    """Whether a load has yet to bring its values; whether it waits since built, as on all ranks."""
     awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
     comm_hooks: Mapping[str, Callable[..., Any]] = {}
@@ -299,6 +297,9 @@ class Unit:
         self.is_optional = is_optional
         # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
+
+    def mark_loaded(self) -> None:
+        self.awaits_values, self.was_built_empty, self.awaited_buffers = False, False, ()
 
     def enter_forward(self) -> None:
         """A forward call begins; inside a backward pass it is a recomputation."""
