@@ -85,9 +85,9 @@ def reduce_scatter(
         float32 (float64 for float64) where the engine sums, else in the dtype that is sent.
     """
     if not (messages_carry_names(group, chunks.device) or deterministic):
-        op = "SUM"
+        op = dist.ReduceOp.SUM
         if scale == 1.0 / group.size and group.backend in _AVERAGING_BACKENDS:
-            op, scale = "AVG", 1.0
+            op, scale = dist.ReduceOp.AVG, 1.0
         elif scale != 1.0 and chunks.dtype == torch.float16:
             # Scale first: an unscaled sum may exceed the largest float16, 65504.
             chunks.mul_(scale)
@@ -110,7 +110,7 @@ def _issue_all_gather(
 
 
 def _issue_reduce_scatter(
-    summed: torch.Tensor, chunks: torch.Tensor, op: str, group: ShardGroup
+    summed: torch.Tensor, chunks: torch.Tensor, op: dist.ReduceOp.RedOpType, group: ShardGroup
 ) -> dist.Work | None:
     # Backends have no complex dtypes; torch.distributed's own functions do this as well.
     if chunks.is_complex():
@@ -120,11 +120,11 @@ def _issue_reduce_scatter(
 
 
 @cache
-def _options(backend: str, op: str | None = None) -> Any:
-    """Options of a reduce-scatter with this `ReduceOp`; without `op`, of an all-gather."""
+def _options(backend: str, op: dist.ReduceOp.RedOpType | None = None) -> Any:
+    """Options of a reduce-scatter; without `op`, of an all-gather."""
     options: Any = AllgatherOptions()
     if op is not None:
         options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, op))
+        options.reduceOp = dist.ReduceOp(op)
     options.asyncOp = backend not in ON_CURRENT_STREAM
     return options

@@ -2,7 +2,7 @@
 
 A model wrapped, or a `summon_full_params` left, since the last step may have made its parameters
 stale. After a collective failed `.grad` may be half written: the step is refused. Where the engine
-keeps something of the step (step/placeholders.py), the optimizer sees no gradient.
+keeps something of the step (step/kept_step.py), the optimizer sees no gradient.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks
 from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
-from layerzero.step.placeholders import KeptStep
+from layerzero.step.kept_step import KeptStep
 from layerzero.step.presence import exchange_presence
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit

@@ -173,16 +173,12 @@ class Structure:
         }
         return "; ".join(f"{what} {some(names)}" for what, names in parts.items() if names)
 
-    def _modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Every module that is not ignored, once, with its first name.
-
-        A wrapper is replaced by the module inside it.
-        """
-        return self._visit(root, "", set())
-
-    def _visit(
-        self, module: nn.Module, fqn: str, seen: set[int]
+    def _modules(
+        self, module: nn.Module, fqn: str = "", seen: set[int] | None = None
     ) -> Iterator[tuple[str, nn.Module]]:
+        """Every module that is not ignored, once, with its first name. A wrapper is replaced by the
+        module inside it."""
+        seen = set() if seen is None else seen
         unit = get_unit(module)
         module = module if unit is None else unit.module
         if id(module) in seen:
@@ -194,7 +190,7 @@ class Structure:
             # Scripted modules, which have no sharded parameter, lack the dicts of others.
             is_scripted = isinstance(child, torch.jit.ScriptModule)
             if child is not None and not is_scripted and not self._is_ignored(inner, child):
-                yield from self._visit(child, inner, seen)
+                yield from self._modules(child, inner, seen)
 
     def _is_ignored(self, name: str, member: nn.Module | nn.Parameter) -> bool:
         return self.ignored.has(member) or name in self.ignored.names

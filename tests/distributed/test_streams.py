@@ -306,7 +306,7 @@ def test_backends_known_to_use_the_current_stream_are_asked_to(backend, has_work
     group = ShardGroup(asked, 0, (0, 1), backend, timedelta(seconds=1))
     whole, part = torch.zeros(4), torch.zeros(2)
     collectives._issue_all_gather(whole, part, group)
-    collectives._issue_reduce_scatter(part, whole, "SUM", group)
+    collectives._issue_reduce_scatter(part, whole, dist.ReduceOp.SUM, group)
     assert [options.asyncOp for options in asked.options] == [has_work] * 2
     with mock.patch.object(dist, "broadcast", return_value=None) as broadcast:
         exchanges.broadcast(whole, group, Operation("broadcast", "a", 1)).wait()

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_569,
+    "": 45_568,
     "flat": 2_851,
-    "step": 4_565,
+    "step": 4_564,
     "comm": 1_520,
     "watch": 1_028,
     "build": 2_424,
