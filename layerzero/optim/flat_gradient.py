@@ -28,12 +28,14 @@ def find_buffer(
     numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
 ) -> Gradient | None:
     """The buffer that gradients are views of, if there is one."""
-    base = next(compress(map(_base_of, parts), map(torch.Tensor.numel, parts)), None)
+    # Those without elements are tensors of their own.
+    bases = [*compress(map(_base_of, parts), map(torch.Tensor.numel, parts))]
+    base = next(iter(bases), None)
     if not (
         base is not None
         and base.dtype == dtype
         and base.is_contiguous()
-        and all(map(is_, map(_base_of, parts), repeat(base)))
+        and all(map(is_, bases, repeat(base)))
         and all(map(torch.Tensor.is_contiguous, parts))
     ):
         return None

@@ -29,22 +29,23 @@ class WaitingGradient(torch.Tensor):
     waits. Other writes raise a RuntimeError. On a device, sums on the host block the host.
     """
 
-    _before: torch.Tensor | None
-    _index: int
-    _streams: Streams
-    _gradients_ref: weakref.ref[GradientSums]
-
     @staticmethod
     def __new__(
         cls, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
     ) -> WaitingGradient:
-        """`index`: of the parameter, whose shard is `shard`."""
         own: WaitingGradient = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=shard.dtype, device=shard.device
         )
-        own._before, own._index, own._streams = None, index, streams
-        own._gradients_ref = weakref.ref(gradients)
         return own
+
+    def __init__(
+        self, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
+    ) -> None:
+        """`index`: of the parameter, whose shard is `shard`."""
+        self._before: torch.Tensor | None = None
+        self._index = index
+        self._streams = streams
+        self._gradients_ref = weakref.ref(gradients)
 
     def stand_before(self, reduced: torch.Tensor | None) -> None:
         """The `.grad` of before: reduced gradients, to which the sum will be added."""
