@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.flat import parameter_info
@@ -46,6 +47,7 @@ def models_of(
             yield root
 
 
+@_disable_dynamo
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     own = optimizer.__dict__
     if own.get(_LOOKED) != parameter_info.num_marked:
@@ -65,6 +67,7 @@ def _look_after_steps(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(_after_step)
 
 
+@_disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """
     Raises:
@@ -76,6 +79,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         root.reducer.kept.before_step()
 
 
+@_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for root in models_of(optimizer, _keeps_any):
         root.reducer.kept.after_step()

@@ -12,6 +12,7 @@ Times (`start`, `end`) are values of the root's clock, which ticks at each begin
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -66,10 +67,6 @@ class ForwardCall:
         return before != graph_task
 
 
-class Sentinel:
-    """Lives as long as autograd keeps the final callback of a backward pass."""
-
-
 class BackwardPass:
     """One run of autograd's engine; reentrant checkpointing nests them."""
 
@@ -93,11 +90,11 @@ class BackwardPass:
         """Forwards whose graph this pass runs; maintained in the outermost pass only."""
         self.touched: set[Unit] = set()
         """Units reached by this pass or nested ones; maintained in the outermost pass only."""
-        self._sentinel: weakref.ref[Sentinel] | None = None
+        self._final_callback: weakref.ref[object] | None = None
 
-    def watch(self, sentinel: Sentinel, on_abandoned: Callable[[object], None]) -> None:
-        """Call `on_abandoned` when `sentinel`, which the final callback references, is dropped."""
-        self._sentinel = weakref.ref(sentinel, on_abandoned)
+    def watch(self, final_callback: object, on_abandoned: Callable[[object], None]) -> None:
+        """Call `on_abandoned` when autograd drops the callback for its end."""
+        self._final_callback = weakref.ref(final_callback, on_abandoned)
 
     def enter(self, unit: Unit, start: int | None) -> None:
         """The pass has reached a unit whose first call began at `start`; None: defer the unit."""
@@ -135,7 +132,7 @@ class BackwardPass:
     def is_abandoned(self) -> bool:
         """Whether an error ended the pass: autograd dropped the final callback instead of running
         it."""
-        return self._sentinel is not None and self._sentinel() is None
+        return self._final_callback is not None and self._final_callback() is None
 
 
 class Backward:
@@ -215,12 +212,8 @@ class Backward:
             # until a backward without create_graph has ended.
             self._scheduler.hold_for_graph(True)
         backward_pass = self._begin_pass(graph_task, order, makes_graph)
-        sentinel = Sentinel()
-        backward_pass.watch(sentinel, self._on_abandoned())
-
-        def final_callback(_alive: Sentinel = sentinel) -> None:
-            self._end_backward(backward_pass)
-
+        final_callback = functools.partial(self._end_backward, backward_pass)
+        backward_pass.watch(final_callback, self._on_abandoned())
         Variable._execution_engine.queue_callback(final_callback)
         return backward_pass
 

@@ -32,6 +32,7 @@ from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
 from layerzero.step.methods import Method, own_method, put
 from layerzero.step.module_guards import check_compile, is_compiled, note_shape
+from layerzero.step.operations import uncompiled
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
 from layerzero.step.unit import SUMMON_FULL_PARAMS, Unit
@@ -100,6 +101,7 @@ def install(
     put(module.__dict__, name, forward)
 
 
+@uncompiled
 def _call(
     unit: Unit, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any], casts: bool
 ) -> Any:
@@ -202,6 +204,7 @@ def _watch_gradient(output: torch.Tensor, call: ForwardCall) -> None:
                 hooks[hook] = hook
 
 
+@uncompiled
 def _begin_backward(calls: list[ForwardCall], _: object) -> None:
     # A unit that returned what one inside it returned, or its own input, comes first, as it does
     # where it returned another tensor, perhaps on another rank.

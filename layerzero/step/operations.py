@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
@@ -33,12 +34,24 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _HOST = torch.device("cpu")
 
 
+def uncompiled(function: _Method) -> _Method:
+    """Decorator that has `torch.compile` skip a function and all that it calls, at no cost.
+
+    A compiled program may run it without tracing its caller: as a hook of autograd, or once a
+    caller has been compiled too often. Each function inside would then be compiled by itself.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def remembers_failure(method: _Method) -> _Method:
     """Decorator that records a failed collective; see Note [A failed collective is final].
 
     The function's first argument has the `operations` of its model, as the root state does.
     """
 
+    @uncompiled
     @functools.wraps(method)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -47,6 +60,7 @@ def remembers_failure(method: _Method) -> _Method:
             _raise_first(model, error)
             raise
 
+    @uncompiled
     @functools.wraps(method)
     def with_one(model: Any, argument: Any) -> Any:  # `*args` take longer than all the rest.
         try:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.flat.placement import ShardGroup
@@ -113,6 +114,7 @@ class Recorder(Extension):
                 self.record.silent.append((last + _BEAT_S, now))
             last = now
 
+    @_disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(id(p) in self._parameters for g in optimizer.param_groups for p in g["params"]):
             self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.flat.parameter_info import get_info
@@ -63,6 +64,7 @@ class RunningJoin(Extension):
         root.extensions.add(self)
         join_ref = weakref.ref(self)
 
+        @_disable_dynamo
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             join = join_ref()
             if join is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
@@ -80,6 +81,7 @@ class Verifier(Transport, Extension):
         """Have `after_step` called."""
         own_ref = weakref.ref(self)
 
+        @_disable_dynamo
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (own := own_ref()) is not None:
                 own.after_step(optimizer)

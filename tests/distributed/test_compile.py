@@ -1,5 +1,8 @@
 """torch.compile of units: the same numbers, no recompilation from step to step."""
 
+import copy
+import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -331,6 +335,7 @@ def test_modes_with_cuda_graphs_work_in_an_arena() -> None:
     each of the blocks that share a graph."""
     if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return  # Since torch 2.13.
+    torch._dynamo.reset()
     with mock.patch("layerzero.step.module_guards._has_graphs", lambda device: True):
         for asked in GRAPHS:
             ZeRO3(Mlp(2), auto_wrap_policy={Block}, arena=True).compile(**asked)
@@ -408,3 +413,37 @@ def test_compilation_around_a_unit_says_that_it_compiles_nothing_there(build, un
     told = [str(each.message) for each in caught if "compiles nothing" in str(each.message)]
     assert len(told) == (unit is not None and dist.get_rank() == 0), told
     assert all(f"torch.compile around {unit} compiles nothing" in text for text in told), told
+
+
+def _compiled_functions_of_the_engine() -> set[str]:
+    functions = set()
+    for name, module in [*sys.modules.items()]:
+        if name.split(".")[0] == "layerzero":
+            for owner in [module, *filter(inspect.isclass, vars(module).values())]:
+                functions |= {*filter(inspect.isfunction, vars(owner).values())}
+    return {f.__qualname__ for f in functions if _debug_get_cache_entry_list(f.__code__)}
+
+
+@pytest.mark.parametrize("limit", [8, 1])
+@on_ranks(2, timeout=90)
+def test_a_step_that_is_compiled_as_a_whole_runs_the_engine_as_it_is(limit: int) -> None:
+    """Backward included. Beyond the limit its functions run untraced, and call others."""
+    torch._dynamo.reset()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    # In float64: a compiled optimizer rounds otherwise.
+    plain, batches = seeded(Outer).double(), [torch.ones(n, WIDTH).double() for n in range(2, 6)]
+    model = ZeRO3(copy.deepcopy(plain), auto_wrap_policy={Nested, Block}, verify="always")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        compiled = torch.compile(step, backend="eager")
+        for batch in batches:  # For each size anew, until the limit.
+            losses = compiled(model, optimizers[0], batch), step(plain, optimizers[1], batch)
+            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    assert _compiled_functions_of_the_engine() <= {"ModuleWrapper.forward"}, "around the root unit"
