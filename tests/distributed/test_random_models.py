@@ -29,6 +29,9 @@ class _UnderAutocast(Run):
 
         Both compute the same bits then, apart from the order of sums in float32.
         """
+        if self._steps_in_backward:
+            self._model.step_in_backward(None)  # Each step has several backwards.
+            self._steps_in_backward = False
         for _ in range(STEPS):
             self._zero_grad()
             getattr(self, f"_{self.rng.choice(others)}", lambda: None)()
