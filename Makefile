@@ -9,7 +9,7 @@ TORCH ?=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h tests/ops/*.cpp tests/openreg/*.cpp)
+NATIVE_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h tests/ops/*.cpp)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 
 # Tests start Python by the hundred: none is to compile again what it imports.

@@ -1,13 +1,11 @@
 """With --strict-skips, a test that was skipped and had no need to be is a failure.
 
-A machine without an accelerator skips what needs one, one without PyTorch's `torch_openreg`, which
-no index has, the tests of it, and an older torch what is new in a later one. Everything else is
-there where the whole suite is meant to run: a framework that is no longer found must not pass for
-one that works.
+A machine without an accelerator skips what needs one, and an older torch what is new in a later
+one. Everything else is there where the whole suite is meant to run: a framework that is no longer
+found must not pass for one that works.
 """
 
 import importlib.metadata
-import importlib.util
 from typing import Any
 
 import pytest
@@ -23,9 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an accelerator; skipped where there is none")
-    config.addinivalue_line(
-        "markers", "openreg: needs torch_openreg (docs/internals/streams.md); else skipped"
-    )
     config.addinivalue_line("markers", "since_torch(version): skipped under an older torch")
     if not hasattr(config, "workerinput"):  # with pytest-xdist: the process that sees all reports
         config.pluginmanager.register(_Skips(), "layerzero-skips")
@@ -65,9 +60,6 @@ class _Skips:
 
 
 def _may_be_skipped(keywords: Any) -> bool:
-    if "openreg" in keywords:
-        # Not imported, which would make it this process's accelerator.
-        return importlib.util.find_spec("torch_openreg") is None
     if "since_torch" in keywords:  # by `pytest_runtest_setup`, which looked at the version
         return True
     return "gpu" in keywords and not _has_accelerator()
