@@ -65,7 +65,7 @@ SHORT_TESTS = (
     "norms.py::test_norms_are_those_of_whole_tensors[1]",
 )
 """Every model, steps that magnify a rounding, norms of every kind."""
-_NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|twin_machine)\b")
+_NUMERIC = re.compile(r"tests\.harness\.(checks|compare|reference|optional_runs|random_programs)\b")
 _INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _BITS = """
 import hashlib, torch

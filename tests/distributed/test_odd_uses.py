@@ -414,11 +414,30 @@ def _steps_between_two_backwards(
 
 
 @on_ranks(2)
+def test_a_unit_that_stays_unsharded_over_a_step_has_its_weights() -> None:
+    # torch's fused kernels do not count their writes, as the others do.
+    for options in ({}, {"fused": True}):
+        models = zero3(Mlp), seeded(Mlp)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **options) for m in models]
+        for batches in batches_of(CASES["mlp"], 1, steps=3):
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                losses.append(model(batches[0]).square().mean())
+                losses[-1].backward()
+                if isinstance(model, ZeRO3):
+                    model.unshard()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_bitwise(*losses, f"loss with {options}")
+
+
+@on_ranks(2)
 def test_a_graph_made_before_its_weights_were_written_is_refused_as_in_torch() -> None:
     builds = [
         partial(torch.optim.SGD, lr=0.1),
         partial(AdamW, lr=0.1),
         partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD, lr=0.1),
+        partial(torch.optim.AdamW, lr=0.1, fused=True),  # Does not count its writes.
     ]
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     for build in builds:

@@ -17,10 +17,9 @@ from tests.harness.checks import assert_within, named
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.random_models import Branches
 from tests.harness.random_programs import ACTIONS, STEPS, Run
-from tests.harness.ranks import KeptRanks, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.reference import Terms
 from tests.harness.simulated_device import simulated_device
-from tests.harness.twin_machine import run_machines
 
 
 class _UnderAutocast(Run):
@@ -153,21 +152,3 @@ def _train_on_a_device(seeds: range) -> None:
 
 def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:
     _run_on(pytestconfig, 2, _train_on_a_device, range(200, 204))
-
-
-# Random sequences of what users do, failures included, leave the state of an unsharded model ------
-
-
-_A_GROUP = 16
-
-
-def test_random_actions_leave_the_state_of_an_unsharded_model(
-    ranks: KeptRanks, pytestconfig: pytest.Config
-) -> None:
-    num_runs = pytestconfig.getoption("--seeds")
-    if not num_runs:
-        ranks(2, run_machines, range(2), 12)
-        return
-    for first in range(0, num_runs, _A_GROUP):
-        seeds = range(first, min(first + _A_GROUP, num_runs))
-        ranks(2, run_machines, seeds, 30, timeout=600)

@@ -119,7 +119,7 @@ SETTINGS: dict[str, Callable[[Rng, nn.Module, int], Any]] = {
 WAYS = ["zero3", "zero3", "zero3", "nested", "fully_shard", "fully_shard"]
 STARTS = ["given", "given", "written", "emptied", "emptied inside", "later", "first rank"]
 """Where a model's values come from."""
-OPTIMIZERS = ["adamw", "sgd", "native", "whole", "split", "in backward"]
+OPTIMIZERS = ["adamw", "fused", "sgd", "native", "whole", "split", "in backward"]
 
 
 def _draw(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
@@ -308,6 +308,8 @@ class Run:
 
     def _compile(self) -> None:
         parts = [part for part in self._inner.modules() if isinstance(part, Branches)]
+        # torch loses gradients where it compiles a reentrant recomputation of a module used twice.
+        parts = [part for part in parts if not any(_is_reentrant(each) for each in part.modules())]
         if parts:
             self.log.append("compiles")
             self.rng.choice(parts).compile(backend="eager")
@@ -336,6 +338,7 @@ class Run:
         whole = functools.partial(torch.optim.Adafactor, lr=1e-2)
         pairs: dict[str, tuple[Any, Any]] = {
             "adamw": (torchs, torchs),
+            "fused": (functools.partial(torchs, fused=True), torchs),
             "sgd": (sgd, sgd),
             "in backward": (sgd, sgd),
             "native": (functools.partial(AdamW, lr=1e-2), torchs),
@@ -460,8 +463,10 @@ class Run:
                 self._pass(self._twin, own, flipped, way, self._divisor)
             if not is_last and self.rng.random() < 0.3:
                 self._act_on_gradients()
-            if not is_last and self.rng.random() < 0.2:
-                self._fail()
+            if not is_last and self.rng.random() < 0.4:
+                between = self.rng.choice(BETWEEN)
+                self.log.append(between)
+                getattr(self, f"_{between}")()
         if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
             with self._no_sync(True):
                 batches = self._batches()
@@ -573,6 +578,7 @@ class Run:
 
     def _fail(self) -> None:
         """A pass that raises on all ranks, which leaves what earlier passes added up."""
+        error = self.rng.choice([Boom, KeyboardInterrupt])
         modules = dict(self._model.named_modules())
         name = self.rng.choice([name for name, _ in self._twin.named_modules() if name])
         where = self.rng.choice(["before", "after", "backward"])
@@ -580,7 +586,7 @@ class Run:
         self.log.append(("fails", where, name))
 
         def boom(*_: object) -> None:
-            raise Boom
+            raise error
 
         def later(module: nn.Module, given: Any, output: Tensor) -> None:
             if where == "backward" and output.requires_grad:
@@ -593,7 +599,7 @@ class Run:
             module.register_forward_pre_hook if where == "before" else module.register_forward_hook
         )
         batches, fails = self._batches(), True
-        with contextlib.suppress(Boom), register(boom if where == "before" else later):
+        with contextlib.suppress(error), register(boom if where == "before" else later):
             with self._no_sync(waits):
                 output = self._model(batches[self._rank])
                 if where == "backward":
@@ -637,6 +643,9 @@ class Run:
             if self.rng.random() < 0.5:
                 unit.reshard()
 
+    def _gather(self) -> None:
+        checkpoint.get_model_state_dict(self._model, full=True, cpu_offload=True)
+
     def _pregather(self) -> None:
         layerzero.pregather(self._model)
 
@@ -652,6 +661,11 @@ class Run:
             self._model.set_reshard_after_forward(flag, recurse)
         else:
             self._model.set_reshard_after_backward(flag, recurse=recurse)
+
+    def _phase(self) -> None:
+        if isinstance(self._model, ZeRO3):
+            with self._model.timeout(seconds=60):
+                self._evaluate()
 
     def _call_part(self) -> None:
         """A part of the model, called by itself, forward and backward."""
@@ -865,8 +879,8 @@ class Run:
                     parameter.add_(1.0)
             del self._model
             self._build()
-            if self._kind in ("adamw", "native"):
-                self._kind = self.rng.choice(["adamw", "native"])
+            if self._kind in ("adamw", "fused", "native"):
+                self._kind = self.rng.choice(["adamw", "fused", "native"])
             self._make_optimizers()
             checkpoint.load(folder, self._model, self._named_optimizers())
             self._twin.load_state_dict(values)
@@ -893,8 +907,14 @@ class Run:
 ACTIONS = [
     *("nothing", "evaluate", "raise", "freeze", "summon", "reload", "spoil", "patch", "grow"),
     *("keep_graph", "unshard", "pregather", "copies", "reshards", "call_part", "retain", "join"),
-    *("not_finite", "save_and_rebuild", "save_and_rebuild", "states"),
+    *("not_finite", "save_and_rebuild", "save_and_rebuild", "states", "phase"),
 ]
+BETWEEN = ["fail", "fail", "evaluate", "unshard", "pregather", "phase", "gather"]
+"""Actions between micro-batches, while gradients may wait for a reduction."""
+
+
+def _is_reentrant(part: nn.Module) -> bool:
+    return isinstance(part, Branches) and part.way == "reentrant"
 
 
 def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
