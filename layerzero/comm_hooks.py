@@ -57,12 +57,6 @@ def set_hooks(root: RootState) -> None:
         _check(unit)
     for extension in root.extensions.of(CommHooks):
         root.extensions.remove(extension)
-    for unit in root.units:
-        for handle in unit.handles:
-            packs_apart = "instead" not in unit.comm_hooks and root.context.keeps_own_chunk_apart(
-                handle.placement
-            )
-            handle.gradients.keep_own_chunk_apart(packs_apart)
     if hooked:
         root.extensions.add(CommHooks())
 

@@ -16,7 +16,7 @@ from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.names import clean_name
 from layerzero.flat.placement import Placement
-from layerzero.step.module_guards import check_compiled, shown_by
+from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState
 from layerzero.step.structure import Ignored
 from layerzero.step.unit import get_unit
@@ -149,7 +149,6 @@ def plan_wrapping(
     device = resolve_device(given.device, units, given.group, mesh)
     sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
     refuse_shared_memory(sharded, _others(module, sharded) if ignored.members else ())
-    check_compiled(((visit.fqn, visit.module) for visit in visits), device, given.arena)
     return WrapPlan(
         units=units,
         visits=visits,

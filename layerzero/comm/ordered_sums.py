@@ -53,32 +53,6 @@ def reduce_in_order(
     return summed, pending
 
 
-def reduce_with_peer(
-    own: torch.Tensor,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    group: ShardGroup,
-    operation: Operation,
-    scale: float = 1.0,
-    add: Add = ordered_sum_,
-) -> tuple[torch.Tensor, Pending]:
-    """`reduce_scatter` between two ranks, where messages carry names. Collective; does not block.
-
-    Args:
-        own: [chunk_numel], this rank's chunk; the scaled sum is written there.
-        received: [chunk_numel] for the peer's part of it; see `messages.exchange_halves`.
-        sent: [chunk_numel], the peer's chunk; is overwritten.
-        add: see `reduce_in_order`.
-
-    Returns:
-        (`own`, valid after `wait()` of the handle; the handle).
-    """
-    pending = messages.exchange_halves(received, sent, group, operation)
-    parts = [own, received] if group.rank == 0 else [received, own]
-    pending.then(partial(add, own, parts, scale))
-    return own, pending
-
-
 def _all_to_all(
     chunks: torch.Tensor, group: ShardGroup, operation: Operation, order: Sequence[int] | None
 ) -> tuple[list[torch.Tensor], Pending]:

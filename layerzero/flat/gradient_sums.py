@@ -165,8 +165,6 @@ class GradientSums(GradientBuffer):
         """Return to the state after the last complete pass. No reduction may be under way."""
         before = self._earlier
         self._pending = []
-        if self.pair is not None:
-            self.pair.drop()
         if self._sum is not before.area:
             self._outgoing.free()
             self._sum.free()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,9 +25,6 @@ from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
-
-if TYPE_CHECKING:
-    from layerzero.flat.pair_input import PairInput
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
 """A sharded parameter, and what this pass adds to its `.grad`."""
@@ -54,9 +50,6 @@ class GradientBuffer:
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
     make_lease: Callable[[int], Lease | None] | None = None
     """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
-    pair: PairInput | None = None
-    """Takes the place of `buffer` where nothing waits to be added to, between two ranks on gloo."""
-    _may_pair = False
 
     def __init__(
         self,
@@ -114,31 +107,13 @@ class GradientBuffer:
             ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
             self.layout.numel,
         )
-        self._plan_pair()
         shards = [self._sharded_params[index] for index in self._starts]
         self._views = [each.shape for each in shards], [each.stride() for each in shards]
-
-    def keep_own_chunk_apart(self, apart: bool) -> None:
-        """Pack for `reduce_with_peer`, if chunks are large, or no longer; for two ranks on gloo."""
-        self._may_pair = apart
-        self._plan_pair()
 
     def use_arena(self, make_lease: Callable[[int], Lease | None]) -> None:
         """Let buffers lie in an arena from now on. Between passes."""
         self.make_lease = make_lease
         self.set_trainable(self.layout.trainable)
-
-    def _plan_pair(self) -> None:
-        numel, self.pair = self.layout.chunk_numel, None
-        # In low precision the sum needs memory of its own, in a wider dtype.
-        if not (self._may_pair and self.sum_is_buffer and numel % 2 == 0):
-            return
-        from layerzero.flat import pair_input
-
-        if numel * self.dtype.itemsize >= pair_input.LEAST_NBYTES:
-            args = self.layout, self._placement.shard_group.rank, self.dtype, self.device
-            with torch.inference_mode(False):
-                self.pair = pair_input.PairInput(*args, self._source, self.make_lease)
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -177,8 +152,7 @@ class GradientBuffer:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """Tensors that are allocated while gradients wait or are reduced."""
-        pair = [] if self.pair is None else [self.pair.memory]
-        return [self._outgoing.tensor, self._sum.tensor, *pair]
+        return [self._outgoing.tensor, self._sum.tensor]
 
     @property
     def buffer_nbytes(self) -> int:
@@ -234,7 +208,7 @@ class GradientBuffer:
 
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
-                it ends in `buffer` or in `pair`, ready to be sent.
+                it ends in `buffer`, ready to be sent.
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
@@ -242,8 +216,6 @@ class GradientBuffer:
         gradients = self._take(unsharded_params)
         if self.holds_sum:
             self.add_to_sum(gradients, keep_accumulating)
-        elif self.pair is not None and not keep_accumulating:
-            self.pair.fill(gradients)
         else:
             area = self._sum if keep_accumulating else self._outgoing
             area.allocate()
@@ -296,8 +268,6 @@ class GradientBuffer:
     def free_buffer(self) -> None:
         """Free the reduction's input. May be called from another thread, and twice."""
         self._outgoing.free()
-        if self.pair is not None:
-            self.pair.free()
 
     def release_buffer(self) -> None:
         """Free both buffers; gradients that wait are in `shard_sum` or `host_sum` by now."""

@@ -13,8 +13,7 @@ import os
 from typing import Any
 
 import torch
-
-from layerzero.notices import warn_once
+from torch import get_device_module
 
 _PORTABLE = 1
 """Page-locked for every context of the process."""
@@ -26,7 +25,7 @@ class HostMemory:
     def __init__(self, pin_memory: bool, device: torch.device) -> None:
         """`device`: the one that copies from and to the memory."""
         self._pin_memory = pin_memory
-        self._runtime: DeviceRuntime | None = runtime_of(device) if pin_memory else None
+        self._device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] for buffers that come and go.
@@ -39,18 +38,13 @@ class HostMemory:
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] for what lives long or is large: of exactly this size, given back when freed.
 
-        As `empty` where the runtime cannot register memory; warns once where it refuses to.
+        As `empty` where torch binds no calls that register memory, or where these refuse.
         """
-        if self._runtime is not None and numel:
-            try:
-                return registered(numel, dtype, self._runtime)
-            except RuntimeError as error:
-                warn_once(
-                    f"the device's runtime could not page-lock {numel * dtype.itemsize} bytes of "
-                    f"host memory ({error}); torch's allocator does it instead, which rounds up to "
-                    "a power of two and keeps what is freed",
-                    "register host memory",
-                )
+        # torch binds them for CUDA and HIP alone.
+        if numel and self._pin_memory and hasattr(get_device_module(self._device), "cudart"):
+            memory = Registered(numel * dtype.itemsize, self._device)
+            if memory.is_registered:
+                return torch.frombuffer(memory, dtype=dtype)
         return self.empty(numel, dtype)
 
 
@@ -59,65 +53,27 @@ def has_separate_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class DeviceRuntime:
-    """Page-locks memory for a device, through torch's own binding of its runtime."""
+class Registered(mmap.mmap):
+    """Anonymous memory of zeros that the device's runtime page-locks until it is unmapped."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = torch.get_device_module(device)
-        self._calls: Any = self._module.cudart()
+    is_registered = False
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory. Raises RuntimeError if the runtime refuses."""
+    def __new__(cls, nbytes: int, device: torch.device) -> Registered:
+        return super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._module: Any = get_device_module(device)
+        self._device, self._pid = device, os.getpid()
+        self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         # In the context of the model's device: the current one may be another.
-        with self._module.device(self._device):
-            code = int(self._calls.cudaHostRegister(address, nbytes, _PORTABLE))
-        # Not `check_error` of torch.cuda: it takes an int for an error, also 0.
-        if code:
-            raise RuntimeError(
-                f"cannot page-lock {nbytes} bytes of host memory: error {code} of the "
-                f"{self._device.type} runtime"
-            )
-
-    def unregister(self, address: int) -> None:
-        """Wait for copies that are under way, then undo `register`."""
-        with self._module.device(self._device):
-            self._module.synchronize(self._device)
-            self._calls.cudaHostUnregister(address)
-
-
-def runtime_of(device: torch.device) -> DeviceRuntime | None:
-    """None where torch binds no calls that register memory: it does for CUDA and HIP alone."""
-    has_binding = hasattr(torch.get_device_module(device), "cudart")
-    return DeviceRuntime(device) if has_binding else None
-
-
-class _Mapping(mmap.mmap):
-    """Anonymous memory that unregisters itself before it is unmapped."""
-
-    _runtime: DeviceRuntime | None = None
-
-    def register(self, runtime: DeviceRuntime, address: int, nbytes: int) -> None:
-        runtime.register(address, nbytes)
-        self._runtime, self._address, self._pid = runtime, address, os.getpid()
+        with self._module.device(device):
+            calls = self._module.cudart()
+            # Not `check_error` of torch.cuda: it takes an int for an error, also 0.
+            self.is_registered = not int(calls.cudaHostRegister(self._address, nbytes, _PORTABLE))
 
     def __del__(self) -> None:
         # A forked child has a copy of the object, but not of the registration.
-        if self._runtime is not None and self._pid == os.getpid():
-            self._runtime.unregister(self._address)
-
-
-def registered(numel: int, dtype: torch.dtype, runtime: DeviceRuntime) -> torch.Tensor:
-    """[numel] zeros on the CPU, page-locked until the last tensor that shares the memory is gone.
-
-    Raises:
-        RuntimeError: the runtime refused.
-    """
-    nbytes = numel * dtype.itemsize
-    if hasattr(mmap, "MAP_ANONYMOUS"):
-        memory = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:  # Windows
-        memory = _Mapping(-1, nbytes)
-    tensor = torch.frombuffer(memory, dtype=dtype)
-    memory.register(runtime, tensor.data_ptr(), nbytes)
-    return tensor
+        if self.is_registered and self._pid == os.getpid():
+            with self._module.device(self._device):
+                self._module.synchronize(self._device)  # Copies may be under way.
+                self._module.cudart().cudaHostUnregister(self._address)

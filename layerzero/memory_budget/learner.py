@@ -67,8 +67,8 @@ class Learner(Extension):
         self._slack = _checksums(root)
         self._refuse_without_steps(root)
         _apply(root, Settings())
-        if root.reducer.accumulation.may_decide:
-            root.reducer.accumulation.decide(sharded=True)  # Which holds the least.
+        if root.reducer.chooses_sums:  # Shards of them hold the least.
+            root.reducer.sums_sharded, root.reducer.chooses_sums = True, False
         root.extensions.add(self)
 
     @property

@@ -38,8 +38,7 @@ class AgreedReductions:
     def sends(self, unit: Unit) -> bool:
         """Whether reducing the unit now is collective, rather than a sum on this rank."""
         return self._reducer.requires_sync or (
-            self._reducer.accumulation.sums_sharded
-            and any(h.placement.sums_in_shards for h in unit.handles)
+            self._reducer.sums_sharded and any(h.placement.sums_in_shards for h in unit.handles)
         )
 
     def take(self, unit: Unit) -> None:

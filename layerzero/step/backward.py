@@ -165,11 +165,6 @@ class Backward:
     def operations(self) -> Operations:
         return self._context.operations
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a pass runs, or has failed, that is not inside a forward."""
-        return bool(self._passes) and self._passes[0].is_recorded
-
     def clear_abandoned(self) -> None:
         """Reset what a backward pass that failed left behind."""
         # Outside autograd no pass can be running, even if its final callback still exists.

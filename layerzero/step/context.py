@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
-from layerzero.comm import collectives, ordered_sums
-from layerzero.comm.pending import messages_carry_names
+from layerzero.comm import collectives
 from layerzero.comm.streams import Event, Streams
 from layerzero.config import GatherBudget
-from layerzero.flat.placement import Placement
 from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
@@ -36,7 +34,6 @@ class Transport:
 
     all_gather = staticmethod(collectives.all_gather)
     reduce_scatter = staticmethod(collectives.reduce_scatter)
-    reduce_with_peer = staticmethod(ordered_sums.reduce_with_peer)
 
 
 class RateLimiter:
@@ -120,12 +117,6 @@ class RuntimeContext:
         self.in_backward = in_backward
         # Once a pass: a logger's level check costs as much as the rest of `profile`.
         self._logs = _logger.isEnabledFor(logging.DEBUG)
-
-    def keeps_own_chunk_apart(self, placement: Placement) -> bool:
-        """Whether `reduce_with_peer` reduces its gradients; see flat/pair_input.py."""
-        groups = placement.reduce_groups
-        is_pair = placement.shard_group.size == placement.num_ranks == 2
-        return is_pair and len(groups) == 1 and messages_carry_names(groups[0], self.device)
 
     # Events: each is recorded after an access; the next conflicting access waits for it ----
 

@@ -28,8 +28,6 @@ class ExecOrderRecorder:
 
     def __init__(self) -> None:
         self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
-        self._before: tuple[Hashable, _Orders | None, tuple[Hashable, _Orders] | None] | None = None
-        """State that `take_back` restores: a kind, its orders, and the kind dropped for it."""
         self._kind: Hashable | None = None
         self.trace: list[int] = []
         """Visits of the open pass."""
@@ -64,36 +62,15 @@ class ExecOrderRecorder:
                 ahead = ahead[:-1]
         return [*ahead]
 
-    def end(self, is_final: bool = True) -> Order:
-        """Finish the pass, record its order and return it.
-
-        Args:
-            is_final: whether `take_back` leaves the record.
-        """
+    def end(self) -> Order:
+        """Finish the pass, record its order and return it."""
         assert self._kind is not None, "no pass is open"
         order = tuple(self.trace)
-        before, dropped = self._recorded.get(self._kind), None
-        self._recorded[self._kind] = (before or _Orders()).with_pass(order)
+        self._recorded.setdefault(self._kind, _Orders()).add(order)
         if len(self._recorded) > MAX_KINDS:
-            dropped = self._recorded.popitem(last=False)
-        self._before = None if is_final else (self._kind, before, dropped)
+            self._recorded.popitem(last=False)
         self.abort()
         return order
-
-    def take_back(self) -> bool:
-        """Drop the record of the latest pass that ended, unless that is final. Returns whether it
-        did."""
-        if self._before is None:
-            return False
-        (kind, before, dropped), self._before = self._before, None
-        if before is None:
-            del self._recorded[kind]
-        else:
-            self._recorded[kind] = before
-        if dropped is not None:
-            self._recorded[dropped[0]] = dropped[1]
-            self._recorded.move_to_end(dropped[0], last=False)
-        return True
 
     def abort(self) -> None:
         """Drop the open pass, if any; recorded orders stay."""
@@ -104,7 +81,6 @@ class ExecOrderRecorder:
     def forget(self) -> None:
         """Drop all recorded orders. Between passes."""
         self._recorded.clear()
-        self._before = None
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""
@@ -112,16 +88,15 @@ class ExecOrderRecorder:
 
 
 class _Orders:
-    """The orders of one kind, each with the number of the pass that last followed it; never
-    changed."""
+    """The orders of one kind, each with the number of the pass that last followed it."""
 
-    def __init__(self, num_passes: int = 0, last_seen: dict[Order, int] | None = None) -> None:
-        self.num_passes = num_passes
-        self.last_seen = last_seen or {}
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.last_seen: dict[Order, int] = {}
 
-    def with_pass(self, order: Order) -> _Orders:
-        number = self.num_passes + 1
-        last_seen = {**self.last_seen, order: number}
-        if len(last_seen) > 1:
-            last_seen = {o: seen for o, seen in last_seen.items() if seen > number - MAX_AGE}
-        return _Orders(number, last_seen)
+    def add(self, order: Order) -> None:
+        self.num_passes += 1
+        self.last_seen[order] = self.num_passes
+        if len(self.last_seen) > 1:
+            oldest = self.num_passes - MAX_AGE
+            self.last_seen = {o: seen for o, seen in self.last_seen.items() if seen > oldest}

@@ -77,8 +77,7 @@ class Extension:
     def reduce(self, unit: Any, handle: Any, group: Any, scale: float) -> torch.Tensor | None:
         """Gradients of a `FlatParamHandle` are in the buffer of its `gradients`, to be summed over
         `group`, the first of a reduction. Returns this rank's chunk of the sum, times `scale`; None
-        leaves it to the engine. Runs on the reduce stream. An extension that returns chunks has its
-        handles pack whole buffers (`GradientBuffer.keep_own_chunk_apart`)."""
+        leaves it to the engine. Runs on the reduce stream."""
 
     def reduced(self, unit: Any, chunk: torch.Tensor) -> None:
         """The gradients of a unit are reduced, and not delivered yet. May write the chunk, on the

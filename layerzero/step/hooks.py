@@ -31,7 +31,7 @@ from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
 from layerzero.step.methods import Method, own_method, put
-from layerzero.step.module_guards import check_compile, is_compiled, note_shape
+from layerzero.step.module_guards import is_compiled, note_shape
 from layerzero.step.operations import uncompiled
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
@@ -61,9 +61,7 @@ def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:
                 compile_inside(*args, **kwargs)
             else:
                 inside = call_impl or nn.Module._call_impl.__get__(module)
-                compiled = torch.compile(inside, *args, **kwargs)
-                check_compile(unit, compiled, kwargs.get("backend"))
-                module.__dict__["_compiled_call_impl"] = compiled
+                module.__dict__["_compiled_call_impl"] = torch.compile(inside, *args, **kwargs)
             install(module, "_compiled_call_impl", unit, casts=casts)
 
         put(module.__dict__, "compile", compile_and_install)

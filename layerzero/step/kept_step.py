@@ -7,13 +7,14 @@ until the program clears its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from layerzero.comm.streams import Streams
+from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class KeptStep:
 
     is_skipping = False
     """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
-    num_waiting = 0
-    """Micro-batches whose gradients wait for their reduction."""
+    adds_up = False
+    """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
     _waiting_units: Sequence[Unit] = ()
     _skips_next = False
     _is_stepping = False
@@ -41,11 +42,6 @@ class KeptStep:
         self._waiting: dict[nn.Parameter, WaitingGradient] = {}
 
     @property
-    def adds_up(self) -> bool:
-        """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
-        return self.num_waiting > 0
-
-    @property
     def is_any(self) -> bool:
         """Whether the step is left out, or earlier micro-batches wait."""
         return self.is_skipping or bool(self._placed) or self._is_stepping
@@ -58,21 +54,11 @@ class KeptStep:
         """The pass has failed."""
         self._skips_next = self.is_skipping
 
-    def end_pass(self, num_micro_batches: int, waiting: Sequence[Unit]) -> int:
-        """The pass is complete.
-
-        Args:
-            num_micro_batches: that it has added.
-            waiting: units whose gradients are not reduced by now, on any rank.
-
-        Returns:
-            Number of micro-batches in the sum.
-        """
+    def end_pass(self, waiting: Sequence[Unit]) -> None:
+        """The pass is complete. Gradients of `waiting` are not reduced by now, on any rank."""
         self.is_skipping = self._skips_next
-        total = self.num_waiting + num_micro_batches
-        self.num_waiting = total if waiting else 0
+        self.adds_up = bool(waiting)
         self._waiting_units = waiting
-        return total
 
     def show(self) -> None:
         """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
@@ -129,7 +115,7 @@ class KeptStep:
         for unit in self._units:
             for handle in unit.handles:
                 handle.gradients.forget()
-        self.num_waiting = 0
+        self.adds_up = False
         self._waiting_units = ()
 
     def before_step(self) -> None:
@@ -140,3 +126,23 @@ class KeptStep:
     def after_step(self) -> None:
         self._is_stepping = self.is_skipping = self._skips_next = False
         self.show()
+
+
+def whole_sums_fit(handles: Iterable[FlatParamHandle], room: int | None) -> bool:
+    """Whether a rank may keep the whole sums of micro-batches, which send less than shards of them.
+
+    The same on every rank.
+
+    Args:
+        room: bytes that they may take more than shards; None: as many as the rank keeps anyway, in
+            main and compute shards, `.grad` and two moments.
+    """
+    more = kept = 0
+    for handle in handles:
+        gradients, main_nbytes = handle.gradients, handle.main_shard.nbytes
+        kept += main_nbytes + (handle.compute_shard.nbytes if handle.has_compute_shard else 0)
+        if gradients.layout.trainable and handle.placement.sums_in_shards:
+            kept += 3 * main_nbytes
+            more += gradients.sum_nbytes
+            more -= gradients.sum_nbytes // handle.placement.reduce_groups[0].size
+    return more <= (kept if room is None else room)

@@ -1,16 +1,14 @@
 """Guards on modules with sharded parameters: copying fails, conversions keep parameters sharded.
 
 Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
-same class are not affected. `torch.compile` with CUDA graphs is refused inside them: a CUDA graph
-keeps the addresses that it was recorded with, and a unit's parameters may get others at each
-gather, so torch would record each time. In an arena they keep them.
+same class are not affected.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -21,9 +19,6 @@ from layerzero.step.methods import put, uninstall
 from layerzero.step.unit import Unit
 
 _NAMES = "_layerzero_sharded"
-_OPTION = "triton.cudagraphs"
-_BACKEND = "cudagraphs"
-_GRAPHED = "make_graphed_callables keeps parameters that wrapping replaces"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -158,60 +153,6 @@ def note_shape(error: BaseException, label: str) -> None:
         error.args = (text, *error.args[1:])
 
 
-def check_compile(unit: Unit, compiled: Any, backend: Any) -> None:
-    """Check what `torch.compile` with this backend made of the unit's module.
-
-    Raises:
-        ValueError: it records CUDA graphs, and the unit's parameters change addresses on a device.
-    """
-    if any(_has_graphs(h.gradients.device) and h.buffer.lease is None for h in unit.handles):
-        # A function that this backend compiled does not show it.
-        _refuse(unit.label, backend == _BACKEND or _records_graphs(compiled))
-
-
-def check_compiled(
-    modules: Iterable[tuple[str, nn.Module]], device: torch.device, in_arena: bool
-) -> None:
-    """Check (name, module) pairs that the user may have compiled, or made graphs of.
-
-    Raises:
-        ValueError: one of them records CUDA graphs, and `device` has them. In an arena, only if
-            replays do not look at addresses.
-    """
-    for name, module in modules if _has_graphs(device) else ():
-        where, forward = name or "the root unit", module.__dict__.get("forward")
-        compiled = getattr(module, "_compiled_call_impl", None) or module
-        _refuse(where, not in_arena and _records_graphs(compiled))
-        if getattr(forward, "__module__", "") == "torch.cuda.graphs":
-            raise ValueError(f"{where}: {_GRAPHED}; use layerzero.capture, or torch.cuda.graph")
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module` was compiled in place, or is what `torch.compile` returned."""
     return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
-
-
-def _has_graphs(device: torch.device) -> bool:
-    return device.type != "cpu"  # There the modes are without effect.
-
-
-def _refuse(where: str, is_recorded: bool) -> None:
-    if is_recorded:
-        raise ValueError(
-            f"{where}: this mode of torch.compile records CUDA graphs, which keep the addresses of "
-            "parameters, but each gather gives full parameters new ones; use arena=True, or "
-            "mode='default' or 'max-autotune-no-cudagraphs'"
-        )
-
-
-def _records_graphs(compiled: Any) -> bool:
-    """Whether `torch.compile` returned it, with graphs."""
-    get_config = getattr(compiled, "get_compiler_config", None)
-    config = None if get_config is None else get_config()
-    if config is not None:
-        return bool(config.get(_OPTION))
-    context = getattr(compiled, "dynamo_ctx", None)
-    if context is None:
-        return False
-    backend = torch._dynamo.eval_frame.innermost_backend(context.callback)
-    return getattr(backend, "compiler_name", None) == _BACKEND

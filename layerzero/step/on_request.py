@@ -59,7 +59,7 @@ def reduce_waiting(root: RootState) -> None:
                 reducer.reduce(unit)
         with root.context.profile("deliver", "model"):
             reducer.deliver()
-        reducer.commit(num_micro_batches=0)
+        reducer.commit()
     except BaseException as error:
         root.abort(error)
         raise

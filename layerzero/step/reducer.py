@@ -18,9 +18,8 @@ from torch import nn
 
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks
-from layerzero.step.accumulation import Accumulation
 from layerzero.step.context import RuntimeContext
-from layerzero.step.kept_step import KeptStep
+from layerzero.step.kept_step import KeptStep, whole_sums_fit
 from layerzero.step.presence import exchange_presence
 from layerzero.step.reduction import Reduction, reduce_unit
 from layerzero.step.unit import Unit
@@ -40,7 +39,10 @@ class GradientReducer:
     """False inside `no_sync`: gradients accumulate over micro-batches."""
     agreed: Any = None
     """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
-    accumulation: Accumulation
+    sums_sharded: bool
+    """Whether micro-batches add up after the first hop of their reduction, not before it."""
+    chooses_sums: bool
+    """Whether the engine chooses that (`accumulation="auto"`)."""
     kept: KeptStep
     """State of a step that it keeps, and shows in `.grad`, until the program gives the step up."""
     unit_flags: Mapping[Unit, tuple[bool, bool]]
@@ -58,7 +60,7 @@ class GradientReducer:
         self._max_in_flight_nbytes = max_nbytes
         self._context = context
         self._units = units
-        self.accumulation = Accumulation(accumulation)
+        self.sums_sharded, self.chooses_sums = accumulation == "sharded", accumulation == "auto"
         self.kept = KeptStep(units, context.streams)
         self.unit_flags = {}
         self._in_flight: list[Reduction] = []
@@ -77,16 +79,18 @@ class GradientReducer:
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
         micro-batches wait after the first hop."""
-        waits, sums_sharded = self.unit_flags.get(unit, (False, self.accumulation.sums_sharded))
+        waits, sums_sharded = self.unit_flags.get(unit, (False, self.sums_sharded))
         return self.requires_sync and not waits, sums_sharded
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
         self.kept.give_up_if_cleared()
         self.kept.hide()
-        if not self.requires_sync and not self.kept.adds_up:
+        if self.chooses_sums and not self.requires_sync and not self.kept.adds_up:
+            # The first micro-batch of several: the others must add up in the same place.
             handles = [handle for unit in self._units for handle in unit.handles]
-            self.accumulation.begin_step(handles, self._context.limiter.budget.max_nbytes)
+            room = self._context.limiter.budget.max_nbytes
+            self.sums_sharded = not whole_sums_fit(handles, room)
 
     def reduce(self, unit: Unit) -> None:
         """Take the unit's gradients, and start the hops that are due; see `reduce_unit`.
@@ -101,7 +105,7 @@ class GradientReducer:
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
                 self._complete_oldest()
-            hops = self.requires_sync, self.accumulation.sums_sharded
+            hops = self.requires_sync, self.sums_sharded
             if self.unit_flags:
                 hops = self.hops_of(unit)
             self._in_flight += reduce_unit(self._context, unit, *hops)
@@ -190,22 +194,16 @@ class GradientReducer:
                     gradients.release()
         return hooked
 
-    def commit(self, num_micro_batches: int = 1) -> None:
+    def commit(self) -> None:
         """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
-        micro-batches.
-
-        Args:
-            num_micro_batches: 0 if only what waited was reduced.
-        """
+        micro-batches."""
         self._delivery.commit()
         waiting: Sequence[Unit] = ()
         if self.unit_flags or not self.requires_sync:
             waiting = [unit for unit in self._units if not self.hops_of(unit)[0]]
         if self.kept.adds_up or waiting:
             self._keep_sums()
-        num_added = self.kept.end_pass(num_micro_batches, waiting)
-        if not waiting and num_added > 1:
-            self.accumulation.end_step(num_added)
+        self.kept.end_pass(waiting)
         self.kept.show()
         if self.agreed is not None:
             self.agreed.commit()

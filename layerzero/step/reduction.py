@@ -214,19 +214,15 @@ class Reduction:
     def _first_hop(
         self, group: ShardGroup, operation: Operation, scale: float, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Waitable]:
-        """Start reducing the full buffer, or the two halves of it that a pair of ranks keeps apart.
+        """Start reducing the full buffer.
 
         Returns:
             This rank's chunk, and what its users wait for.
         """
         gradients, placement = self.handle.gradients, self.handle.placement
-        transport = self._context.transport
-        chunks = None if gradients.pair is None else gradients.pair.take()
-        if chunks is not None:
-            return transport.reduce_with_peer(*chunks, group, operation, scale)
         order = None if placement.world is None else placement.world_slices
         deterministic = self.unit.options.deterministic
-        return transport.reduce_scatter(
+        return self._context.transport.reduce_scatter(
             gradients.buffer, group, operation, scale, deterministic, order, out
         )
 

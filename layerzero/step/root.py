@@ -298,8 +298,6 @@ class RootState:
             before_abort(error)
         if isinstance(error, CollectiveError) or self.operations.failure is not None:
             return  # See Note [A failed collective is final].
-        if self.backward.is_recorded:
-            self.scheduler.take_back_forward()
         self.backward.forget_passes()
         self._call_depth = 0
         self.scheduler.abort()

@@ -46,8 +46,6 @@ class UnshardScheduler:
     recorder: ExecOrderRecorder
     last_order: Order = ()
     """The longest forward order recorded so far."""
-    _order_before: Order = ()
-    """The same before the latest forward."""
     forward_depth: int
     """Number of units of a recorded order to prefetch in forward."""
     backward_depth = 1
@@ -132,8 +130,7 @@ class UnshardScheduler:
         Returns:
             The order in which it gathered units.
         """
-        order = self.recorder.end(is_final=False)
-        self._order_before = self.last_order
+        order = self.recorder.end()
         # The longest order covers most units; forwards that found units resident record fewer.
         if len(order) >= len(self.last_order):
             self.last_order = order
@@ -143,18 +140,6 @@ class UnshardScheduler:
                 # Prefetched but never used, or no backward follows that would use it.
                 unit.free(_OF_A_FORWARD)
         return order
-
-    def take_back_forward(self) -> bool:
-        """A backward failed: drop what was recorded of its forward, if that was the latest pass.
-        A rank that failed when that forward was about to end has not recorded it.
-
-        Returns:
-            Whether there was something to drop.
-        """
-        is_taken = self.recorder.take_back()
-        if is_taken:
-            self.last_order = self._order_before
-        return is_taken
 
     def unshard_ahead(self, units: Sequence[Unit], waits: bool = True) -> None:
         """Start all gathers of these units; then, if it `waits`, order compute after all."""

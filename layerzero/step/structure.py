@@ -21,7 +21,6 @@ from torch import nn
 
 from layerzero.flat.names import clean_name
 from layerzero.notices import some
-from layerzero.step.module_guards import check_compiled
 from layerzero.step.unit import Unit, get_unit
 
 _children_of = itemgetter("_modules")
@@ -90,7 +89,6 @@ class Structure:
 
         Raises:
             RuntimeError: parameters were added, removed, renamed or replaced; names them.
-            ValueError: a module was compiled so that it records CUDA graphs.
         """
         if self.first_values is not None:
             self.end_first_values()
@@ -104,7 +102,6 @@ class Structure:
                     "layerzero.rewrap(model) on every rank, and pass new parameters to the "
                     "optimizer"
                 )
-            self._check_compiled()
             self._take_snapshot([*self._modules(self._root)])
 
     def end_first_values(self) -> None:
@@ -112,14 +109,6 @@ class Structure:
         values, self.first_values = self.first_values, None
         if values is not None:
             values.end()
-
-    def _check_compiled(self) -> None:
-        handles = [handle for unit in self._units for handle in unit.handles]
-        if handles:
-            modules = self._root.named_modules()
-            present = (each for each in modules if not self.ignored.has(each[1]))
-            in_arena = any(handle.buffer.lease is not None for handle in handles)
-            check_compiled(present, handles[0].gradients.device, in_arena)
 
     def _take_snapshot(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         dicts = [module.__dict__ for _, module in modules]

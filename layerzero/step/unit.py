@@ -280,8 +280,6 @@ class Unit:
         """Become unit `index` of the model whose units share `context`."""
         self.context = context
         self.index = index
-        for handle in self.handles:
-            handle.gradients.keep_own_chunk_apart(context.keeps_own_chunk_apart(handle.placement))
 
     def rename(self, prefix: str) -> None:
         """The module became part of another: put `prefix` before every name."""

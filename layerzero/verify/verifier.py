@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from layerzero.comm import collectives
 from layerzero.comm.collectives import slices_of
 from layerzero.comm.exchanges import gather_along, gather_texts
-from layerzero.comm.ordered_sums import Add, reduce_in_order, reduce_with_peer
+from layerzero.comm.ordered_sums import Add, reduce_in_order
 from layerzero.comm.pending import Operation, Pending
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
@@ -162,21 +162,6 @@ class Verifier(Transport, Extension):
         chosen = own if order is None else [own[place] for place in order]
         check_and_add = self._checked(_of_peers(chosen, group), group, operation, add)
         return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
-
-    def reduce_with_peer(
-        self,
-        own: torch.Tensor,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        group: ShardGroup,
-        operation: Operation,
-        scale: float = 1.0,
-        add: Add = ordered_sum_,
-    ) -> tuple[torch.Tensor, Pending]:
-        """`ordered_sums.reduce_with_peer`, checked."""
-        if self._records:
-            add = self._checked(_of_peers([sent, sent], group), group, operation, add)
-        return reduce_with_peer(own, received, sent, group, operation, scale, add)
 
     def _checked(
         self, sent: torch.Tensor, group: ShardGroup, operation: Operation, add: Add

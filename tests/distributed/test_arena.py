@@ -74,8 +74,7 @@ def _noted() -> Iterator[dict[tuple[Any, ...], int]]:
 
     def sending(reduction: Reduction, *args: Any) -> Any:
         gradients = reduction.handle.gradients
-        memory = gradients.buffer if gradients.pair is None else gradients.pair.memory
-        found["input", reduction.unit.fqn, len(found)] = memory.data_ptr()
+        found["input", reduction.unit.fqn, len(found)] = gradients.buffer.data_ptr()
         return send(reduction, *args)
 
     with (

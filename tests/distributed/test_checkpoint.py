@@ -588,7 +588,7 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
         mock.patch.object(saving, "is_on_host", lambda tensor: False),
         mock.patch.object(saving, "wait_for"),
         mock.patch.object(transfer, "BATCH_NBYTES", window),
-        mock.patch.object(host, "runtime_of", lambda device: runtime),
+        mock.patch.object(host, "get_device_module", lambda _: runtime),
     ):
         save(tmp_path, model, optimizer, step=1)
         assert not runtime.held, "all is given back"

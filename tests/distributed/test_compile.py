@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -275,60 +274,6 @@ def test_compiled_units_in_mixed_precision_accumulate() -> None:
     assert counter.frame_count == 1
 
 
-GRAPHS: list[dict[str, Any]] = [
-    {"mode": "reduce-overhead"},
-    {"mode": "max-autotune"},
-    {"options": {"triton.cudagraphs": True}},
-    {"backend": "cudagraphs"},
-]
-NO_GRAPHS: list[dict[str, Any]] = [
-    {},
-    {"mode": "max-autotune-no-cudagraphs"},
-    {"options": {"triton.cudagraphs": False}},
-    {"backend": "eager"},
-]
-
-
-def _refused(where: str) -> Any:
-    text = f"{where}: this mode of torch.compile records CUDA graphs.*'max-autotune-no-cudagraphs'"
-    return pytest.raises(ValueError, match=text)
-
-
-@on_ranks(1)
-def test_modes_with_cuda_graphs_are_refused() -> None:
-    """What is said of the arguments on a device; no graph is recorded."""
-    with mock.patch("layerzero.step.module_guards._has_graphs", lambda device: True):
-        model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
-        for asked in GRAPHS:
-            with _refused("the root unit"):
-                model.compile(**asked)
-            with _refused("blocks.1"):
-                model.module.blocks[1].compile(**asked)
-            module = Mlp(2)
-            module.blocks[0].up = torch.compile(module.blocks[0].up, **asked)
-            with _refused("blocks.0.up"):
-                ZeRO3(module, auto_wrap_policy={Block})
-            if "backend" not in asked:  # Else nothing of the result of `compile()` shows it.
-                module = Mlp(2)
-                module.blocks[1].compile(**asked)
-                with _refused("blocks.1"):
-                    ZeRO3(module, auto_wrap_policy={Block})
-            changed = ZeRO3(Mlp(2), auto_wrap_policy={Block})
-            changed.module.blocks[1] = torch.compile(changed.module.blocks[1], **asked)
-            with _refused("blocks.1"):
-                changed(torch.ones(1, WIDTH))
-            ignored = Mlp(2)
-            ignored.blocks[0] = torch.compile(ignored.blocks[0], **asked)
-            ZeRO3(ignored, ignored_modules=[ignored.blocks[0]])
-        with torch._inductor.config.patch({"triton.cudagraphs": True}), _refused("the root unit"):
-            model.compile()
-        assert not any(unit.module._compiled_call_impl for unit in units(model))
-        for asked in NO_GRAPHS:
-            ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
-    for asked in GRAPHS:  # The CPU has no such graphs.
-        ZeRO3(Mlp(2), auto_wrap_policy={Block}).compile(**asked)
-
-
 @on_ranks(2)
 def test_modes_with_cuda_graphs_work_in_an_arena() -> None:
     """torch compares addresses before each replay, and an arena keeps them: in each pass, and for
@@ -336,12 +281,6 @@ def test_modes_with_cuda_graphs_work_in_an_arena() -> None:
     if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return  # Since torch 2.13.
     torch._dynamo.reset()
-    with mock.patch("layerzero.step.module_guards._has_graphs", lambda device: True):
-        for asked in GRAPHS:
-            ZeRO3(Mlp(2), auto_wrap_policy={Block}, arena=True).compile(**asked)
-            module = Mlp(2)
-            module.blocks[0].up = torch.compile(module.blocks[0].up, **asked)
-            ZeRO3(module, auto_wrap_policy={Block}, arena=True)
     seen: list[list[int]] = []
     """Addresses of full parameters in each call of a compiled graph, forward or backward."""
 

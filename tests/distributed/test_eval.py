@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,32 +38,6 @@ def test_outputs_without_gradients_are_those_of_the_plain_model() -> None:
                     assert not left.requires_grad
                     assert left.is_inference() == right.is_inference()
                     assert_bitwise(left.clone(), right.clone(), f"{name}: output")
-
-
-_KEPT: dict[str, Any] = {"reshard_after_forward": False}
-_DEEP: dict[str, Any] = {"forward_prefetch": 3, "limit_all_gathers": False}
-
-
-@pytest.mark.parametrize(("context", "options"), [("no_grad", _KEPT), ("inference_mode", _DEEP)])
-@on_ranks(2)
-def test_evaluation_between_training_steps_does_not_disturb_them(
-    context: str, options: dict[str, Any]
-) -> None:
-    runs = [(name, {}) for name in ("mlp", "transformer", "repeated_module")]
-    for name, each in [*runs, ("transformer", options), ("repeated_module", options)]:
-        case = CASES[name]
-        model, plain = sharded(case, **each), seeded(case.build)
-        for seed, num_evaluations in enumerate([1, 0, 1, 2]):  # The first forward is one of them.
-            batches = batches_of(case, dist.get_world_size(), steps=1 + seed % 2, seed=seed)
-            model.eval()
-            for _ in range(num_evaluations):
-                with CONTEXTS[context]():
-                    own, expected = model(batches[0][0]), plain(batches[0][0])
-                    assert_bitwise(own.clone(), expected.clone(), f"{name}, {each}: output")
-                assert all(unit.state.name == "SHARDED" for unit in layerzero.units(model))
-                assert all(parameter.dim() == 1 for parameter in model.parameters())
-            model.train()
-            assert_trains_alike(model, plain, batches)
 
 
 @on_ranks(2)

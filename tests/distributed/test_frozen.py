@@ -20,14 +20,12 @@ from layerzero.checkpoint import get_model_state_dict
 from tests.harness.checks import (
     assert_bitwise,
     assert_same_on_all_ranks,
-    assert_same_parameters,
     named,
 )
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
-    sharded,
     trained_alike,
     zero3,
 )
@@ -106,39 +104,6 @@ def _batches(steps: int) -> list[list[Tensor]]:
     return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@on_ranks(2)
-def test_parameters_may_be_frozen_and_unfrozen_between_steps(optimizer: str) -> None:
-    schedule = [
-        lambda name: True,
-        lambda name: not name.startswith("blocks.1"),
-        lambda name: name.startswith("head"),
-        lambda name: name.endswith("bias"),
-        lambda name: not name.startswith("stem"),
-        lambda name: "up" in name or "blocks.2" in name,
-        lambda name: True,
-    ]
-    steps = zip(schedule, _batches(len(schedule)), strict=True)
-    batches = [[(is_trained, batch) for batch in step] for is_trained, step in steps]
-
-    def run(model: nn.Module, batch: tuple[Callable[[str], bool], Tensor]) -> Tensor:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(batch[0](name))
-        return forward_backward(model, batch[1])
-
-    trained_alike(Mlp, Block, batches=batches, optimizer=optimizer, run=run)
-
-
-@on_ranks(2)
-def test_what_was_frozen_at_construction_can_be_trained_later() -> None:
-    model, plain = sharded(CASES["frozen_parts"]), seeded(FrozenParts)
-    batches = _batches(4)
-    assert_trains_alike(model, plain, batches[:2])
-    for each in (model, plain):
-        each.requires_grad_(True)
-    assert_trains_alike(model, plain, batches[2:])
-
-
 @on_ranks(2)
 def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
@@ -157,17 +122,6 @@ def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     for each in (model, plain):
         each.requires_grad_(True)
     assert_trains_alike(model, plain)
-
-
-@on_ranks(2)
-def test_freezing_leaves_a_gradient_that_is_there_alone() -> None:
-    model = zero3(Mlp, Block)
-    batch = _batches(1)[0][0]
-    forward_backward(model, batch)
-    before = full_gradients(model.blocks[1])
-    model.blocks[1].requires_grad_(False)
-    forward_backward(model, batch)
-    assert_same_parameters(full_gradients(model.blocks[1]), before, what="gradient of")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -13,11 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
-from layerzero import BackwardPrefetch, ZeRO3
+from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import (
-    assert_same_gradients,
-    assert_same_values,
     assert_trains_alike,
     sharded,
     trained_alike,
@@ -38,7 +36,6 @@ from tests.harness.recording import full_nbytes
 from tests.harness.reference import (
     OPTIMIZERS,
     backward_of,
-    backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_parameters,
@@ -186,19 +183,6 @@ def test_outputs_may_be_left_out_of_the_loss() -> None:
         assert_trains_alike(model, plain, batches, run=run)
 
 
-@on_ranks(2)
-def test_a_gradient_stays_where_the_next_micro_batch_brings_none() -> None:
-    model = zero3(_OptionalBlocks, _OptionalBlock)
-    plain = seeded(_OptionalBlocks)
-    generator = torch.Generator().manual_seed(0)
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    for flags in ((True, True), (False, False), (True, False)):
-        step = [(rows(generator), flags[each % 2]) for each in range(world_size)]
-        loss = forward_backward(model, step[rank])
-        assert_bitwise(loss, backward_of_all_ranks(plain, step)[rank], "loss")
-        assert_same_gradients(model, plain)
-
-
 # Sizes that do not divide: parameters smaller than the group, ranks that own nothing, batches -----
 
 
@@ -329,22 +313,6 @@ def test_a_tie_to_a_module_that_is_wrapped_already_is_refused_with_both_names() 
         ZeRO3(model)
 
 
-@on_ranks(2)
-def test_a_tied_weight_can_be_frozen_and_unfrozen_through_either_name() -> None:
-    def build() -> nn.Module:
-        model = TiedAcrossUnits()
-        model.blocks[0].up.weight.requires_grad_(False)
-        return model
-
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    model, plain = zero3(build, Block), seeded(build)
-    assert_trains_alike(model, plain, batches)
-    for each in (model, plain):
-        each.blocks[2].up.weight.requires_grad_(True)  # shown through either name
-    assert_trains_alike(model, plain, batches)
-    assert_same_values(model, plain)
-
-
 def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Tensor:
     """A loss with a gradient penalty, as a WGAN has it."""
     x = x.clone().requires_grad_()
@@ -417,30 +385,6 @@ def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard(optimizer: str) -
         for step, (loss, other) in enumerate(zip(own, theirs, strict=True)):
             assert_bitwise(loss, other, f"loss of step {step} against {engine}")
     assert_same_parameters(full_parameters(model), full_parameters(ddp.module))
-
-
-_RUNTIME_OPTIONS: list[dict[str, Any]] = [
-    {"forward_prefetch": False, "backward_prefetch": None},
-    {"forward_prefetch": 3},
-    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    {"limit_all_gathers": False, "forward_prefetch": 8},
-    {"limit_all_gathers": 1},
-    {"limit_all_gathers": "1MB"},
-    {"limit_all_gathers": "1B"},
-    {"reshard_after_forward": False},
-    {"reshard_after_forward": lambda module, fqn: fqn.endswith("1")},
-    {"auto_wrap_policy": lambda module, fqn: fqn.count(".") == 1},
-    {"deterministic": True},
-]
-
-
-@on_ranks(2)
-def test_when_and_how_far_ahead_units_are_gathered_changes_no_bit() -> None:
-    expected = _train(DistributedDataParallel(seeded(Transformer)), "adamw", steps=3)
-    for options in _RUNTIME_OPTIONS:
-        losses = _train(sharded(CASE, **options), "adamw", steps=3)
-        for step, (loss, other) in enumerate(zip(losses, expected, strict=True)):
-            assert_bitwise(loss, other, f"{options}: loss of step {step}")
 
 
 def _repeat() -> list[float]:

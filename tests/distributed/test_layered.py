@@ -22,7 +22,6 @@ from tests.harness.compare import (
     Shared,
     assert_clips,
     assert_same_gradients,
-    assert_same_values,
     assert_trains_alike,
     sharded,
     zero3,
@@ -30,7 +29,7 @@ from tests.harness.compare import (
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import gathered, recorded_operations
+from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
     Terms,
@@ -95,13 +94,6 @@ def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full
     others = [each for each in CASES if each not in few and (in_full or "_output" not in each)]
     for at, name in enumerate(others if world_size == 4 or in_full else []):
         _train(name, splits if in_full else [splits[at % len(splits)]])
-
-
-@on_ranks(4)
-def test_adamw_state_belongs_to_the_right_elements() -> None:
-    names = ["transformer", "odd_shapes", "frozen_parts", "unused_parts", "mixed_dtypes"]
-    for at, name in enumerate(names):
-        _train(name, [(2, ("zero1", "replicate")[at % 2])], "adamw")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -398,23 +390,6 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
             assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
 
 
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(4)
-def test_keeping_compute_shards_changes_no_gradient(mode: str, in_full: bool) -> None:
-    """Each model in `shard`, which sends other bytes, and one other; `make soak`: all."""
-    names = ["transformer", "unused_parts", "frozen_parts", "tied_across_units"]
-    if mode != "shard" and not in_full:
-        names = names[MODES.index(mode) :: 2]
-    for name in names:
-        assert_trains_alike(
-            _layered(name, 2, mode, reshard_after_forward="compute_shard"),
-            plain(CASES[name]),
-            batches_of(CASES[name], 4, steps=2),
-            "adamw",
-            regrouped=_is_regrouped(2, mode),
-        )
-
-
 @on_ranks(1)
 def test_what_stays_after_forward_is_checked() -> None:
     with pytest.raises(ValueError, match="reshard_after_forward: expected True, False or"):
@@ -455,29 +430,6 @@ def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
     assert scaler.get_scale() == 2.0
     for name, value in full_parameters(model).items():
         assert_bitwise(value, before[name], name)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(4)
-def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
-    model, reference = _layered("mlp", 2, mode), seeded(Mlp)
-    for options in ({}, {"rank0_only": True}):
-        with model.summon_full_params(**options), torch.no_grad():
-            written = model.parameters() if not options or dist.get_rank() == 0 else ()
-            for parameter in (*written, *reference.parameters()):
-                parameter.add_(1.0)
-        assert_same_values(model, reference)
-    assert_trains_alike(model, reference, regrouped=_is_regrouped(2, mode))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_ranks(4)
-def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
-    torch.manual_seed(dist.get_rank())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
-        model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
-    assert_same_values(model, seeded(Mlp))
 
 
 def _refuses(match: str, **options: Any) -> None:
@@ -541,17 +493,6 @@ def test_bytes_halve_with_their_dtype_on_each_hop() -> None:
     wide_sums = sent(MixedPrecision(param_dtype=low, reduce_dtype=float32))
     gradients = full - sent(MixedPrecision(param_dtype=float32, reduce_dtype=low))
     assert wide_sums == both + gradients
-
-
-@on_ranks(4)
-def test_prefetching_three_ahead_gathers_all_three_in_order() -> None:
-    model = sharded(CASES["mlp"], zero3_size=2, forward_prefetch=3, limit_all_gathers=False)
-    for _ in range(2):
-        with recorded_operations(model) as operations, torch.no_grad():
-            model(_own("mlp"))
-    expected = ["the root unit", "blocks.0", "blocks.1", "blocks.2"]
-    assert gathered(operations) == expected
-    assert [o.unit for o in operations if o.verb == "outer all-gather"] == expected
 
 
 @on_ranks(4)

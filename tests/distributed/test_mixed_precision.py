@@ -130,18 +130,6 @@ def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrec
 
 
 @on_ranks(2)
-def test_casts_go_with_other_options() -> None:
-    options = [
-        {"reshard_after_forward": False},
-        {"backward_prefetch": None, "forward_prefetch": False},
-        {"auto_wrap_policy": None},
-    ]
-    for number, name in enumerate(_NAMES):
-        for each in (options[number % 3], options[(number + 1) % 3]):
-            _train(name, _WIDE_SUMS, **each)
-
-
-@on_ranks(2)
 def test_norms_named_by_class_stay_in_float32() -> None:
     precision = dataclasses.replace(_WIDE_SUMS, keep_float32=(nn.RMSNorm,))
     seen: dict[str, torch.dtype] = {}
@@ -210,25 +198,6 @@ def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     wide = {**low, "output": torch.float64}
     assert _dtypes(param_dtype=BF16, output_dtype=torch.float64) == wide
     assert _dtypes(buffer_dtype=torch.float64)["offset"] == torch.float64
-
-
-@on_ranks(2)
-def test_a_unit_frozen_first_and_trained_later_has_the_right_dtypes() -> None:
-    def build() -> nn.Module:
-        model = Mlp()
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    model, plain = zero3(build, Block, mixed_precision=_WIDE_SUMS), seeded(build)
-    reference = _Reference(plain, BF16, torch.float32)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
-    for index, step in enumerate(batches):
-        for each in (model, plain):
-            each.zero_grad()
-            each.blocks[1].requires_grad_(index >= 2)
-        forward_backward(model, step[dist.get_rank()])
-        reference.backward(step)
-        assert_same_gradients(model, plain)
 
 
 @on_ranks(2)

@@ -187,7 +187,7 @@ def _storages_resized_to_their_size() -> None:
 def _registered_exactly() -> None:
     runtime = FakeRuntime()
     with (
-        mock.patch.object(host, "runtime_of", lambda device: runtime),
+        mock.patch.object(host, "get_device_module", lambda _: runtime),
         simulated_device(),
     ):
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))

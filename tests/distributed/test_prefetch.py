@@ -136,18 +136,6 @@ def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
 
 
 @on_ranks(2)
-def test_units_are_listed_in_execution_order() -> None:
-    model = wrapped()
-    wrapping_order = ["", *(f"blocks.{i}" for i in range(DEPTH))]
-    assert [unit.fqn for unit in units(model)] == wrapping_order
-    model(batch(), [3, 0, 2])
-    assert [unit.fqn for unit in units(model)] == [
-        *("blocks.3", "blocks.0", "blocks.2"),
-        *("", "blocks.1", "blocks.4"),  # it demanded none of these, so they stay as wrapped
-    ]
-
-
-@on_ranks(2)
 def test_nothing_is_guessed_before_an_order_was_recorded() -> None:
     model = wrapped()
     with recorded_operations(model) as operations:
@@ -177,23 +165,6 @@ def test_branches_never_gather_what_they_do_not_use() -> None:
             assert gathered(operations) == ["blocks.4", "blocks.0"]
             model.train()
         model.zero_grad()
-
-
-@on_ranks(2)
-def test_a_deviation_falls_back_to_demand() -> None:
-    """A deviation costs at most what was on its way, and gives the right result."""
-    model = wrapped(forward_prefetch=2)
-    torch.manual_seed(0)
-    reference = Routed()
-    for _ in range(3):
-        model(batch(), ALL).sum().backward()
-    with recorded_operations(model) as operations:
-        output = model(batch(), [0, 4, 3])
-        assert torch.equal(output, reference(batch(), [0, 4, 3]))
-        output.sum().backward()
-    assert gathered(operations)[:3] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert gathered(operations)[3:] == [f"blocks.{i}" for i in (4, 3, 4, 0)]
-    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
 @on_ranks(2)

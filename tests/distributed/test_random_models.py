@@ -127,7 +127,7 @@ def _train(seeds: range) -> None:
             raise
 
 
-@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(5)), (4, range(100, 102))])
+@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (4, range(100, 104))])
 def test_random_models_train_like_one_process(
     world_size: int, seeds: range, pytestconfig: pytest.Config
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
     Shared,
@@ -20,7 +20,6 @@ from tests.harness.compare import (
     assert_trains_alike,
     sharded,
     trained_alike,
-    zero3,
 )
 from tests.harness.models import (
     CASES,
@@ -28,18 +27,13 @@ from tests.harness.models import (
     Block,
     Case,
     Mlp,
-    RepeatedModule,
-    Transformer,
-    TransformerBlock,
     loss_of,
 )
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     RunFn,
-    Terms,
     backward_of,
     backward_of_all_ranks,
-    backward_of_each_rank,
     batches_of,
     forward_backward,
     seeded,
@@ -157,77 +151,6 @@ def test_micro_batches_in_any_pattern_give_the_summed_gradient(case_name: str) -
         for options in [{}, {"reshard_after_forward": False}][: 1 + kept]:
             with named(name, options):
                 _assert_pattern_trains_alike(name, sharded(case, **options), truth, batches)
-
-
-@on_ranks(2)
-def test_the_pattern_may_change_between_steps_and_under_no_sync() -> None:
-    case = CASES["mlp"]
-    model, plain = sharded(case), seeded(case.build)
-    for seed, name in enumerate([*PATTERNS, *reversed(PATTERNS)]):
-        step = _micro_batches(case, steps=1, count=3, seed=seed)
-        with named(name):
-            _assert_pattern_trains_alike(name, model, plain, step)
-            own, terms = step[0][dist.get_rank()], Terms()
-            for each in (model, plain):
-                each.zero_grad()
-            with model.no_sync():
-                PATTERNS[name](model, own[:2])
-            PATTERNS[name](model, own[2:])
-            backward_of_each_rank(plain, step[0], _run(_in_turn), terms=terms)
-            assert_same_gradients(model, plain, terms)
-
-
-def _backward_twice(model: nn.Module, batch: Tensor) -> Tensor:
-    loss = loss_of(model(batch))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return loss.detach()
-
-
-@on_ranks(2)
-def test_backward_may_run_twice_with_retain_graph() -> None:
-    for name in ("mlp", "repeated_module", "transformer"):
-        case = CASES[name]
-        batches = batches_of(case, dist.get_world_size(), steps=2)
-        # Doubling is exact, in whichever order it happens.
-        assert_trains_alike(sharded(case), seeded(case.build), batches, run=_backward_twice)
-
-
-def _backward_of_two_losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """Two losses of one forward, the second not of all of it."""
-    output = model(batch)
-    first, second = loss_of(output), output[0].sum()
-    first.backward(retain_graph=True)
-    second.backward()
-    return torch.stack([first.detach(), second.detach()])
-
-
-@on_ranks(2)
-def test_two_losses_of_one_forward_may_go_back_in_turn() -> None:
-    trained_alike(Mlp, Block, run=_backward_of_two_losses, regrouped=True)
-
-
-def _other_forward_between(model: nn.Module, batch: Tensor) -> Tensor:
-    """A forward without gradients between a forward and its backward."""
-    loss = loss_of(model(batch))
-    with torch.no_grad():
-        other = model(batch * 2)
-    loss.backward()
-    return torch.stack([loss.detach(), other.square().sum()])
-
-
-@on_ranks(2)
-def test_a_forward_without_gradients_may_run_before_the_backward() -> None:
-    trained_alike(Mlp, Block, run=_other_forward_between)
-
-
-@on_ranks(2)
-def test_a_unit_may_be_called_another_number_of_times_each_step() -> None:
-    model, plain = sharded(CASES["repeated_module"]), seeded(RepeatedModule)
-    for times in (1, 4, 2, 0, 3):
-        model.module.times = plain.times = times
-        batches = batches_of(CASES["repeated_module"], dist.get_world_size(), steps=1, seed=times)
-        assert_trains_alike(model, plain, batches)
 
 
 @on_ranks(2)
@@ -495,24 +418,6 @@ def test_recomputation_changes_no_bit(use_reentrant: bool) -> None:
         _train(where, use_reentrant, {})
 
 
-_OPTIONS = {
-    "no prefetch": {"forward_prefetch": False, "backward_prefetch": None},
-    "prefetch after": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
-    "deep prefetch": {"forward_prefetch": 3, "limit_all_gathers": False},
-    "kept after forward": {"reshard_after_forward": False},
-    "one unit": {"auto_wrap_policy": None},
-}
-
-
-@on_ranks(2)
-def test_recomputation_goes_with_every_prefetch() -> None:
-    """Each option in both flavours, and each place in most options."""
-    places = ("around each unit", "around several units", "inside each unit")
-    for number, options in enumerate(_OPTIONS.values()):
-        for at in (0, 1):
-            _train(places[(number + at) % 3], bool((number + at) % 2), options)
-
-
 @FLAVOURS
 @on_ranks(2)
 def test_the_whole_model_may_be_recomputed(use_reentrant: bool) -> None:
@@ -524,54 +429,3 @@ def test_the_whole_model_may_be_recomputed(use_reentrant: bool) -> None:
         return checkpoint(model, batch, use_reentrant=use_reentrant).square().sum()
 
     trained_alike(Mlp, Block, run=backward_of(loss_of))
-
-
-def _without_dropout(use_reentrant: bool) -> nn.Module:
-    return Checkpointed("around each unit", use_reentrant).eval()
-
-
-@FLAVOURS
-@on_ranks(2)
-def test_recomputation_goes_with_several_forwards_before_backward(use_reentrant: bool) -> None:
-    def run(model: nn.Module, batch: Tensor) -> Tensor:
-        losses = [model(batch * scale).square().sum() for scale in (1.0, 2.0, 3.0)]
-        for loss in losses:
-            loss.backward()
-        return torch.stack(losses).detach()
-
-    build = functools.partial(_without_dropout, use_reentrant)
-    trained_alike(build, _Block, run=run, regrouped=True)
-
-
-class _CheckpointedTransformer(Transformer):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, self.rotation, use_reentrant=self.use_reentrant)
-        return self.head(self.norm(x))
-
-
-@FLAVOURS
-@on_ranks(2)
-def test_a_checkpointed_transformer_trains_bitwise_like_a_plain_one(use_reentrant: bool) -> None:
-    case = CASES["transformer"]
-    batches = batches_of(case, dist.get_world_size(), steps=2)
-    model = zero3(lambda: _CheckpointedTransformer(use_reentrant), TransformerBlock)
-    # Against the model without checkpoints: recomputation repeats the same arithmetic.
-    assert_trains_alike(model, seeded(Transformer), batches, optimizer="adamw")
-
-
-@FLAVOURS
-@on_ranks(2)
-def test_recomputation_goes_with_frozen_units(use_reentrant: bool) -> None:
-    def build() -> nn.Module:
-        model = _without_dropout(use_reentrant)
-        model.blocks[1].requires_grad_(False)
-        model.blocks[2].up.requires_grad_(False)
-        return model
-
-    trained_alike(build, _Block)

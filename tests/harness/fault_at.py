@@ -65,7 +65,7 @@ def _start_there(stream: FinishingStream, issue: Callable[[], Waitable]) -> Wait
 
 
 def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Copies of parameters, `.grad`, optimizer state, recorded orders and sums of micro-batches."""
+    """Copies of parameters, `.grad`, optimizer state and sums of micro-batches, and open calls."""
     root = root_state(model)
     found: list[Any] = [_copy(each) for each in model.parameters()]
     # Zeros stand for None while the engine keeps something of a step (step/kept_step.py).
@@ -75,7 +75,7 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     found += map(_copy, gradients)
     for parameter in model.parameters():
         found += [(key, _copy(value)) for key, value in optimizer.state.get(parameter, {}).items()]
-    found.append(recorded_orders(model))
+    found.append(_open_calls(model))
     found.append(root.reducer.kept.adds_up)
     for handle in (handle for unit in root.units for handle in unit.handles):
         sums = handle.gradients
@@ -87,16 +87,12 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     return found
 
 
-def recorded_orders(model: ZeRO3) -> dict[Any, Any]:
-    """What passes leave behind: orders of units, calls whose backward may come; with optional
-    modules also where these came, and the forwards whose backward may come."""
+def _open_calls(model: ZeRO3) -> dict[Any, Any]:
+    """Calls whose backward may come; with optional modules also where these came."""
     root = root_state(model)
-    scheduler, found = root.scheduler, {"longest": root.scheduler.last_order}
-    found["calls"] = [len(unit.open_starts) for unit in root.units]
-    for kind, orders in scheduler.recorder._recorded.items():
-        found[kind] = orders.num_passes, orders.last_seen
-    if scheduler.agreed is not None:
-        places = copy.deepcopy(scheduler.agreed.places)
+    found: dict[Any, Any] = {"calls": [len(unit.open_starts) for unit in root.units]}
+    if root.scheduler.agreed is not None:
+        places = copy.deepcopy(root.scheduler.agreed.places)
         places.begin(None)  # Learns from the latest forward, unless that was taken back.
         found["places"] = [(kind, *_learned(each)) for kind, each in places._first.items()]
     return found

@@ -1,10 +1,13 @@
-"""A runtime that page-locks nothing, and knows what it was asked to."""
+"""A device that page-locks nothing, and knows what it was asked to."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class FakeRuntime:
-    """Stands in for `layerzero.flat.host_memory.DeviceRuntime`."""
+    """Stands in for the module of a device, such as `torch.cuda`."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses
@@ -13,15 +16,31 @@ class FakeRuntime:
         self.sizes: list[int] = []
         """Bytes of every registration, in order."""
         self.most_nbytes = 0
+        self.log: list[Any] = []
 
-    def register(self, address: int, nbytes: int) -> None:
+    def cudart(self) -> "FakeRuntime":
+        return self
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        self.log.append(device)
+        yield
+        self.log.append("left")
+
+    def synchronize(self, device: Any) -> None:
+        self.log.append("synchronize")
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> str:
+        self.log.append("register")
         if self.refuses:
-            raise RuntimeError("out of locked memory")
-        assert address not in self.held, "registered twice"
+            return "712"  # As torch's enum: equal to no integer, but convertible to one.
+        assert flags == 1 and address not in self.held, "registered twice"
         self.held[address] = nbytes
         self.sizes.append(nbytes)
         self.most_nbytes = max(self.most_nbytes, sum(self.held.values()))
+        return "0"
 
-    def unregister(self, address: int) -> None:
+    def cudaHostUnregister(self, address: int) -> None:
+        self.log.append("unregister")
         nbytes = self.held.pop(address)
         ctypes.string_at(address + nbytes - 1, 1)  # Ends the process if it is unmapped already.

@@ -68,11 +68,10 @@ def full_nbytes(model: ZeRO3) -> dict[str, int]:
 
 def waiting_nbytes(gradients: GradientSums) -> int:
     """Bytes on the device of gradients that wait, or are reduced."""
-    earlier, pair = gradients._earlier, gradients.pair
+    earlier = gradients._earlier
     held = [*gradients.buffers, gradients.shard_sum, earlier.shard_sum]
     held += [each for pending in gradients._pending for each in pending]
     held += [] if earlier.area is None else [earlier.area.tensor]
-    held += [] if pair is None else [pair._own]
     storages = [each.untyped_storage() for each in held if each is not None]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 

@@ -33,7 +33,6 @@ _NAMES = {
     "GradientSums._copy_sum": "gradient buffer",
     "GradientSums._move_sums": "gradient buffer",
     "Arena._add": "arena",
-    "PairInput.fill": "gradient buffer",
     "GradientSums.add_host_sum_to": "staged sum",
     "GradientSums.add_sharded": "sharded sum",
     "Reduction._allocate_chunk": "reduced chunk",

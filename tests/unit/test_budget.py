@@ -18,16 +18,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_596,
-    "flat": 2_851,
-    "step": 4_575,
-    "comm": 1_520,
+    "": 45_080,
+    "flat": 2_666,
+    "step": 4_319,
+    "comm": 1_468,
     "watch": 1_028,
-    "build": 2_424,
+    "build": 2_423,
     "guards": 683,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_466
+TOUR = 16, 4_370
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_746
 """Files that a plain step enters once its orders are recorded, and their lines."""

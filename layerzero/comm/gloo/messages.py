@@ -182,32 +182,6 @@ def exchange_in_place(
     return parts, exchange(parts, own, group, operation, num_steps=num_steps)
 
 
-def exchange_halves(
-    received: torch.Tensor, sent: torch.Tensor, group: ShardGroup, operation: Operation
-) -> Pending:
-    """Exchange one tensor with the other rank of two, in two messages each way.
-
-    See Note [Two ranks keep the own chunk apart] in flat/pair_input.py.
-
-    Args:
-        received: [N], N even; written. Its second half lies where the first half of `sent` does,
-            and is received once that has left.
-        sent: [N] in the same dtype.
-    """
-    pending = Messages(operation, group, sent.nbytes)
-    process_group, peer = group.process_group, 1 - group.rank
-    arriving, leaving = received.chunk(2), sent.chunk(2)
-
-    def message(receives: bool, piece: int, after: int | None = None) -> Message:
-        method = process_group.recv if receives else process_group.send
-        half = (arriving if receives else leaving)[piece]
-        call = functools.partial(method, [half], peer, operation.tag(half.nbytes, piece))
-        return Message(call, peer, receives, after)
-
-    at_once = message(False, 0), message(True, 0), message(False, 1)
-    return pending.post([*at_once, message(True, 1, after=0)])
-
-
 def broadcast_down_a_tree(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int
 ) -> Pending:
