@@ -2,18 +2,6 @@
 
 A change to one of these names affects every adapter; everything else in `checkpoint/` and
 `state_dict/` is internal, which `tests/unit/test_imports.py` enforces.
-
-    names       `Names`, `named_buffers`, `names_in_groups`, `global_name`, `under_global_names`:
-                names of parameters and buffers in checkpoints
-    shards      `Extent`, `boxes`, `Box`: where a sharded parameter lies in the full one
-    optimizers  `state_template`, `put_state`: get and set state by parameter;
-                `keeps_whole_states`, `parameters_with_state`: a WholeTensorOptimizer's
-    ranks       `root_state_of`, `refuse_experts`: checks before a save; `checkpoint_group_of`: the
-                ranks that exchange messages
-    values      `encode`, `decode`: Python values as JSON
-    files       `committed_steps`, `LATEST`, `open_source`: find and open checkpoints;
-                `plan_files`, `Announcement`, `MODEL`, `bytes_of`, `write_durably`, `sync_folder`:
-                write safetensors files
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.checkpoint.arguments import Stateful
 from layerzero.checkpoint.file_io.transfer import Transfer
 from layerzero.checkpoint.format.inventory import (
     MODEL,
@@ -32,6 +31,7 @@ from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.state_dict.optimizers import (
     Optimizers,
+    Stateful,
     keeps_whole_states,
     parameters_with_state,
     refuse_shared,
@@ -177,12 +177,6 @@ class LoadPlan:
         saved_groups: list[dict[str, Any]],
         manifest: Manifest,
     ) -> None:
-        """Find the options of its groups, and the state of its parameters.
-
-        Raises:
-            CheckpointError: a parameter does not belong to the model, a state has another shape, or
-                the parameters of a group were saved in groups with different options.
-        """
         saved: dict[str, list[str]] = {}
         for name in self._source.tensors.get(OPTIMIZER, ()):
             saved.setdefault(split_state_name(name)[0], []).append(name)
@@ -277,7 +271,6 @@ def _names_in(optimizers: Mapping[str, Any]) -> list[str] | None:
 
 
 def _text(what: str, names: Sequence[str] | None) -> str:
-    """One object, or several by name, for messages."""
     if names is None:
         return f"one {what} without a name"
     return f"{what}s named {', '.join(map(repr, names)) or 'nothing'}"

@@ -22,13 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.arguments import (
-    ProgressCallback,
-    ProgressReport,
-    Stateful,
-    check_progress,
-    check_schedulers,
-)
 from layerzero.checkpoint.file_io.transfer import Tally, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan
@@ -40,7 +33,9 @@ from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.optimizer_state import put_state
 from layerzero.state_dict.optimizers import (
     Optimizers,
+    Stateful,
     check_optimizers,
+    check_schedulers,
     fill_slots,
     slots_of,
 )
@@ -57,7 +52,6 @@ def load(
     scheduler: Stateful | Mapping[str, Stateful] | None = None,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
-    progress: ProgressCallback | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Any:
     """Load a checkpoint, written at any number of ranks, into a wrapped model.
@@ -78,7 +72,7 @@ def load(
         rename: maps the name of a tensor in the checkpoint to its name in the model, or to None to
             leave it out. For weights from another source, without an optimizer; the same on all
             ranks.
-        progress, process_group: as for `save`.
+        process_group: as for `save`.
 
     Returns:
         The `extra` of `save`: this rank's own if the checkpoint was written by as many ranks, else
@@ -92,7 +86,6 @@ def load(
         RuntimeError: the model is in backward.
         ValueError: `rename` together with an optimizer.
     """
-    check_progress(progress)
     optimizers = check_optimizers(optimizer, "load")
     schedulers = check_schedulers(scheduler, "load")
     if rename is not None and optimizers:
@@ -122,11 +115,10 @@ def load(
     tallies: list[Tally] = []
 
     def read() -> list[Tally]:
-        tallies.extend(read_ranges(source.folder, plan.transfers, report))
+        tallies.extend(read_ranges(source.folder, plan.transfers))
         read = zip(tallies, plan.transfers, strict=True)
         return [tally for tally, t in read if not t.entry.is_whole]
 
-    report = ProgressReport(progress, plan.nbytes)
     most = max(each["nbytes"] for each in summaries)
     of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
@@ -161,20 +153,13 @@ def _check_names(
 def _verify(
     source: Source, plan: LoadPlan, tallies: Sequence[Tally], of_all: Sequence[Sequence[Tally]]
 ) -> None:
-    """Compare the bytes that were read with the checksums. Not collective.
-
-    CRCs of shards are combined over the ranks that share a tensor (`of_all`); a tensor that every
-    rank reads whole is checked by each rank on its own.
-
-    Raises:
-        CheckpointError: a tensor is damaged, or was not read completely.
-    """
+    """Compare the bytes that were read with the checksums. Not collective."""
     by_number = [
         (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
     ]
     sums = sum_tallies(of_all)
     for tally, transfer in zip(tallies, plan.transfers, strict=True):
-        if transfer.entry.is_whole:
+        if transfer.entry.is_whole:  # Every rank reads all of it, and checks it on its own.
             sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
     for (number, _), (nbytes, crc) in sorted(sums.items()):
         name, place = by_number[number % len(by_number)]

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.checkpoint.arguments import Stateful
 from layerzero.checkpoint.file_io.transfer import Tally, Transfer, sum_tallies
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import announce, merge, plan_files
@@ -27,7 +26,7 @@ from layerzero.state_dict.checkpoint_group import CheckpointGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import Names
-from layerzero.state_dict.optimizers import Optimizers
+from layerzero.state_dict.optimizers import Optimizers, Stateful
 
 
 class SavePlan:
@@ -174,7 +173,6 @@ def _check_same(what: str, values: Sequence[Any], together: CheckpointGroup) -> 
 
 
 def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Merge the groups of ranks with different parameters, by index and options."""
     merged: dict[str, dict[str, Any]] = {}
     for groups in everyone:
         for number, group in enumerate(groups or ()):

@@ -26,13 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.arguments import (
-    ProgressCallback,
-    ProgressReport,
-    Stateful,
-    check_progress,
-    check_schedulers,
-)
 from layerzero.checkpoint.file_io.transfer import Transfer, is_on_host, write_ranges
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.format.file_plan import FilePlan
@@ -42,7 +35,7 @@ from layerzero.config import parse_nbytes
 from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from layerzero.state_dict.optimizers import check_optimizers
+from layerzero.state_dict.optimizers import Stateful, check_optimizers, check_schedulers
 from layerzero.state_dict.preconditions import root_state_of
 
 _logger = logging.getLogger(__name__)
@@ -55,21 +48,15 @@ class SaveHandle:
     """The checkpoint's folder, once it is committed."""
     step: int
 
-    def __init__(self, path: Path, step: int, progress: ProgressReport) -> None:
+    def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.step = step
-        self._progress = progress
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether the save has committed or failed. Not collective; does not block."""
         return self._thread is None or not self._thread.is_alive()
-
-    @property
-    def nbytes(self) -> tuple[int, int]:
-        """(bytes written so far, total bytes to write) of this rank."""
-        return self._progress.done_nbytes, self._progress.total_nbytes
 
     def wait(self) -> Path:
         """Return the folder once it is committed. Blocks; not collective, any rank may call it.
@@ -109,7 +96,6 @@ def save(
     extra: Any = None,
     keep: int | None = None,
     blocking: bool = True,
-    progress: ProgressCallback | None = None,
     max_file_size: str = "5GB",
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
@@ -135,8 +121,6 @@ def save(
         blocking: False: return when the shards are copied to host memory, and write in the
             background. The copy needs memory until the end. The next save or load on these ranks
             waits for the end, and raises the error if it failed.
-        progress: callable(done_nbytes, total_nbytes), called on every rank with its own bytes (by
-            another thread for a background save).
         max_file_size: largest size of a file of weights or of optimizer state.
         process_group: the ranks that save together, if they are more than the model's own, as with
             pipeline stages. Each rank then passes its own modules, and names must not collide.
@@ -158,7 +142,6 @@ def save(
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step: expected an int of 0 or more, or None, got {step!r}")
     max_file_nbytes = parse_nbytes(max_file_size, "max_file_size")
-    check_progress(progress)
     optimizers = check_optimizers(optimizer, "save")
     schedulers = check_schedulers(scheduler, "save")
     state = root_state_of(model, "save", is_collective=True)
@@ -185,11 +168,9 @@ def save(
         lock.release()
         raise
     final = path / folders.step_name(number)
-    own_nbytes = sum(transfer.entry.tensor.nbytes for transfer in plan.transfers)
-    report = ProgressReport(progress, own_nbytes)
-    handle = SaveHandle(final, number, report)
+    handle = SaveHandle(final, number)
     partial = path / partial_name
-    work = functools.partial(_write_and_commit, partial, plan, together, report, number, keep, lock)
+    work = functools.partial(_write_and_commit, partial, plan, together, number, keep, lock)
     if blocking:
         work()
     else:
@@ -199,11 +180,6 @@ def save(
 
 
 def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> tuple[int, str]:
-    """Create the folder, the files at full length with their headers, and the index files.
-
-    Returns:
-        The step and the folder's name.
-    """
     step, partial = folders.prepare(root, step)
     try:
         for plan in plans:
@@ -243,7 +219,6 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 
 
 def _devices_of(transfers: Sequence[Transfer]) -> set[torch.device]:
-    """Devices of the shards that are not on the host."""
     return {t.entry.tensor.device for t in transfers if not is_on_host(t.entry.tensor)}
 
 
@@ -251,7 +226,6 @@ def _write_and_commit(
     partial: Path,
     plan: SavePlan,
     together: CheckpointGroup,
-    report: ProgressReport,
     step: int,
     keep: int | None,
     lock: RootLock,
@@ -268,7 +242,7 @@ def _write_and_commit(
     try:
         tallies = together.exchange(
             f"checksums written to {partial.name}",
-            lambda: write_ranges(partial, plan.transfers, report),
+            lambda: write_ranges(partial, plan.transfers),
             plan.nbytes_moved,
         )
         together.from_first("commit", commit)

@@ -25,7 +25,6 @@ from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
 from layerzero.checkpoint.format.safetensors_file import (
     TensorEntry,
-    UnknownDtype,
     head_nbytes,
     metadata_of,
     parse_head,
@@ -225,8 +224,7 @@ def read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, T
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
-        is_damaged = manifest is not None or not isinstance(error, UnknownDtype)
-        raise CheckpointError(f"{path}: {'damaged: ' if is_damaged else ''}{error}") from error
+        raise CheckpointError(f"{path}: damaged, or of another format: {error}") from error
     if manifest is not None:
         # The head has no checksum of its own: the CRCs of head and tensors must combine to the
         # file's.

@@ -105,9 +105,7 @@ class CheckpointGroup:
                 ranks_of.setdefault(answer, []).append(rank)
         if ranks_of:
             each = [f"{some_ranks(own)}: {text}" for text, own in ranks_of.items()]
-            rest = sum(len(own) for own in [*ranks_of.values()][4:])
-            shown = each[:4] + ([f"and {rest} more"] if rest else [])
-            raise CheckpointError("; ".join(shown)) from error
+            raise CheckpointError("; ".join(each)) from error
         return [answer for _, answer in answers]
 
     def from_first(self, what: str, make: Callable[[], Any]) -> Any:
@@ -178,7 +176,6 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
 
 
 def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
-    """The longest timeout of the model's groups and the given group."""
     timeouts = [placement.shard_group.limit for placement in root.placements]
     if process_group is not None:
         chosen = chosen_timeout(process_group, root.device)

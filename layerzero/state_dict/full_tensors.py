@@ -27,8 +27,7 @@ from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, named_buffers
-from layerzero.state_dict.owners import unit_of
-from layerzero.state_dict.preconditions import root_state_of
+from layerzero.state_dict.preconditions import root_state_of, unit_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState

@@ -7,7 +7,8 @@ a model under `fully_shard` load here, and vice versa.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,13 @@ from layerzero.state_dict.names import Names, names_in_groups
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import state_template
 from layerzero.state_dict.optimizers import (
-    check_optimizers,
+    check_optimizer,
     copied,
     fill_slots,
     keeps_whole_states,
     map_values,
     on_device,
     parameters_with_state,
-    refuse_shared,
     take_tensors,
 )
 from layerzero.state_dict.parameter_shard import ParameterShard
@@ -44,29 +44,15 @@ StateDict = dict[str, Any]
 _States = Mapping[nn.Parameter, Mapping[str, Any]]
 
 
-class _Choice(NamedTuple):
-    """How a caller wants a state dict."""
-
+@dataclass(frozen=True)
+class _Choice:
     full: bool
     cpu_offload: bool
     rank0_only: bool
-    ignore_frozen: bool = False
 
-    @classmethod
-    def of(cls, options: Any, full: bool, cpu_offload: bool, rank0_only: bool) -> _Choice:
-        """From our arguments, or from torch's `StateDictOptions`, with torch's meaning."""
-        if options is None:
-            if rank0_only and not full:
-                raise ValueError("rank0_only needs full=True: shards are on every rank")
-            return cls(full, cpu_offload, rank0_only)
-        if full or cpu_offload or rank0_only:
-            raise ValueError(
-                "options: expected either options or full, cpu_offload and rank0_only, got both"
-            )
-        if options.flatten_optimizer_state_dict:
-            raise NotImplementedError("options: flatten_optimizer_state_dict is not supported")
-        full, offload = options.full_state_dict, options.cpu_offload
-        return cls(full, offload, full and offload, options.ignore_frozen_params)
+    def __post_init__(self) -> None:
+        if self.rank0_only and not self.full:
+            raise ValueError("rank0_only needs full=True: shards are on every rank")
 
     def made(self, roots: Sequence[RootState], found: StateDict) -> StateDict:
         """What was asked for, from a state dict of shards. Collective if `full`."""
@@ -86,7 +72,6 @@ def _on_host(value: Any) -> Any:
 def get_model_state_dict(
     model: nn.Module,
     *,
-    options: Any = None,
     full: bool = False,
     cpu_offload: bool = False,
     rank0_only: bool = False,
@@ -95,8 +80,6 @@ def get_model_state_dict(
 
     Args:
         model: a ZeRO3 module, between steps.
-        options: torch's `StateDictOptions`, instead of the other arguments, with torch's meaning:
-            `full_state_dict` with `cpu_offload` returns values on the first rank only.
         full: return copies of full tensors, gathered a unit at a time; collective. Otherwise a
             `ParameterShard` for each parameter, which shares its memory; not collective.
         cpu_offload: return tensors on the CPU.
@@ -106,17 +89,10 @@ def get_model_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    choice = _Choice.of(options, full, cpu_offload, rank0_only)
-    roots = root_states_of(model, "get_model_state_dict", choice.full)
+    choice = _Choice(full, cpu_offload, rank0_only)
+    roots = root_states_of(model, "get_model_state_dict", full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
-    if choice.ignore_frozen:
-        names = Names(model)
-        names_of = names.in_state_dict(model)
-        for parameter, _ in names.parameters:
-            if not parameter.requires_grad:
-                for name in names_of.get(id(parameter), ()):
-                    entries.pop(name, None)
-    if choice.full:
+    if full:
         # Copies, because these entries share memory with the model; a tied weight is gathered once.
         shards: dict[int, ParameterShard] = {}
         entries = {
@@ -130,9 +106,8 @@ def get_model_state_dict(
 
 def get_optimizer_state_dict(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
     *,
-    options: Any = None,
     full: bool = False,
     cpu_offload: bool = False,
     rank0_only: bool = False,
@@ -145,13 +120,11 @@ def get_optimizer_state_dict(
 
     Args:
         model: the ZeRO3 module whose parameters the optimizer has, between steps.
-        optimizer: an element-wise optimizer; or, with `full`, a WholeTensorOptimizer. Or several
-            by name.
-        options, full, cpu_offload, rank0_only: as for `get_model_state_dict`.
+        optimizer: an element-wise optimizer; or, with `full`, a WholeTensorOptimizer.
+        full, cpu_offload, rank0_only: as for `get_model_state_dict`.
 
     Returns:
-        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}]};
-        for several optimizers, such a dict by name.
+        {"state": {name: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}]}.
 
     Raises:
         NotImplementedError: shards of whole states were asked for (`full=False`).
@@ -159,23 +132,14 @@ def get_optimizer_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    choice = _Choice.of(options, full, cpu_offload, rank0_only)
-    optimizers = check_optimizers(optimizer, "get_optimizer_state_dict")
-    roots = root_states_of(model, "get_optimizer_state_dict", choice.full)
-    for each in optimizers.values():
-        if keeps_whole_states(each) and not choice.full:
-            raise NotImplementedError(
-                "get_optimizer_state_dict: whole states have no shards; pass full=True, or use "
-                "layerzero.checkpoint.save, which writes them without gathering"
-            )
-    refuse_shared(optimizers, Names(model))
-    found = {name: _state_dict_of(model, roots, each, choice) for name, each in optimizers.items()}
-    return found if isinstance(optimizer, Mapping) else found[""]
-
-
-def _state_dict_of(
-    model: nn.Module, roots: Sequence[RootState], optimizer: torch.optim.Optimizer, choice: _Choice
-) -> StateDict:
+    choice = _Choice(full, cpu_offload, rank0_only)
+    check_optimizer(optimizer, "get_optimizer_state_dict: optimizer")
+    roots = root_states_of(model, "get_optimizer_state_dict", full)
+    if keeps_whole_states(optimizer) and not full:
+        raise NotImplementedError(
+            "get_optimizer_state_dict: whole states have no shards; pass full=True, or use "
+            "layerzero.checkpoint.save, which writes them without gathering"
+        )
     names = Names(model)
     members = names_in_groups(names, optimizer)
     groups = [
@@ -184,18 +148,18 @@ def _state_dict_of(
     ]
     held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.
     if keeps_whole_states(optimizer):
-        if choice.rank0_only:
+        if rank0_only:
             for root in roots:
                 refuse_experts(root, "rank0_only")
         states: _States = {p: held[p] for p in parameters_with_state(optimizer) if p in held}
         together = checkpoint_group_of(roots[0], None)
-        keeps = not choice.rank0_only or together.is_first
+        keeps = not rank0_only or together.is_first
         found = _of_all_ranks(names, states, members, together, is_whole=True, keeps=keeps)
-        if not choice.cpu_offload:
+        if not cpu_offload:
             found = on_device(roots[0].device, found)
         return {"state": found, "param_groups": groups} if keeps else {}
     states = dict(held) or state_template(optimizer)
-    if choice.full:
+    if full:
         together = checkpoint_group_of(roots[0], None)
         found = _of_all_ranks(names, states, members, together, is_whole=False)
     else:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layerzero.flat.parameter_info import gather_by, info_of
-from layerzero.state_dict.owners import unit_refs
+from layerzero.state_dict.preconditions import unit_refs
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import ShardState, TrainingState, Unit
 
@@ -80,12 +80,7 @@ def _settles_first_values(unit: Unit) -> bool:
 
 
 def _refuse_replaced(module: nn.Module, unit: Unit) -> None:
-    """Check that the module still has its sharded parameters. It may be any module of a model.
-
-    Raises:
-        RuntimeError: a sharded parameter was removed, or replaced by another one.
-        ValueError: the data of a sharded parameter was replaced by data of another shape.
-    """
+    """Check that the module still has its sharded parameters. It may be any module of a model."""
     for handle in unit.handles:
         handle.reset_sharded_params(unit.label)
     for name, sharded_param in unit.views.inside(module):

@@ -141,13 +141,7 @@ def _first_states(
     groups: Sequence[Mapping[str, Any]],
     ndim_of: Callable[[nn.Parameter], int] = lambda parameter: 1,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state that a first step with these groups creates, for small stand-ins of parameters.
-
-    The optimizer does not change: a copy of it steps.
-
-    Args:
-        ndim_of: dimensions of the stand-in; with one it has one element.
-    """
+    """The state that a first step with these groups creates, for small stand-ins of parameters."""
     stand_ins = {p: _stand_in(p, ndim_of(p)) for group in groups for p in group["params"]}
     twin = copy.copy(optimizer)
     twin.state = collections.defaultdict(dict)

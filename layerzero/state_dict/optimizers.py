@@ -1,11 +1,11 @@
-"""The optimizers that a checkpoint takes: one, or several by name; sharded or whole states."""
+"""The optimizers and schedulers that a checkpoint takes: one, or several by name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,30 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _SLOT = "$state"
 """Key of a dict that stands for a tensor inside a container."""
+
+
+class Stateful(Protocol):
+    """A learning-rate scheduler, or another object with these two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def check_schedulers(
+    scheduler: Stateful | Mapping[str, Stateful] | None, verb: str
+) -> dict[str, Stateful] | None:
+    """The schedulers of an argument: one, whose name is "", or several by name; None for None."""
+    if scheduler is None:
+        return None
+    named = dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
+    for name, each in named.items():
+        if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            raise TypeError(
+                f"{verb}: scheduler {name!r}: expected an object with state_dict and "
+                f"load_state_dict, got {type(each).__name__}"
+            )
+    return named
 
 
 def keeps_whole_states(optimizer: torch.optim.Optimizer) -> bool:
@@ -133,21 +157,17 @@ def check_optimizers(optimizer: Any, verb: str) -> dict[str, torch.optim.Optimiz
     if optimizer is None:
         return {}
     if not isinstance(optimizer, Mapping):
-        return {"": _checked(optimizer, f"{verb}: optimizer")}
-    if not optimizer:
-        raise ValueError(f"{verb}: optimizer: expected at least one name, got {{}}; or pass None")
+        return {"": check_optimizer(optimizer, f"{verb}: optimizer")}
     for name in optimizer:
-        if not isinstance(name, str):
-            raise TypeError(f"{verb}: optimizer: expected strings as names, got {name!r}")
-        if not _NAME.fullmatch(name):
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise ValueError(
                 f"{verb}: optimizer: the name {name!r} cannot be saved; use letters, digits, '_', "
                 "'-' and '.', and begin with a letter, a digit or '_'"
             )
-    return {n: _checked(each, f"{verb}: optimizer {n!r}") for n, each in optimizer.items()}
+    return {n: check_optimizer(each, f"{verb}: optimizer {n!r}") for n, each in optimizer.items()}
 
 
-def _checked(optimizer: Any, what: str) -> torch.optim.Optimizer:
+def check_optimizer(optimizer: Any, what: str) -> torch.optim.Optimizer:
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "load_state_dict")):
         raise TypeError(
             f"{what}: expected an optimizer, or a dict of optimizers by name, got "

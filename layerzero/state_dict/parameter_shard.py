@@ -15,7 +15,7 @@ from torch import nn
 
 from layerzero.notices import warn_once
 from layerzero.state_dict.full_tensors import gather, root_of
-from layerzero.state_dict.owners import refuse_other_name
+from layerzero.state_dict.preconditions import refuse_other_name
 from layerzero.state_dict.ranges import Box, Extent, boxes
 
 if TYPE_CHECKING:
@@ -222,11 +222,4 @@ class ParameterShard(torch.Tensor):
 
 
 # A rank may torch.save its own state dict, and load it with weights_only.
-torch.serialization.add_safe_globals(
-    [
-        *(ParameterShard, Extent),
-        # Names in files of version 0.1.
-        (ParameterShard, "layerzero.checkpoint.parameter_shard.ParameterShard"),
-        (Extent, "layerzero.checkpoint.runs.Extent"),
-    ]
-)
+torch.serialization.add_safe_globals([ParameterShard, Extent])

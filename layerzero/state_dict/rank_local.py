@@ -47,7 +47,4 @@ def rank_local(value: torch.Tensor, what: str) -> RankLocal:
 
 
 # A rank may torch.save its own state dict, and load it with weights_only.
-torch.serialization.add_safe_globals(
-    # The second is its name in files of version 0.1.
-    [rank_local, (rank_local, "layerzero.checkpoint.rank_local.rank_local")]
-)
+torch.serialization.add_safe_globals([rank_local])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from layerzero.comm.exchanges import broadcast, broadcast_from_first
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
-from layerzero.notices import some
 from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
@@ -29,13 +27,12 @@ from layerzero.state_dict.optimizer_state import (
     refuse_other_class,
 )
 from layerzero.state_dict.optimizers import (
-    check_optimizers,
+    check_optimizer,
     copied,
     fill_slots,
     keeps_whole_states,
     map_values,
     parameters_with_state,
-    refuse_shared,
     take_tensors,
 )
 from layerzero.state_dict.parameter_shard import ParameterShard
@@ -50,7 +47,6 @@ def set_model_state_dict(
     model: nn.Module,
     model_state_dict: StateDict,
     *,
-    options: Any = None,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> _IncompatibleKeys:
@@ -60,7 +56,6 @@ def set_model_state_dict(
         model: a ZeRO3 module, between steps.
         model_state_dict: shards of the same sharding, or full tensors, by name; with
             `broadcast_from_rank0`, only that of the first rank is used.
-        options: torch's `StateDictOptions`, for `strict` and `broadcast_from_rank0`.
         strict: raise for missing and unexpected names.
         broadcast_from_rank0: only the first rank has the values, and broadcasts them one full
             tensor at a time. Collective only then.
@@ -72,8 +67,6 @@ def set_model_state_dict(
         RuntimeError: names or shapes do not fit; the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    if options is not None:
-        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     state = root_state_of(model, "set_model_state_dict", broadcast_from_rank0)
     if broadcast_from_rank0:
         names = Names(model)
@@ -106,10 +99,9 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
 
 def set_optimizer_state_dict(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
     optim_state_dict: StateDict,
     *,
-    options: Any = None,
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
@@ -120,9 +112,9 @@ def set_optimizer_state_dict(
     Args:
         model, optimizer: as for `get_optimizer_state_dict`.
         optim_state_dict: {"state": ..., "param_groups": ...} by name, with tensors of the same
-            sharding or full ones; for a WholeTensorOptimizer, full ones; for several optimizers,
-            such a dict by name; with `broadcast_from_rank0`, only that of the first rank is used.
-        options, broadcast_from_rank0: as for `set_model_state_dict`.
+            sharding or full ones; for a WholeTensorOptimizer, full ones; with
+            `broadcast_from_rank0`, only that of the first rank is used.
+        broadcast_from_rank0: as for `set_model_state_dict`.
         strict: raise for parameters that were in no group.
 
     Raises:
@@ -130,31 +122,14 @@ def set_optimizer_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    if options is not None:
-        strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
-    optimizers = check_optimizers(optimizer, "set_optimizer_state_dict")
+    check_optimizer(optimizer, "set_optimizer_state_dict: optimizer")
     root = root_state_of(model, "set_optimizer_state_dict", broadcast_from_rank0)
     names = Names(model)
-    refuse_shared(optimizers, names)
-    given = optim_state_dict if isinstance(optimizer, Mapping) else {"": optim_state_dict}
-    if not broadcast_from_rank0 and given.keys() != optimizers.keys():
-        raise CheckpointError(
-            f"set_optimizer_state_dict: the state dict has {some(sorted(map(str, given)))}, but "
-            f"the optimizers are {some(sorted(optimizers))}; pass those that were saved"
-        )
-    for name, each in optimizers.items():
-        own = given.get(name, {})
-        if broadcast_from_rank0:
-            sharded_params = {f"[state][{found[0]}]": p for p, found in names.parameters}
-            # Whole states have other shapes than shards are cut from.
-            cut = {} if keeps_whole_states(each) else sharded_params
-            own = _from_first(root, own, cut)
-        _set_one(names, each, own, strict)
-
-
-def _set_one(
-    names: Names, optimizer: torch.optim.Optimizer, optim_state_dict: StateDict, strict: bool
-) -> None:
+    if broadcast_from_rank0:
+        sharded_params = {f"[state][{found[0]}]": p for p, found in names.parameters}
+        # Whole states have other shapes than shards are cut from.
+        cut = {} if keeps_whole_states(optimizer) else sharded_params
+        optim_state_dict = _from_first(root, optim_state_dict, cut)
     saved = [(options_of(group), group["params"]) for group in optim_state_dict["param_groups"]]
     groups, given = names_in_groups(names, optimizer), optim_state_dict["state"]
     options = options_of_groups(groups, saved, strict, "the state dict")

@@ -137,13 +137,7 @@ def check_idle(root: RootState, units: list[Unit], what: str) -> None:
 def _check_written(
     root: RootState, units: list[Unit], summoned: list[_Summoned], options: SummonOptions
 ) -> None:
-    """Take over tensors assigned to parameters as new values, and check all before any write.
-
-    Collective with `rank0_only`: the first rank sends its verdict to the others.
-
-    Raises:
-        RuntimeError, ValueError: a parameter was removed, or has another shape.
-    """
+    """Take over tensors assigned to parameters as new values, and check all before any write."""
     error: Exception | None = None
     try:
         for entry in summoned:
@@ -291,6 +285,5 @@ def _flat_of(handle: FlatParamHandle, index: int, tensor: torch.Tensor) -> torch
 def _broadcast(
     root: RootState, tensor: torch.Tensor, handle: FlatParamHandle, verb: str, name: str
 ) -> torch.Tensor:
-    """Broadcast from the first of all ranks, in place."""
     groups = handle.placement.groups
     return broadcast_from_first(tensor, groups, partial(root.operations.next, verb, name))

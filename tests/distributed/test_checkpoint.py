@@ -26,12 +26,9 @@ from layerzero.checkpoint import (
     load,
     save,
     saving,
-    set_optimizer_state_dict,
 )
 from layerzero.checkpoint.file_io import transfer
 from layerzero.flat import host_memory as host
-from layerzero.flat import layout
-from layerzero.flat.layout import CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.models import (
@@ -135,17 +132,6 @@ def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
         for name, own in values.optimizer["state"].items():
             for key, tensor in own.items():
                 assert_bitwise(state[f"{name}/{key}"], tensor, f"{name}/{key}")
-
-
-def _same_bytes(root: str) -> dict[str, int]:
-    model, optimizer = build(Mlp, 0)
-    folder = save(root, model, optimizer).path
-    return json.loads((folder / "checkpoint.json").read_text())["tensors"]["model"]
-
-
-def test_checksums_do_not_depend_on_who_wrote(tmp_path: Path, ranks: KeptRanks) -> None:
-    found = [ranks(n, _same_bytes, str(tmp_path / str(n)))[0] for n in (1, 2, 3)]
-    assert found[0] == found[1] == found[2]
 
 
 @on_ranks(2)
@@ -337,7 +323,6 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     gate.set()
     assert handle.wait() == tmp_path / "step-00000001"
     assert handle.done()
-    assert handle.nbytes[0] == handle.nbytes[1] > 0
     load(tmp_path, model, optimizer)
     assert_same(everything(model, optimizer), expected, "as it was at the call")
 
@@ -380,11 +365,7 @@ def test_two_models_on_the_same_ranks_save_in_the_background(tmp_path: Path) -> 
 def test_large_checkpoints_are_split_and_indexed(tmp_path: Path) -> None:
     model, optimizer = build(Mlp, 0)
     train(model, optimizer)
-    seen: list[tuple[int, int]] = []
-    folder = save(
-        tmp_path, model, optimizer, max_file_size="300B", progress=lambda *done: seen.append(done)
-    ).path
-    assert seen[-1][0] == seen[-1][1]
+    folder = save(tmp_path, model, optimizer, max_file_size="300B").path
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     expected = get_model_state_dict(model, full=True)
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
@@ -393,8 +374,7 @@ def test_large_checkpoints_are_split_and_indexed(tmp_path: Path) -> None:
         assert_bitwise(load_file(folder / file)[name], expected[name], name)
     values = everything(model, optimizer)
     other, other_optimizer = build(Mlp, 1)
-    load(folder, other, other_optimizer, progress=lambda *done: seen.append(done))
-    assert seen[-1][0] == seen[-1][1]
+    load(folder, other, other_optimizer)
     assert_same(everything(other, other_optimizer), values, "from several files")
 
 
@@ -546,32 +526,6 @@ def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
-def test_files_do_not_depend_on_the_alignment(tmp_path: Path) -> None:
-    """Saved with each alignment, loaded with the other."""
-    runs, ranges = [], []
-    for number, nbytes in enumerate((CPU_ALIGNMENT_NBYTES, DEVICE_ALIGNMENT_NBYTES)):
-        with mock.patch.object(layout, "CPU_ALIGNMENT_NBYTES", nbytes):
-            model, optimizer = build(Mlp, number, wrap=False)
-        train(model, optimizer)
-        save(tmp_path, model, optimizer, step=number)
-        runs.append((model, optimizer, everything(model, optimizer)))
-        ranges.append([parameter.layerzero.range for parameter in model.parameters()])
-    assert ranges[0] != ranges[1], "else this shows nothing"
-    for number, (model, optimizer, _) in enumerate(runs):
-        saved = runs[1 - number][2]
-        load(f"{tmp_path}/step-{1 - number:08d}", model, optimizer)
-        assert_same(everything(model, optimizer), saved, f"step {1 - number}")
-        set_optimizer_state_dict(model, optimizer, saved.optimizer)
-        assert_same(everything(model, optimizer), saved, f"set from step {1 - number}")
-    dist.barrier()
-    sizes = [
-        {each.name: each.stat().st_size for each in folder.glob("*.safetensors")}
-        for folder in sorted(tmp_path.glob("step-*"))
-    ]
-    assert sizes[0] == sizes[1] and sizes[0]
-
-
-@on_ranks(2)
 def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
     """Shards that are taken for a device's; each rank's threads write through small windows."""
     window, runtime = 1 << 15, FakeRuntime()
@@ -597,7 +551,11 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
         runtime.sizes.clear()
         handle = save(tmp_path, model, optimizer, step=2, blocking=False)
         handle.wait()
-    total = handle.nbytes[1]
+    own = [
+        *model.parameters(),
+        *(t for s in optimizer.state.values() for t in s.values() if t.ndim),
+    ]
+    total = sum(each.nbytes for each in own)
     assert total <= runtime.sizes[0] <= total + 64 * 1000, "not rounded to a power of two"
     del handle
     gc.collect()
@@ -637,7 +595,6 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused("keep: expected at least 1", keep=0)
     refused("step: expected an int", step=-1)
     refused("max_file_size: expected a size such as", max_file_size="many")
-    refused("progress: expected", progress=3)
     blocked = tmp_path / "file"
     if rank == 0:
         blocked.write_text("")

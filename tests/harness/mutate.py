@@ -4,12 +4,10 @@ import copy
 import json
 import os
 import random
-import zlib
 from collections.abc import Callable, MutableMapping, MutableSequence
 from pathlib import Path
 from typing import Any
 
-_SEAL_NBYTES = len(b',"crc32":"00000000"}')
 NAMES = (
     "",
     ".",
@@ -125,17 +123,6 @@ def dump(value: Any) -> bytes:
 
 def dump_text(text: str) -> bytes:
     return json.dumps(text).encode()
-
-
-def seal(path: Path, manifest: Any) -> None:
-    """Write a manifest whose checksum is right."""
-    text = dump(manifest)
-    text = text[:-1] if text.endswith(b"}") else text
-    path.write_bytes(text + b',"crc32":"%08x"}' % zlib.crc32(text))
-
-
-def manifest_of(path: Path) -> Any:
-    return json.loads(path.read_bytes()[:-_SEAL_NBYTES] + b"}")
 
 
 def replace_file(rng: random.Random, path: Path, elsewhere: Path) -> None:

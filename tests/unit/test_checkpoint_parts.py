@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from layerzero.checkpoint.format.crc import combine, placed
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
 from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head, parse_head
-from layerzero.checkpoint.source import open_source, read_head
+from layerzero.checkpoint.source import open_source
 from layerzero.state_dict.dtype_names import DTYPES
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.parameter_shard import ParameterShard
@@ -131,18 +130,12 @@ def test_a_damaged_head_is_refused(header: bytes) -> None:
         parse_head(len(header).to_bytes(8, "little") + header, 8 + len(header) + 8)
 
 
-def test_a_dtype_of_a_later_format_is_not_called_damage(tmp_path: Path) -> None:
+def test_a_dtype_of_a_later_format_is_named(tmp_path: Path) -> None:
     header = json.dumps({"a": _described(dtype="F4")}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: a has the unsupported dtype F4; .* F64,"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.saf.* has the unsupported dtype F4; .* F64"):
         open_source(path)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: damaged: a has the unsupported dtype F4"
-    ):
-        read_head(path, Manifest(1, 1, {path.name: FileRecord(path.stat().st_size, 0)}, {}))
 
 
 @pytest.mark.parametrize(
@@ -221,12 +214,15 @@ def _manifest() -> Manifest:
     )
 
 
-def test_values_too_deep_for_a_load_are_refused_by_the_save() -> None:
+def test_values_as_deep_as_a_save_takes_them_load() -> None:
     value: object = 0
-    for _ in range(230):
-        value = [value]
-    with pytest.raises(ValueError, match="nested more than 200 levels deep"):
-        dataclasses.replace(_manifest(), extras=[value]).to_bytes()
+    with pytest.raises(RecursionError):
+        while True:
+            value = [value]
+            encode(value, "it")
+    extras = [encode(value[0], "it")]  # type: ignore[index]
+    text = dataclasses.replace(_manifest(), extras=extras).to_bytes()
+    assert decode(Manifest.from_bytes(text, "here").extras[0]) == value[0]  # type: ignore[index]
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
@@ -337,30 +333,13 @@ def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Pa
         folder.resolve(tmp_path)
 
 
-OF_0_1 = (
-    (ParameterShard, "layerzero.checkpoint.parameter_shard"),
-    (Extent, "layerzero.checkpoint.runs"),
-    (rank_local, "layerzero.checkpoint.rank_local"),
-)
-
-
-@pytest.mark.parametrize("version", ["0.1", "this one"])
-def test_a_rank_loads_the_shards_that_it_saved(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_loads_the_shards_that_it_saved(tmp_path: Path) -> None:
     local = torch.arange(3.0)
     state = {
         "weight": ParameterShard(local, Extent.whole((2, 3)), (1, 4)),
         "moment": rank_local(torch.ones(2), "a moment"),
     }
-    with monkeypatch.context() as patches:
-        if version == "0.1":
-            for named, module in OF_0_1:
-                patches.setitem(sys.modules, module, sys.modules[named.__module__])
-                patches.setattr(named, "__module__", module)
-        torch.save(state, tmp_path / "state")
-    written = (tmp_path / "state").read_bytes()
-    assert (b"layerzero.checkpoint.runs" in written) == (version == "0.1")
+    torch.save(state, tmp_path / "state")
     loaded = torch.load(tmp_path / "state", weights_only=True)
     assert isinstance(loaded["weight"], ParameterShard)
     assert (loaded["weight"].extent, loaded["weight"].range) == (Extent.whole((2, 3)), (1, 4))

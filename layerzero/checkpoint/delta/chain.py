@@ -67,50 +67,23 @@ def check_link(patch: Patch, mark: Mark, anchor: Mark) -> bool:
     Raises:
         DeltaError: it is of another stream, or a patch was lost, or it was applied before.
     """
-    link = patch.link
+    link, found = patch.link, anchor.positions.get(patch.link.sender)
     if link.parts:
-        _check_part(patch, anchor)
+        before = Position(link.chain, link.number, link.part - 1)
+        if link.part and (anchor.stream != link.stream or found != before):
+            raise DeltaError(
+                f"{patch.where}: a part was lost or repeated; apply all parts of one full(), in "
+                "order"
+            )
         return False
-    if mark.stream not in (None, link.stream):
-        raise DeltaError(
-            f"{patch.where}: the tensor holds values of another stream, {mark.stream}; apply "
-            f"full() of stream {link.stream} from every rank first"
-        )
-    found = anchor.positions.get(link.sender)
-    if found is None and link.after == 0:
+    is_of_stream = mark.stream in (None, link.stream)
+    if is_of_stream and found is None and link.after == 0:
         return True
-    if found is None:
-        problem = f"none of rank {link.sender} was applied to these tensors"
-    elif found.chain != link.chain:
-        problem = (
-            f"it is of another stream than the patches of rank {link.sender} before (another "
-            "DeltaStream object, or another run)"
-        )
-    elif found.part is not None:
-        problem = f"full() of rank {link.sender} was applied up to part {found.part + 1} only"
-    elif found.number >= link.number:
-        problem = f"it is repeated, the tensors are at patch {found.number} of this rank"
-    elif found.number < link.after:
-        problem = f"patches were lost, the tensors are at patch {found.number} of this rank"
+    if is_of_stream and found is not None and found.chain == link.chain and found.part is None:
+        if link.after <= found.number < link.number:
+            return False
+        problem = "is repeated" if found.number >= link.number else "patches before it were lost"
+        problem += f": the tensors are at patch {found.number}"
     else:
-        return False
-    raise DeltaError(
-        f"{patch.where}: comes after patch {link.after}, and {problem}; apply full() of "
-        f"rank {link.sender} to begin again"
-    )
-
-
-def _check_part(patch: Patch, anchor: Mark) -> None:
-    link = patch.link
-    if link.part == 0:
-        return
-    found = anchor.positions.get(link.sender)
-    is_next = anchor.stream == link.stream and found == Position(
-        link.chain, link.number, link.part - 1
-    )
-    if not is_next:
-        before = "none" if found is None or found.part is None else f"part {found.part + 1}"
-        raise DeltaError(
-            f"{patch.where}: a part was lost or repeated, the last one applied is {before}; apply "
-            "all parts of one full(), in order"
-        )
+        problem = "these tensors have not followed the sender's stream"
+    raise DeltaError(f"{patch.where}: {problem}; apply full() of every rank to begin again")

@@ -28,20 +28,6 @@ class Found(NamedTuple):
     """Whether the snapshot has the values already."""
 
 
-class Scratch:
-    """Memory for the results of searches, reused from one to the next."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[numel], which the next call for the same dtype and device returns again."""
-        found = self._found.get((dtype, device))
-        if found is None or found.numel() < numel:
-            found = self._found[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
-        return found[:numel]
-
-
 class Chunk:
     """One source and its snapshot.
 
@@ -56,18 +42,17 @@ class Chunk:
     """Of the snapshot and of the values sent."""
     numel: int
     snapshot: torch.Tensor
-    """[numel] in `dtype`, beside the source or on the host."""
+    """[numel] in `dtype`, beside the source."""
     unknown: torch.Tensor | None
     """[numel] bool, beside the snapshot; None: not needed."""
 
-    def __init__(self, source: Source, dtype: torch.dtype, on_host: bool) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype) -> None:
         """Make a snapshot of which everything is unknown; see Note [Unknown to receivers]."""
         main = source.read()
         self.source = source
         self.dtype = dtype
         self.numel = main.numel()
-        device = torch.device("cpu") if on_host else main.device
-        self.snapshot = torch.empty(self.numel, dtype=self.dtype, device=device)
+        self.snapshot = torch.empty(self.numel, dtype=self.dtype, device=main.device)
         self.unknown = None
         self.forget(slice(0, self.numel))
 
@@ -90,19 +75,15 @@ class Chunk:
 
     def settle(self, places: torch.Tensor, values: torch.Tensor) -> None:
         """From now on receivers have these values."""
-        device = self.snapshot.device
-        places = places.to(device)
         if self.snapshot.dtype == torch.complex128:
-            self.snapshot[places] = values.to(device)
+            self.snapshot[places] = values
         else:  # The fastest of torch's ways to write elements.
-            bits_of(self.snapshot).scatter_(0, places, bits_of(values.to(device)))
+            bits_of(self.snapshot).scatter_(0, places, bits_of(values))
         if self.unknown is not None:
             self.unknown[places] = False
 
-    def changed(self, start: int, room: int, scratch: Scratch, settles: bool) -> Found:
+    def changed(self, start: int, room: int, settles: bool) -> Found:
         """At most `room` elements from `start` on that receivers do not have.
-
-        What is returned is valid until `scratch` is used again.
 
         Args:
             settles: treat what is found as sent, if that costs no further pass.
@@ -114,16 +95,10 @@ class Chunk:
         room = max(1, min(room, self.numel - start))
         if self.unknown is not None:
             return self._changed_or_unknown(main, start, room)
-        stop, first, snapshot = self.numel, 0, self.snapshot
-        if snapshot.device != main.device:
-            stop = min(stop, start + max(room, _BLOCK))
-            snapshot, first, settles = snapshot[start:stop].to(main.device), start, False
-        indices = scratch.empty(room, torch.int64, main.device)
-        values = scratch.empty(room, self.dtype, main.device)
-        begin = start - first
-        count, end = find_changed(main[first:stop], snapshot, begin, indices, values, settles)
-        places = indices[:count].add_(first) if first else indices[:count]
-        found = Found(places, values[:count], end + first, settles)
+        indices = torch.empty(room, dtype=torch.int64, device=main.device)
+        values = torch.empty(room, dtype=self.dtype, device=main.device)
+        count, end = find_changed(main, self.snapshot, start, indices, values, settles)
+        found = Found(indices[:count], values[:count], end, settles)
         try:
             self._check_finite(main, found.places, found.values)
         except DeltaError:
@@ -136,21 +111,21 @@ class Chunk:
         stop = min(self.numel, start + room)
         block = slice(start, stop)
         new = cast(main[block], self.dtype)
-        found = differs(new, self.snapshot[block].to(new.device))
-        places = (found | self.unknown[block].to(new.device)).nonzero().view(-1)
+        found = differs(new, self.snapshot[block])
+        places = (found | self.unknown[block]).nonzero().view(-1)
         return Found(places + start, new[places], stop, False)
 
     def current(self, begin: int, end: int) -> torch.Tensor:
         """The values now of elements [begin, end). Some receiver may get them: those that differ
         from the snapshot become unknown."""
         new = self._cast(self.source.read(), begin, end)
-        found = differs(new.to(self.snapshot.device), self.snapshot[begin:end])
+        found = differs(new, self.snapshot[begin:end])
         self.forget(found.nonzero().view(-1) + begin)
         return new
 
     def known_bytes(self, places: torch.Tensor) -> torch.Tensor | None:
         """What receivers have at `places`: values; None where some of it is unknown."""
-        values = self.snapshot[places.to(self.snapshot.device)]
+        values = self.snapshot[places]
         if self.dtype.is_floating_point:
             return None if (bits_of(values) == UNKNOWN).any() else values
         return values if self.unknown is None else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero.checkpoint.delta.apply import crc_of
-from layerzero.checkpoint.delta.chunk import Chunk, Scratch
+from layerzero.checkpoint.delta.chunk import Chunk
 from layerzero.checkpoint.delta.patch import Link, Patch
 from layerzero.checkpoint.delta.pieces import Piece, sources_of
 from layerzero.config import parse_nbytes
@@ -59,7 +59,6 @@ class DeltaStream:
         *,
         buffers: bool = False,
         patch_bytes: int | str = "16MB",
-        on_host: bool = False,
     ) -> None:
         """Take a snapshot of this rank's part of the model.
 
@@ -70,8 +69,6 @@ class DeltaStream:
             buffers: send persistent buffers as well; the model's first rank does, with its values.
             patch_bytes: bound on the bytes of a patch's indices and values, an int or a string such
                 as "512MB".
-            on_host: keep the snapshot in host memory, and copy a part of it to the model's device
-                for each comparison.
 
         Raises:
             ValueError: `model` is not wrapped, or a bad argument; DeltaError if `dtype` cannot hold
@@ -88,7 +85,6 @@ class DeltaStream:
         self._dtype = dtype
         self._buffers = buffers
         self._patch_nbytes = parse_nbytes(patch_bytes, "patch_bytes", least=widest)
-        self._on_host = on_host
         self._chunks: list[Chunk] = []
         self._handles: list[FlatParamHandle] | None = None
         self._sends_whole = False
@@ -160,13 +156,12 @@ class DeltaStream:
             self._pending = None
         self.round += 1
         own = self.round
-        scratch = Scratch()
         for chunk in self._chunks:
             start = 0
             while start < chunk.numel:
                 # The first patch of all says what receivers have before it: see `Patch.before`.
                 is_first = self._counted == 0
-                found = chunk.changed(start, self._room(chunk), scratch, settles=not is_first)
+                found = chunk.changed(start, self._room(chunk), settles=not is_first)
                 for piece, begin, end in chunk.cut(found):
                     places, values = found.places[begin:end], found.values[begin:end]
                     self._pending = chunk, found.places[begin:]
@@ -217,8 +212,6 @@ class DeltaStream:
 
         What was resharded begins as unknown to receivers, and is sent again.
         """
-        if not isinstance(self._model, nn.Module):
-            raise TypeError(f"{verb}: expected a ZeRO3 module, got {type(self._model).__name__}")
         roots = root_states_of(self._model, verb)
         units = [unit for root in roots for unit in root.units]
         if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
@@ -236,7 +229,7 @@ class DeltaStream:
         for source in sources_of(self._model, roots[0], names, self._buffers):
             main = source.read()
             dtype = self._dtype if main.is_floating_point() else main.dtype
-            chunk = former.get((source.pieces, dtype)) or Chunk(source, dtype, self._on_host)
+            chunk = former.get((source.pieces, dtype)) or Chunk(source, dtype)
             chunk.source = source
             chunks.append(chunk)
         if chunks != self._chunks:

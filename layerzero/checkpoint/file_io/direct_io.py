@@ -27,8 +27,6 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class _File:
-    """A file that several threads move at once, with a second descriptor for direct I/O."""
-
     def __init__(self, path: Path, flags: int) -> None:
         self._descriptors: list[int] = []
         self._file = self._open(path, flags)

@@ -12,12 +12,10 @@ here is collective.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -41,8 +39,6 @@ BATCH_NBYTES = 8 << 20
 the other way round."""
 _NUM_THREADS = 4
 File = TypeVar("File", FileReader, FileWriter)
-Progress = Callable[[int], None]
-"""Called with the number of bytes after each batch is written or read."""
 
 
 class Transfer(NamedTuple):
@@ -92,7 +88,7 @@ _Batch = list[_Part]
 """Adjacent in the file."""
 
 
-def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+def write_ranges(folder: Path, transfers: Sequence[Transfer]) -> list[Tally]:
     """Write shards into existing files, and fsync them. Blocks.
 
     The values of shards on a device must be there. Every thread copies them to the host a batch at
@@ -120,7 +116,7 @@ def write_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress
         file.write(bytes_of(block[begin:end]), batch[0].offset)
         return crcs
 
-    return _move(folder, transfers, devices, FileWriter, write, progress)
+    return _move(folder, transfers, devices, FileWriter, write)
 
 
 def _block(devices: set[torch.device]) -> torch.Tensor:
@@ -135,7 +131,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress) -> list[Tally]:
+def read_ranges(folder: Path, transfers: Sequence[Transfer]) -> list[Tally]:
     """Read shards, which are on the host. Blocks.
 
     Raises:
@@ -155,7 +151,7 @@ def read_ranges(folder: Path, transfers: Sequence[Transfer], progress: Progress)
             for part in batch
         ]
 
-    return _move(folder, transfers, set(), FileReader, read, progress)
+    return _move(folder, transfers, set(), FileReader, read)
 
 
 def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
@@ -166,7 +162,6 @@ def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
 
 
 def _regions(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    """Parts of one file, in its order, grouped by what is adjacent."""
     region: list[_Part] = []
     for part in sorted(parts):
         if region and region[-1].end != part.offset:
@@ -178,7 +173,6 @@ def _regions(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 
 
 def _cut(region: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Cut adjacent parts into batches."""
     begin, end = _rounded(region)
     num_pages = (end - begin) // PAGE_NBYTES
     num_batches = -(-(end - begin) // max(BATCH_NBYTES, PAGE_NBYTES))
@@ -205,61 +199,47 @@ def _move(
     devices: set[torch.device],
     open_file: Callable[[Path], File],
     move: Callable[[File, torch.Tensor, _Batch], list[int]],
-    progress: Progress,
 ) -> list[Tally]:
     """Move all batches in several threads; `move` returns the CRC of each part."""
     by_file: dict[str, list[_Part]] = {}
     for index, transfer in enumerate(transfers):
         by_file.setdefault(transfer.file, []).extend(_parts(transfer, index))
-    of_thread = threading.local()
+    crcs: list[int] = []
+    parts: list[_Part] = []
+    for name, own in by_file.items():
+        batches = [batch for region in _regions(own) for batch in _cut(region)]
+        try:
+            found = _move_file(folder / name, batches, devices, open_file, move)
+        except OSError as error:
+            raise OSError(f"{folder / name}: {error}") from error
+        crcs += itertools.chain.from_iterable(found)
+        parts += itertools.chain.from_iterable(batches)
+    return _tallies(transfers, parts, crcs)
 
-    def run(file: File, batch: _Batch) -> list[int]:
+
+def _move_file(
+    path: Path,
+    batches: Sequence[_Batch],
+    devices: set[torch.device],
+    open_file: Callable[[Path], File],
+    move: Callable[[File, torch.Tensor, _Batch], list[int]],
+) -> list[list[int]]:
+    file, of_thread = open_file(path), threading.local()
+
+    def run(batch: _Batch) -> list[int]:
         if not hasattr(of_thread, "block"):
             of_thread.block = _block(devices)
         return move(file, of_thread.block, batch)
 
-    crcs: list[int] = []
-    parts: list[_Part] = []
-    under_way: deque[tuple[Path, File, list[_Batch], list[Future[list[int]]]]] = deque()
-    # Threads let the disk work on the next batches while one is copied and checksummed.
-    pool = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
-
-    def finish_first() -> None:
-        path, file, batches, futures = under_way[0]
-        with _naming(path):
-            for batch, future in zip(batches, futures, strict=True):
-                crcs.extend(future.result())
-                parts.extend(batch)
-                progress(sum(part.nbytes for part in batch))
-            file.finish()
-        under_way.popleft()
-
+    # The disk works on the next batches while one is copied and checksummed.
+    pool: ThreadPoolExecutor = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
     try:
-        for name, own in by_file.items():
-            with _naming(folder / name):
-                file = open_file(folder / name)
-            batches = [batch for region in _regions(own) for batch in _cut(region)]
-            futures = [pool.submit(run, file, batch) for batch in batches]
-            under_way.append((folder / name, file, batches, futures))
-            # The batches of the next file wait in the pool, so that the disk does not fall idle at
-            # the end of a file.
-            if len(under_way) > 1:
-                finish_first()
-        while under_way:
-            finish_first()
+        found = [*pool.map(run, batches)]
+        file.finish()
+        return found
     finally:
-        pool.shutdown(cancel_futures=True)
-        for _, file, _, _ in under_way:
-            file.close()
-    return _tallies(transfers, parts, crcs)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{path}: {error}") from error
+        pool.shutdown()
+        file.close()
 
 
 def _tallies(

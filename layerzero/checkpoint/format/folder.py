@@ -106,11 +106,6 @@ def prune(root: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Unfinished folders that killed runs left under `root`; the next save there removes them."""
-    return sorted(path for path in root.glob(".*") if is_unfinished(path))
-
-
 def is_unfinished(path: Path) -> bool:
     """Whether it has the name of a folder that is being written, replaced or removed."""
     return path.name.startswith((_WRITING, _REPLACED, _REMOVED))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +20,11 @@ import torch
 
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 
-_DTYPE_NAME = re.compile("[A-Z][A-Z0-9_]{1,20}")
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 64
 """Alignment of the first tensor, so that readers that mmap the file can use tensors in place."""
 _MAX_HEADER_NBYTES = 100_000_000
 """The library's limit; a longer header counts as damage."""
-
-
-class UnknownDtype(ValueError):
-    """A header is well-formed, but a tensor has a dtype that is not in `DTYPES`."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,8 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
     """The tensors of a file, in order of offset.
 
     Raises:
-        ValueError: the header is damaged, or does not fit the size of the file.
-        UnknownDtype: a tensor has a dtype that is not in `DTYPES`: damage, or a later format.
+        ValueError: the header is damaged, does not fit the size of the file, or names a dtype that
+            is not in `DTYPES`.
     """
     try:
         header = json.loads(head[_LENGTH_NBYTES:])
@@ -108,7 +102,12 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
         for name, described in header.items():
             begin, stop = (_count(offset) for offset in described["data_offsets"])
             shape = tuple(_count(size) for size in described["shape"])
-            entry = TensorEntry(_dtype(described["dtype"], name), shape, len(head) + begin)
+            if described["dtype"] not in DTYPES:
+                raise ValueError(
+                    f"{name} has the unsupported dtype {described['dtype']}; supported are "
+                    f"{', '.join(DTYPES)}"
+                )
+            entry = TensorEntry(DTYPES[described["dtype"]], shape, len(head) + begin)
             entries[name] = (entry, len(head) + stop)
         ordered = sorted(entries.items(), key=lambda item: (item[1][0].begin, item[1][1]))
         end = len(head)
@@ -119,23 +118,11 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
                     f"{stop}, after a tensor that ends at {end}"
                 )
             end = stop
-    except UnknownDtype:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is damaged: {error!r}") from error
+        raise ValueError(f"its header cannot be read: {error!r}") from error
     if end != file_nbytes:
         raise ValueError(f"its header describes {end} bytes, the file has {file_nbytes}")
     return {name: entry for name, (entry, _) in ordered}
-
-
-def _dtype(name: str, tensor: str) -> torch.dtype:
-    if name not in DTYPES and _DTYPE_NAME.fullmatch(name):
-        raise UnknownDtype(
-            f"{tensor} has the unsupported dtype {name}; supported are "
-            + ", ".join(DTYPES)
-            + ". Write the file again with one of them"
-        )
-    return DTYPES[name]
 
 
 def metadata_of(head: bytes) -> dict[str, str]:
