@@ -6,7 +6,7 @@ never gathers more bytes, and never prefetches less. Pure Python, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,8 +30,6 @@ class MemoryChoice:
     forward_prefetch: int
     """Number of units that forward gathers ahead."""
     backward_prefetch: BackwardPrefetch | None
-    saved_bytes: int
-    """Bytes of full buffers that a step gathers less than one that keeps nothing full."""
 
     def __str__(self) -> str:
         names = [name or "the root unit" for name in self.kept]
@@ -41,18 +39,18 @@ class MemoryChoice:
             f"memory_budget: of {self.budget_bytes:,} bytes a step holds at most "
             f"{self.bound_bytes:,} (with nothing full {self.least_bytes:,}, with everything "
             f"{self.most_bytes:,}). Units that stay full between forward and backward: {len(names)}"
-            f"{listed}, which saves gathers of {self.saved_bytes:,} bytes in each step; units "
-            f"gathered ahead: {self.forward_prefetch} in forward, {ahead} in backward"
+            f"{listed}; units gathered ahead: {self.forward_prefetch} in forward, "
+            f"{ahead} in backward"
         )
 
 
 class Settings(NamedTuple):
     """What a budget decides."""
 
+    prefetches: bool = False
+    """Whether a unit is gathered ahead, in forward and in backward."""
     kept: frozenset[int] = frozenset()
     """Indices of the units that stay full between forward and backward."""
-    forward_depth: int = 0
-    prefetches_in_backward: bool = False
 
 
 class Learned(NamedTuple):
@@ -60,25 +58,20 @@ class Learned(NamedTuple):
 
     outside: int
     """Bytes before the first gather of a step and after its last reduction or free."""
-    inside: Mapping[frozenset[int], int]
-    """Bytes in between, by the units that were full."""
-    ahead: int
-    """Bytes of the largest unit that may be gathered before its use."""
+    inside: int
+    """Bytes in between."""
     sizes: tuple[int, ...]
-    """Bytes of each unit's full buffers."""
+    """Bytes of each unit's full buffers; the root's come first."""
     saved: tuple[int, ...]
     """Gathers of each unit in a step that keeping it full would save; 0: it must not be kept."""
 
     def bound(self, settings: Settings) -> int:
         """The most bytes that such a step with other settings can hold: all that is kept, and the
         largest unit ahead, may be full at any time between the first gather and the last free."""
-        is_ahead = settings.forward_depth or settings.prefetches_in_backward
-        ahead = self.ahead if is_ahead else 0
-        inside = (
-            peak + ahead + sum(self.sizes[unit] for unit in settings.kept - full)
-            for full, peak in self.inside.items()
-        )
-        return max(self.outside, *inside)
+        # The root comes first in each pass, so never ahead.
+        ahead = max(self.sizes[1:], default=0) if settings.prefetches else 0
+        inside = self.inside + ahead + sum(self.sizes[unit] for unit in settings.kept)
+        return max(self.outside, inside)
 
     def ladder(self) -> Iterator[Settings]:
         """Settings, each of which holds more bytes than the one before and sends fewer.
@@ -86,9 +79,7 @@ class Learned(NamedTuple):
         Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most
         gathers for each byte that it holds; of equal units the last in the model.
         """
-        settings = Settings(prefetches_in_backward=True)
-        yield settings
-        settings = settings._replace(forward_depth=1)
+        settings = Settings(prefetches=True)
         yield settings
         rungs = [(n, unit) for unit, n in enumerate(self.saved) if n and self.sizes[unit]]
         for _, unit in sorted(rungs, reverse=True):

@@ -212,11 +212,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)
         return tuple(p for part in inner if isinstance(part, torch.Tensor) for p in _parts(part))
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    return ()
+    return (tensor,) if tensor.layout is torch.strided else ()
 
 
 def sums(counted: Iterable[tuple[Counted, int]]) -> dict[str, int]:

@@ -21,8 +21,7 @@ from layerzero.config import MixedPrecision, parse_nbytes, size_text
 from layerzero.memory_plan.plan import plan_memory
 
 _PROGRAM = "python -m layerzero.plan"
-_DEFAULT_LENGTH = 2048
-_NAMES_OF_LENGTH = ("max_target_positions", "max_position_embeddings", "n_positions")
+_RANKS_OF_A_NODE = 8
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -30,12 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        print(f"{_PROGRAM}: {error}", file=sys.stderr)
-        return 2
-    except (AttributeError, LookupError, AssertionError) as error:
-        # Raised by the model, which may be anybody's: by its config, or with this batch.
-        print(f"{_PROGRAM}: --model {options.model}: {error!r}", file=sys.stderr)
+    except Exception as error:  # The model may be anybody's.
+        text = str(error).partition("\n")[0]
+        print(
+            f"{_PROGRAM}: --model {options.model}: {type(error).__name__}: {text}", file=sys.stderr
+        )
         return 2
     return 0
 
@@ -46,24 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--model",
         required=True,
-        help="a transformers config (a folder, a config.json or a name), or package.module:callable"
-        " that returns (module, batch)",
+        help="a transformers config (a folder, a config.json or a name) of a text model, or "
+        "package.module:callable that returns (module, batch)",
     )
     add("--ranks", required=True, type=_numbers, help="numbers of ranks, such as 8,64,1024")
-    add("--ranks-per-node", type=int, default=8)
     add("--zero3-size", type=int, help="plan this size instead of recommending one")
     add("--memory", help="memory of one device; default: that of the device here, else 80GB")
     add("--device", help="device type to plan for, here or not; default: the accelerator, else cpu")
     add("--batch-size", type=int, default=1, help="sequences on a rank, for a transformers config")
-    add(
-        "--length",
-        type=int,
-        help="tokens of a sequence, for a transformers config; default: 2048, or as many as the"
-        " model has positions for",
-    )
+    add("--length", type=int, default=2048, help="tokens of a sequence, for a transformers config")
     add("--param-dtype", choices=_DTYPES, default="bfloat16")
-    add("--optimizer", default="adamw", help="adamw, sgd, or bytes of state for each element")
-    add("--units", help="module classes to wrap, such as Block,Head; default: those in ModuleLists")
     return parser
 
 
@@ -76,15 +66,17 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(options: argparse.Namespace) -> None:
-    module, batch = _load(options)
+    load = _imported if ":" in options.model else _pretrained
+    module, batch = load(options)
     memory = _memory(options)
-    dtype = getattr(torch, options.param_dtype)
+    # The members of ModuleLists are units.
+    lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
+    units = {type(member) for inner in lists for member in inner}
     arguments: dict[str, Any] = {
         "batch": batch,
         "device": options.device,
-        "auto_wrap_policy": _units(module, options.units),
-        "mixed_precision": MixedPrecision(param_dtype=dtype),
-        "optimizer": _optimizer(options.optimizer),
+        "auto_wrap_policy": {cls for cls in units if cls.forward is not nn.Module.forward} or None,
+        "mixed_precision": MixedPrecision(param_dtype=getattr(torch, options.param_dtype)),
     }
     chosen = []
     for num_ranks in options.ranks:
@@ -108,111 +100,38 @@ def _sizes(num_ranks: int, options: argparse.Namespace) -> list[int]:
     """The sizes of which the smallest that fits is recommended, from that of a node on."""
     if options.zero3_size is not None:
         return [options.zero3_size]
-    first = options.ranks_per_node if num_ranks > options.ranks_per_node else 1
+    first = _RANKS_OF_A_NODE if num_ranks > _RANKS_OF_A_NODE else 1
     doubled = [first << times for times in range(num_ranks.bit_length())]
     return [*(size for size in doubled if size < num_ranks and num_ranks % size == 0), num_ranks]
 
 
-def _load(options: argparse.Namespace) -> tuple[nn.Module, Any]:
-    if ":" in options.model:
-        return _imported(options.model)
-    try:
-        module = _pretrained(options.model)
-        batch = _batch_of(module, options.batch_size, options.length)
-    except ImportError:
-        raise ValueError(
-            f"--model {options.model}: a transformers config needs transformers; or pass "
-            "package.module:callable"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {options.model}: no config that transformers can make a model and a batch "
-            f"of, nor package.module:callable: {str(error).splitlines()[0]}"
-        ) from None
-    numbers = sum(parameter.numel() for parameter in module.parameters())
-    shapes = (f"{name} {[*value.shape]}" for name, value in batch.items() if name != "use_cache")
-    print(f"{type(module).__name__}, {numbers / 1e6:,.1f} M parameters; {', '.join(shapes)}\n")
-    return module, batch
-
-
-def _pretrained(path: str) -> nn.Module:
-    """The model of a transformers config (a folder, a config.json or a name) on the meta device,
-    for training: of the first class in the config's `architectures`."""
+def _pretrained(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a transformers config on the meta device, of the first class in the config's
+    `architectures`; and a batch of text, with labels where its forward takes some."""
     transformers = importlib.import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(path)
-    name, *_ = config.architectures or [None]
-    if not hasattr(transformers, str(name)):
-        raise ValueError(
-            f"its class (architectures) is {name}, which transformers "
-            f"{transformers.__version__} does not have"
-        )
+    config = transformers.AutoConfig.from_pretrained(options.model)
+    (name, *_) = config.architectures or [None]
     with torch.device("meta"):
-        model: nn.Module = getattr(transformers, name)(config)
-    return model.train()
+        model: Any = getattr(transformers, str(name))(config).train()
+        tokens = torch.empty((options.batch_size, options.length), dtype=torch.int64)
+    takes = inspect.signature(model.forward).parameters
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    batch = {name: value for name, value in batch.items() if name in takes}
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{name}, {numel / 1e6:,.1f} M parameters; {', '.join(batch)}: {[*tokens.shape]}\n")
+    return model, batch
 
 
-def _batch_of(model: Any, batch_size: int, length: int | None) -> dict[str, Any]:
-    """Keyword arguments of a training step on text, on the meta device; with labels where the
-    forward takes some.
-
-    Args:
-        length: tokens of a sequence; None: 2048, or as many as the model has positions for.
-    """
-
-    def integers(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=torch.int64, device="meta")
-
-    config, takes = model.config, inspect.signature(model.forward).parameters
-    if model.main_input_name != "input_ids":
-        raise ValueError(
-            f"no batch is known for {type(model).__name__}, which takes "
-            f"{model.main_input_name!r}; pass package.module:callable that returns (module, batch)"
-        )
-    if length is None:
-        text = config.get_text_config()
-        known = (getattr(text, name, None) for name in _NAMES_OF_LENGTH)
-        length = min([_DEFAULT_LENGTH, *filter(None, known)])
-    batch: dict[str, Any] = {"input_ids": integers(batch_size, length)}
-    if "labels" in takes:
-        is_of_sequences = type(model).__name__.endswith("SequenceClassification")
-        batch["labels"] = integers(*(batch_size,) if is_of_sequences else (batch_size, length))
-    elif config.is_encoder_decoder:
-        batch["decoder_input_ids"] = batch["input_ids"]
-    if "use_cache" in takes:
-        batch["use_cache"] = False
-    return batch
-
-
-def _imported(path: str) -> tuple[nn.Module, Any]:
-    name, _, attribute = path.partition(":")
+def _imported(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    name, _, attribute = options.model.partition(":")
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {path}: {error}") from None
     finally:
         sys.path.remove("")
     with torch.device("meta"):
-        made = make()
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        return made
-    raise ValueError(
-        f"--model {path}: expected a callable that returns (module, batch), got "
-        f"{type(made).__name__} from it"
-    )
-
-
-def _units(module: nn.Module, names: str | None) -> set[type[nn.Module]] | None:
-    classes = {type(inner).__name__: type(inner) for inner in module.modules()}
-    if names is None:
-        lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
-        found = {type(member) for inner in lists for member in inner}
-        return {cls for cls in found if cls.forward is not nn.Module.forward} or None
-    wanted = names.split(",")
-    for name in wanted:
-        if name not in classes:
-            raise ValueError(f"--units: no module is a {name!r}; there are {', '.join(classes)}")
-    return {classes[name] for name in wanted}
+        module, batch = make()
+    return module, batch
 
 
 def _memory(options: argparse.Namespace) -> int:
@@ -222,10 +141,3 @@ def _memory(options: argparse.Namespace) -> int:
     if here is not None and options.device in (None, here.type):
         return int(torch.get_device_module(here).get_device_properties(here).total_memory)
     return 80 * 10**9
-
-
-def _optimizer(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text

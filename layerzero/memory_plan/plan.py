@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from layerzero.config import size_text
-from layerzero.flat.flat_param import FlatParam
-from layerzero.memory_plan.arguments import PlanRequest, check_request, prepare, with_all_experts
-from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank, Usage
+from layerzero.memory_plan.arguments import planned_rank, prepare
+from layerzero.memory_plan.steps import Batch, Optimizer, PlannedRank
 from layerzero.notices import columns
-from layerzero.zero3 import KEYWORDS
 
 KINDS = (
     *("shards", "compute shards", "gradients", "optimizer state", "full buffers"),
@@ -27,7 +25,7 @@ _ALWAYS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that the fullest rank holds. `print` shows it as a table."""
+    """Bytes that a rank holds. `print` shows it as a table."""
 
     resting_bytes: int
     """All that stays between steps: shards, optimizer state, module buffers."""
@@ -44,8 +42,8 @@ class MemoryPlan:
     world_size: int
     zero3_size: int
     device: torch.device
-    rank: int = field(default=0)
-    """The fullest rank, for which the figures are."""
+    rank: int
+    """The rank for which the figures are; none holds more shards."""
 
     def __str__(self) -> str:
         rows = [("", "at rest", "at the peak")]
@@ -58,8 +56,8 @@ class MemoryPlan:
         where = f" of {self.peak_unit}" if self.peak_unit else ""
         return "\n".join(
             [
-                f"bytes of rank {self.rank}, the fullest of {self.world_size} on "
-                f"{self.device.type}, in shard groups of {self.zero3_size}",
+                f"bytes of rank {self.rank} of {self.world_size} on {self.device.type}, in shard "
+                f"groups of {self.zero3_size}",
                 *lines,
                 f"peak: {self.peak_moment}{where}; padding of the shards: "
                 f"{size_text(self.padding_bytes)}",
@@ -95,95 +93,34 @@ def plan_memory(
         optimizer: "adamw" (torch's), "sgd" (without momentum), or bytes of state for each element.
         arguments: the other arguments of `ZeRO3`, by name. `device=None` is the accelerator if
             there is one, else the CPU, with what reductions on gloo hold; it may be one that is not
-            here. Where `auto_wrap_policy` returns a `process_group` (experts), that may be the
-            global ranks that have the same experts.
+            here.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `ZeRO3`; or `batch` or `optimizer` is none of these;
-            or the forward depends on values.
-        NotImplementedError: the memory of an argument or a module cannot be planned yet.
+            or, in torch's words, the forward depends on values.
+        NotImplementedError: the memory of an argument or a module cannot be planned.
     """
-    given, unknown = _named(module, arguments)
-    request = check_request(given, unknown, world_size)
-    checked, planned = _batch(batch), _check_optimizer(optimizer)
-    prepared = prepare(request)
-    ranks = with_all_experts(prepared.plan.groups, world_size)
-    first = PlannedRank(request, prepared, min(ranks), planned)
-    usages = {
-        rank: (
-            first if rank == min(ranks) else PlannedRank(request, prepare(request), rank, planned)
-        ).run(checked)
-        for rank in _fullest_ranks(first.model.handles, ranks)
-    }
-    return _fullest(usages, request)
-
-
-def _fullest_ranks(handles: Iterable[FlatParam], candidates: Collection[int]) -> list[int]:
-    """The rank with the most elements, and the one with the largest piece of a parameter: all have
-    equal shards, but not equal parts of parameters.
-
-    Optimizer state has the size of the pieces; temporaries of `optimizer.step()` that of one piece.
-
-    Args:
-        candidates: the ranks to choose from; rising.
-    """
-    totals: dict[int, int] = {}
-    largest: dict[int, int] = {}
-    for handle in handles:
-        itemsize, holders = handle.main_shard.itemsize, handle.placement.holders()
-        for shard, numel in _pieces(handle):
-            rank = next((each for each in holders[shard] if each in candidates), None)
-            if rank is not None:
-                totals[rank] = totals.get(rank, 0) + numel * itemsize
-                largest[rank] = max(largest.get(rank, 0), numel * itemsize)
-    if not totals:
-        return [min(candidates)]
-    found = {max(of, key=lambda rank: (of[rank], -rank)) for of in (totals, largest)}
-    return sorted(found)
-
-
-def _pieces(handle: FlatParam) -> Iterator[tuple[int, int]]:
-    """(main shard, elements in it) of each trainable parameter."""
-    layout = handle.layout
-    for index in handle.gradients.layout.trainable:
-        start, numel = layout.starts[index], layout.numels[index]
-        if numel:
-            last = (start + numel - 1) // layout.shard_numel
-            for shard in range(start // layout.shard_numel, last + 1):
-                begin, end = layout.owned_range(index, shard)
-                yield shard, end - begin
-
-
-def _fullest(usages: Mapping[int, Usage], request: PlanRequest) -> MemoryPlan:
-    rank = max(usages, key=lambda rank: sum(usages[rank].peak.values()))
-    usage = usages[rank]
-    resting = max(sum(each.resting.values()) for each in usages.values())
+    checked = _batch(batch)
+    prepared = prepare(module, world_size, arguments)
+    rank = planned_rank(prepared)
+    usage = PlannedRank(prepared, rank, optimizer).run(checked)
     present = [
         kind
         for index, kind in enumerate(KINDS)
         if index < _ALWAYS or usage.resting.get(kind) or usage.peak.get(kind)
     ]
     return MemoryPlan(
-        resting_bytes=resting,
+        resting_bytes=sum(usage.resting.values()),
         peak_bytes=sum(usage.peak.values()),
         by_kind={kind: (usage.resting.get(kind, 0), usage.peak.get(kind, 0)) for kind in present},
         peak_unit=usage.moment[0],
         peak_moment=usage.moment[1],
         padding_bytes=usage.padding,
-        world_size=request.world_size,
-        zero3_size=request.given["zero3_size"] or request.world_size,
-        device=request.device,
+        world_size=world_size,
+        zero3_size=prepared.arguments.zero3_size or world_size,
+        device=prepared.device,
         rank=rank,
     )
-
-
-def _named(
-    module: nn.Module, arguments: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All arguments of `ZeRO3` by name, with its defaults; and those that it does not have."""
-    unknown = {name: value for name, value in arguments.items() if name not in KEYWORDS}
-    known = {name: value for name, value in arguments.items() if name in KEYWORDS}
-    return {**KEYWORDS, **known, "module": module, "process_group": None}, unknown
 
 
 def _batch(batch: Any) -> Batch:
@@ -198,17 +135,3 @@ def _batch(batch: Any) -> Batch:
         "batch: expected (args, kwargs) of a forward, a tuple and a dict; or a tensor; or a dict "
         f"of keyword arguments, got {type(batch).__name__}"
     )
-
-
-def _check_optimizer(optimizer: object) -> Optimizer:
-    if isinstance(optimizer, str) and optimizer in ("adamw", "sgd"):
-        return optimizer
-    is_number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-    if not (is_number or isinstance(optimizer, str)):
-        raise TypeError(f"optimizer: expected 'adamw', 'sgd' or a number, got {optimizer!r}")
-    if isinstance(optimizer, str) or not 0 <= optimizer < float("inf"):  # type: ignore[operator]
-        raise ValueError(
-            "optimizer: expected 'adamw', 'sgd' or bytes of state for each element, at least 0, "
-            f"got {optimizer!r}"
-        )
-    return optimizer  # type: ignore[return-value]

@@ -7,22 +7,17 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.memory_budget.storages import StorageCount, sums
-from layerzero.memory_plan.arguments import PlanRequest, Prepared, topology_of
+from layerzero.memory_plan.arguments import Prepared, topology_of
 from layerzero.memory_plan.engine import ROOT, PlannedModel
 from layerzero.step.tensors import find_tensors
 
@@ -48,32 +43,26 @@ class Usage(NamedTuple):
 class PlannedRank:
     """One rank of a planned world: its model, and the count of what it holds."""
 
-    def __init__(
-        self, request: PlanRequest, prepared: Prepared, rank: int, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, prepared: Prepared, rank: int, optimizer: Optimizer) -> None:
         self._count = StorageCount()
         self._optimizer = optimizer
-        self._on_accelerator = request.on_accelerator
+        self._on_accelerator = prepared.on_accelerator
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self._hollow(), self._count.of_kind("other"):
-            topology = topology_of(request, prepared, rank)
-            self.model = PlannedModel(prepared, topology, self._count)
+            self.model = PlannedModel(prepared, topology_of(prepared, rank), self._count)
             self._mark_engine()
 
     def run(self, batch: Batch) -> Usage:
         """Run a first step, then the one that is planned.
 
         Raises:
-            ValueError: the model reads values, no output requires grad, or the batch enters not all
-                optional modules.
+            ValueError: a bad optimizer; no parameter or no output requires grad.
+            RuntimeError: the forward depends on values of tensors.
         """
         with self._hollow():
             args, kwargs = _allocated(batch)
             optimizer = self._make_optimizer()
             self._step(optimizer, args, kwargs)
-            self.model.refuse_skipped()
-            while self.model.learns:
-                self._step(optimizer, args, kwargs)
             gc.collect(_YOUNG)
             self._count.restart()
             self._step(optimizer, args, kwargs)
@@ -84,29 +73,30 @@ class PlannedRank:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         parameters = [each for each in self.model.parameters() if each.requires_grad]
-        if not parameters:
-            raise ValueError(
-                "plan_memory: no parameter requires grad; the plan is of a training step"
-            )
         # Elsewhere torch chooses its multi-tensor implementation, which has larger temporaries.
         foreach = True if self._on_accelerator else None
         if self._optimizer == "adamw":
             return torch.optim.AdamW(parameters, foreach=foreach)
         if self._optimizer == "sgd":
             return torch.optim.SGD(parameters, foreach=foreach)
-        return _StateOnly(parameters, float(self._optimizer))
+        if isinstance(self._optimizer, (int, float)) and self._optimizer >= 0:
+            return _StateOnly(parameters, self._optimizer)
+        raise ValueError(
+            "optimizer: expected 'adamw', 'sgd' or bytes of state for each element, at least 0, "
+            f"got {self._optimizer!r}"
+        )
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
         count, model = self._count, self.model
         count.now_at(ROOT, "forward")
-        with _values_are_refused(), _one_sequence_a_row(kwargs):
+        with _one_sequence_a_row(kwargs):
             output = model(*args, **kwargs)
-            for handle in model.handles:
-                if handle.post_forward_shard is not None:
-                    count.mark([handle.post_forward_shard], "compute shards")
-            loss = _scalar_of(output)
-            loss.backward()
+        for handle in model.handles:
+            if handle.post_forward_shard is not None:
+                count.mark([handle.post_forward_shard], "compute shards")
+        loss = _scalar_of(output)
+        loss.backward()
         parameters = list(model.parameters())
         count.mark((each.grad for each in parameters if each.grad is not None), "gradients")
         count.now_at("", "optimizer step")
@@ -122,7 +112,7 @@ class PlannedRank:
         """Tensors made inside have no memory; whatever the caller has switched on is off."""
         with (
             warnings.catch_warnings(),
-            _made_on_the_cpu(),
+            torch.device("cpu"),
             torch.inference_mode(False),
             torch.enable_grad(),
             self._mode,
@@ -149,12 +139,6 @@ class PlannedRank:
             - sum(handle.layout.numels) * handle.main_shard.itemsize // handle.layout.group_size
             for handle in self.model.handles
         )
-
-
-def _made_on_the_cpu() -> AbstractContextManager[object]:
-    """Where tensors are made by default; costs time only if somebody has chosen otherwise."""
-    here = torch.get_default_device()
-    return nullcontext() if here.type == "cpu" else torch.device("cpu")
 
 
 class _StateOnly(torch.optim.Optimizer):
@@ -187,21 +171,6 @@ def _scalar_of(output: Any) -> torch.Tensor:
             "is of a training step"
         )
     return functools.reduce(torch.add, (part.sum() for part in parts.values()))
-
-
-@contextmanager
-def _values_are_refused() -> Iterator[None]:
-    try:
-        yield
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    ) as error:
-        raise ValueError(
-            f"plan_memory: the module's forward depends on values of tensors ({error}), and a plan "
-            "has none; plan it with that part left out or replaced by fixed shapes"
-        ) from error
 
 
 @contextmanager

@@ -2,22 +2,19 @@
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import nn
 
-import layerzero.comm.collectives as collectives
-import layerzero.comm.gloo.messages as messages
 import layerzero.comm.gloo.threads as threads
-import layerzero.comm.pending as pending
 from layerzero import ZeRO3
+from layerzero.memory_budget.learner import LateStream
 from layerzero.memory_budget.storages import CountingMode, StorageCount
+from tests.harness.internals import root_state
 from tests.harness.models import tensors_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -38,20 +35,15 @@ def measure(
     optimizer: str,
     arguments: dict[str, Any],
     steps: int = 10,
-    in_order: bool = False,
 ) -> Measured:
     """The most that lives in any step after a first one. Collective.
 
     How late a thread of gloo frees what a reduction held depends on the machine, and so does the
     peak: a plan has the highest. So `steps` run as they come, and then two in which a reduction
-    is finished only once something waits for it or for what came after it. `resting` is without
-    the batch.
-
-    A thread that does not run although the data of its reduction is there, as on a machine with
-    too few cores, is in no plan: `in_order`, who waits for a later gather waits for it, too.
+    is finished only once something waits for it. `resting` is without the batch.
     """
-    count, pace = StorageCount(), _Pace(keeps_up=in_order)
-    with count.watching(), _threads_counted(count), _threads_paced(pace):
+    count = StorageCount()
+    with count.watching(), _threads_counted(count):
         model = ZeRO3(make(), **arguments)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
@@ -60,7 +52,9 @@ def measure(
         count.restart()
         for _ in range(steps):
             _step(model, stepper, args, kwargs)
-        pace.keeps_up = pace.is_late = True
+        streams = root_state(model).streams
+        if isinstance(streams.reduce, threads.FinishingStream):
+            streams.reduce = LateStream()
         for _ in range(2):
             _step(model, stepper, args, kwargs)
         del args, kwargs
@@ -94,75 +88,3 @@ def _threads_counted(count: StorageCount) -> Iterator[None]:
         yield
     finally:
         threads._run_all = run_all
-
-
-class _Pace:
-    """When threads finish reductions; usually as soon as they can."""
-
-    def __init__(self, keeps_up: bool) -> None:
-        self.keeps_up = keeps_up
-        """A collective's wait ends when the reductions queued before it are finished as well.
-        Their data came first: that of one pair of ranks arrives in order."""
-        self.is_late = False
-        """None is finished before something waits for it."""
-
-
-_LATEST = 0.4
-"""Seconds after which a late one is finished all the same: other ranks may wait for its messages,
-which nothing on this rank does."""
-
-
-@contextlib.contextmanager
-def _threads_paced(pace: _Pace) -> Iterator[None]:
-    last: list[threads.OnThread | None] = [None]
-
-    class OnThread(threads.OnThread):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._before = last[0] if pace.is_late else None
-            self._is_awaited = threading.Event()
-
-        def run(self) -> None:
-            if pace.is_late:
-                self._is_awaited.wait(_LATEST)
-            super().run()
-
-        def wait_until_idle(self) -> None:
-            self.hurry()
-            super().wait_until_idle()
-
-        def hurry(self) -> None:
-            item: Any = self
-            while item is not None and not item._is_awaited.is_set():
-                item._is_awaited.set()
-                before, item._before = item._before, None
-                item = before
-
-    class Stream(threads.FinishingStream):
-        def _enqueue(self, work: Callable[[], Any]) -> Any:
-            last[0] = item = super()._enqueue(work)
-            return item
-
-    def paced(kind: Any) -> Any:
-        class Paced(kind):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self._before = last[0] if pace.keeps_up else None
-
-            def wait(self) -> None:
-                before = self._before
-                if before is not None:
-                    before.hurry()
-                super().wait()
-                if before is not None and threading.current_thread() is not before._thread:
-                    before._has_run.wait()
-
-        return Paced
-
-    with (
-        mock.patch.object(threads, "FinishingStream", Stream),
-        mock.patch.object(threads, "OnThread", OnThread),
-        mock.patch.object(collectives, "Pending", paced(pending.Pending)),
-        mock.patch.object(messages, "Messages", paced(messages.Messages)),
-    ):
-        yield

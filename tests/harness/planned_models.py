@@ -14,26 +14,24 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 class Block(nn.Module):
     """Residual MLP."""
 
-    def __init__(self, width: int, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.dropout(torch.tanh(self.up(x)), self.dropout) if self.dropout else self.up(x)
-        return x + self.down(torch.tanh(hidden))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Tower(nn.Module):
     """Blocks between a stem and a head that stay with the root."""
 
     def __init__(
-        self, width: int = 96, hidden: int = 192, depth: int = 4, recompute: bool = False, **of: Any
+        self, width: int = 96, hidden: int = 192, depth: int = 4, recompute: bool = False
     ) -> None:
         super().__init__()
         self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width, hidden, **of) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(depth))
         self.head = nn.Linear(width, 7, bias=False)
         self.recompute = recompute
 
@@ -80,34 +78,6 @@ class Gpt(nn.Module):
             x = block(x)
         logits = self.head(x)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
-class Convolutions(nn.Module):
-    def __init__(self, norm: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 32, 3, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), norm(), nn.ReLU()) for _ in range(3)
-        )
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x.mean((2, 3)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.GRU(48, 48, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(48, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, _ = block(x)
-        return self.head(x)
 
 
 class Adapted(nn.Module):
@@ -173,32 +143,6 @@ class Words(nn.Module):
         return self.block(self.words(tokens))
 
 
-class Encoder(nn.Module):
-    """torch's own transformer layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.ConvTranspose1d(24, 24, 5, padding=2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = F.silu(block(x))
-        return x
-
-
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     units: set[type[nn.Module]] | None
@@ -212,10 +156,6 @@ def _rows(rows: int, width: int = 96) -> Callable[[], Batch]:
 
 def _tokens(rows: int, length: int, words: int = 301) -> Callable[[], Batch]:
     return lambda: ((torch.randint(0, words, (rows, length)),), {})
-
-
-def _pictures() -> Batch:
-    return (torch.randn(4, 3, 16, 16),), {}
 
 
 def _llama() -> nn.Module:
@@ -247,17 +187,9 @@ CASES: dict[str, Case] = {
     "root alone": Case(Tower, None, _rows(8)),
     "nested units": Case(Tower, {Block, nn.Linear}, _rows(8)),
     "recomputed": Case(lambda: Tower(recompute=True), {Block}, _rows(512)),
-    "dropout": Case(lambda: Tower(dropout=0.2), {Block}, _rows(256)),
     "gpt": Case(Gpt, {Attention}, _tokens(2, 33)),
     "long gpt": Case(Gpt, {Attention}, _tokens(4, 128)),
     "tied gpt": Case(lambda: Gpt(tied=True), {Attention}, _tokens(2, 33)),
-    "group norm": Case(
-        lambda: Convolutions(lambda: nn.GroupNorm(4, 32)), {nn.Sequential}, _pictures
-    ),
-    "batch norm": Case(
-        lambda: Convolutions(lambda: nn.BatchNorm2d(32)), {nn.Sequential}, _pictures, True
-    ),
-    "recurrent": Case(Recurrent, {nn.GRU}, lambda: ((torch.randn(4, 12, 48),), {})),
     "adapted": Case(Adapted, {Block}, _rows(16)),
     "repeated": Case(Repeated, {Block}, _rows(64)),
     "structured": Case(
@@ -268,7 +200,5 @@ CASES: dict[str, Case] = {
     ),
     "mixed dtypes": Case(MixedDtypes, {Block}, _rows(16), True),
     "words": Case(Words, {Block}, _tokens(8, 16, 2000)),
-    "encoder": Case(Encoder, {nn.TransformerEncoderLayer}, lambda: ((torch.randn(4, 24, 64),), {})),
-    "transposed": Case(Transposed, {nn.ConvTranspose1d}, lambda: ((torch.randn(4, 24, 64),), {})),
     "llama": Case(_llama, None, _llama_batch),
 }
