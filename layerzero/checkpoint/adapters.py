@@ -6,45 +6,35 @@ A change to one of these names affects every adapter; everything else in `checkp
 
 from __future__ import annotations
 
-from layerzero.checkpoint.file_io.direct_io import bytes_of
-from layerzero.checkpoint.format.file_plan import Announcement, plan_files
-from layerzero.checkpoint.format.folder import LATEST, committed_steps, sync_folder, write_durably
+from layerzero.checkpoint.format.folder import committed_steps
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.source import open_source
 from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
-from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import put_state, state_template
-from layerzero.state_dict.optimizers import keeps_whole_states, parameters_with_state
+from layerzero.state_dict.optimizers import keeps_whole_states
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
 from layerzero.state_dict.ranges import Box, Extent, boxes
 
 __all__ = [
-    "LATEST",
     "MODEL",
-    "Announcement",
     "Box",
     "Extent",
     "Names",
     "boxes",
-    "bytes_of",
     "checkpoint_group_of",
     "committed_steps",
     "decode",
-    "encode",
     "global_name",
     "keeps_whole_states",
     "named_buffers",
     "names_in_groups",
     "open_source",
-    "parameters_with_state",
-    "plan_files",
     "put_state",
     "refuse_experts",
     "root_state_of",
     "state_template",
-    "sync_folder",
     "under_global_names",
-    "write_durably",
 ]

@@ -7,7 +7,6 @@ names below, at most thirty (decision 0036); everything else is internal, which
 
 from __future__ import annotations
 
-from layerzero.build.device import check_device_type
 from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
 from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
@@ -41,7 +40,6 @@ __all__ = [
     "WrapPolicy",
     "attach",
     "broadcast_buffers",
-    "check_device_type",
     "clean_name",
     "copy_attributes",
     "engine_arguments",

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import ZeRO3, checkpoint, fully_shard, rewrap
+from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.optim import attach
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import logged as logged_by
-from tests.harness.reference import full_parameters
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -55,16 +54,6 @@ def _counts_of_adapters(folder: Path) -> None:
         ours = sharded_trainer(adapted, folder, bf16=True)
     assert any("bf16=True has no effect" in each for each in lines) == (dist.get_rank() == 0)
     assert ours.get_num_trainable_parameters() == plain.get_nb_trainable_parameters()[0]
-
-
-def _no_device_named(folder: str) -> None:
-    as_if_launched(True)
-    # As transformers sees it without use_cpu on a machine that has no accelerator.
-    args = arguments(folder)
-    state = args.distributed_state
-    state.distributed_type, state.num_processes = type(state.distributed_type)("NO"), 1
-    with pytest.raises(ValueError, match="Pass use_cpu=True"):
-        ZeRO3Trainer(build("llama"), args)
 
 
 @on_ranks(2, timeout=120)
@@ -115,10 +104,9 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
     model = build("llama")
     options = {"forward_prefetch": 2}
     one = ZeRO3Trainer(model, arguments(tmp_path), zero3=options)
-    same = ZeRO3Trainer(model, arguments(tmp_path), zero3=options)
-    assert same.sharded_model is one.sharded_model
-    with pytest.raises(ValueError, match=r"an earlier trainer sharded this LlamaForCausalLM"):
-        ZeRO3Trainer(model, arguments(tmp_path), zero3={"forward_prefetch": 3})
+    assert ZeRO3Trainer(model, arguments(tmp_path)).sharded_model is one.sharded_model
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is sharded already"):
+        ZeRO3Trainer(model, arguments(tmp_path), zero3=options)
     with logged_by("layerzero.integrations.transformers.trainer") as lines:
         ZeRO3Trainer(model, arguments(tmp_path, bf16=True))
     assert [line[:23] for line in lines] == ["bf16=True has no effect"][dist.get_rank() :]
@@ -256,12 +244,6 @@ def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
     assert not noisy.model.get_input_embeddings()._forward_hooks, "the noise is for training alone"
 
 
-def test_a_launcher_on_a_machine_without_an_accelerator_needs_use_cpu(tmp_path: Path) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("has an accelerator")
-    run_ranks(2, _no_device_named, str(tmp_path))
-
-
 @on_ranks(2, timeout=120)
 def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     as_if_launched(True)
@@ -295,11 +277,11 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     with model.summon_full_params(writeback=False):
         model.model.save_pretrained(root / "inside", is_main_process=first)
     ready = shard(build("llama"))
-    ready.save_pretrained(root / "ours", max_shard_size="10KB", safe_serialization=True)
-    with pytest.raises(NotImplementedError, match="variant"):
-        ready.save_pretrained(root / "refused", variant="fp16")
+    ready.save_pretrained(root / "ours", max_shard_size="10KB", variant="own")
+    with pytest.raises(NotImplementedError, match="distributed_checkpoint"):
+        ready.save_pretrained(root / "refused", distributed_checkpoint=True)
     dist.barrier()
-    assert len(list((root / "ours").glob("*.safetensors"))) > 1
+    assert len(list((root / "ours").glob("model.own-*.safetensors"))) > 1
     expected = dict(sorted(plain.state_dict().items()))
     assert_same_parameters(
         dict(sorted(safetensors_of(root / "given" / "model.safetensors").items())), expected
@@ -336,7 +318,7 @@ def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
     accelerator.load_state(folder / "stateful")
     assert loader.state == expected
     accelerator._dataloaders.clear()
-    with pytest.raises(ValueError, match="stateful data loaders: 1 when saved, 0 here"):
+    with pytest.raises(ValueError, match=r"zip\(\)"):
         accelerator.load_state(folder / "stateful")
     with (
         pytest.raises(NotImplementedError, match="LocalSGD needs whole weights"),
@@ -363,7 +345,7 @@ def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     assert isinstance(optimizer.optimizer, torch.optim.AdamW)
     assert attach.holds_sharded_params(optimizer.optimizer)
     assert "_layerzero_waiting" in vars(optimizer.optimizer)
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="that saved one"):
         accelerator.load_state()
     saved = []
     for _ in range(3):
@@ -386,7 +368,7 @@ def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
         accelerator.save_state()
     accelerator.project_configuration.iteration = 3
     assert Path(accelerator.save_state()).parent == root / "checkpoint_3"
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(checkpoint.CheckpointError):
         accelerator.load_state(root / "checkpoint_9")
     accelerator.save_model(model, tmp_path / "model")
     dist.barrier()
@@ -517,44 +499,3 @@ def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> 
         again = peft.PeftModel.from_pretrained(build("llama", **tied), tmp_path / name)
         if name != "computed":  # Its file has a softmax instead of logits.
             assert_bitwise(_logits(again), _logits(model), name)
-
-
-@on_ranks(2, timeout=120)
-def test_lora_plus_makes_the_groups_of_one_process() -> None:
-    peft = pytest.importorskip("peft")
-    from peft.optimizers import create_loraplus_optimizer
-
-    def adapted() -> Any:
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], bias="lora_only")
-        return peft.get_peft_model(build("llama", attention_bias=True), config)
-
-    def trained(model: Any, ranks: range) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        options = {"lr": 1e-3, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": 0.1}
-        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, **options)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shapes = {name: (p.ndim, p.shape[1:]) for name, p in model.named_parameters()}
-        groups: list[Any] = [shapes] + [
-            ([names[id(p)] for p in group["params"]], group["lr"], group["weight_decay"])
-            for group in optimizer.param_groups
-        ]
-        for step in range(5):
-            for rank in ranks:
-                generator = torch.Generator().manual_seed(9 * step + rank)
-                tokens = torch.randint(37, (2, 6), generator=generator)
-                (model(input_ids=tokens, labels=tokens).loss / len(ranks)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return groups, {name: p.detach().clone() for name, p in full_parameters(model).items()}
-
-    def by_hand(model: Any) -> Any:
-        for layer in model.base_model.model.model.layers:
-            fully_shard(layer)
-        return fully_shard(model)
-
-    groups, expected = trained(adapted(), range(2))
-    own = range(dist.get_rank(), dist.get_rank() + 1)
-    layer = type(adapted().base_model.model.model.layers[0])
-    for by in (lambda model: ZeRO3(model, auto_wrap_policy={layer}, layout="rows"), by_hand):
-        found, values = trained(by(adapted()), own)
-        assert found == groups
-        assert_same_parameters(values, expected)

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -246,22 +245,13 @@ def _weights_alone(tmp_path: Path) -> None:
 
 
 def _before_it_is_sharded(tmp_path: Path) -> None:
-    """As DDP does, which writes a file, too."""
-    for kind in ("full", "sharded"):
-        own = trainer(zero3_strategy(state_dict_type=kind))
-        own.strategy.connect(seeded())
-        own.save_checkpoint(tmp_path / f"early_{kind}.ckpt")
-        loaded = Regression.load_from_checkpoint(tmp_path / f"early_{kind}.ckpt")
-        assert_same_parameters(full(loaded), full(seeded()))
-    unmade = trainer()
-    with unmade.init_module(empty_init=True):
-        unmade.strategy.connect(Regression())
-    with pytest.raises(RuntimeError, match=r"'num_calls' is on the meta device, .* save after fit"):
-        unmade.save_checkpoint(tmp_path / "never.ckpt")
-    # Sharded by an earlier Trainer.
+    own = trainer()
+    own.strategy.connect(seeded())
+    with pytest.raises(RuntimeError, match="not sharded yet; save it after fit"):
+        own.save_checkpoint(tmp_path / "never.ckpt")
     model = seeded()
     trainer(max_epochs=1).fit(model, rows())
-    own = trainer()
+    own = trainer()  # Another one sharded it.
     own.strategy.connect(model)
     own.save_checkpoint(tmp_path / "again.ckpt")
     loaded = Regression.load_from_checkpoint(tmp_path / "again.ckpt")
@@ -270,10 +260,8 @@ def _before_it_is_sharded(tmp_path: Path) -> None:
 
 def _one_rank_fails(tmp_path: Path) -> None:
     (tmp_path / "a_file").touch()
-    (tmp_path / "a_folder").mkdir(exist_ok=True)
-    for name, text in (("a_file/x.ckpt", "FileExists"), ("a_folder", "not a checkpoint")):
-        with pytest.raises(RuntimeError, match=f"rank 0 could not write it: .*{text}"):
-            _saved(tmp_path / name)
+    with pytest.raises(RuntimeError, match=r"rank 0 could not write it: .*FileExists"):
+        _saved(tmp_path / "a_file" / "x.ckpt")
 
 
 def _a_hook_changes_what_is_saved(tmp_path: Path) -> None:
@@ -301,11 +289,7 @@ def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
     model = _resumed(path, ZeRO3Strategy())
     assert model.losses == whole.losses[NUM_BATCHES:]
     _a_callback_keeps_the_best(tmp_path)
-    # What one kind left is replaced by the other, and by itself.
-    for kind in ("sharded", "full", "sharded"):
-        _saved(path, zero3_strategy(state_dict_type=kind))
-        dist.barrier()
-        assert path.is_dir() == (kind == "sharded")
+    _saved(path, zero3_strategy(state_dict_type="sharded"))  # It replaces the former.
     steps = [each.name for each in path.iterdir() if each.is_dir()]
     assert steps == [f"step-{NUM_BATCHES:08d}"]
     _weights_alone(tmp_path)
@@ -450,20 +434,10 @@ def _decays_by_ndim_as_under_ddp() -> None:
     assert_same_parameters(full(ours), full(theirs))
 
 
-def _warns_at_the_users_line() -> None:
-    own = trainer(zero3_strategy(layout="elements"), max_epochs=1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        own.fit(seeded(_ByNdim), rows())
-    places = [each.filename for each in told if "decay_groups" in str(each.message)]
-    assert places == [__file__] * (dist.get_rank() == 0), places
-
-
 @on_ranks(RANKS)
 def test_precision_plugins_and_manual_optimization(tmp_path: Path) -> None:
     _precisions()
     _decays_by_ndim_as_under_ddp()
-    _warns_at_the_users_line()
     _goes_on(_TwoOptimizers, "full", tmp_path)
     _goes_on(_Whole, "full", tmp_path)
     _goes_on(_WholeAndRest, "sharded", tmp_path)
@@ -498,24 +472,11 @@ def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_bad_argument_is_named_with_what_to_use() -> None:
     for arguments, error, text in (
         ({"state_dict_type": "local"}, ValueError, r"expected one of \['full', 'sharded'\]"),
-        ({"reshard_after_foward": True}, TypeError, "near matches: 'reshard_after_forward'"),
-        ({"process_group": [0, 1]}, TypeError, "expected a ProcessGroup, a DeviceMesh or None"),
-        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size: expected at least 1, got"),
-        ({"data_parallel_size": "all"}, TypeError, "expected an int or 'auto', got 'all'"),
-        ({"activation_checkpointing_policy": {Block}}, TypeError, "use act_ckpt of a plan"),
-        ({"save_distributed_checkpoint": True}, TypeError, "use state_dict_type='sharded'"),
-        ({"device_mesh": (2, 2)}, TypeError, "use process_group, which accepts a mesh"),
         ({"device": "cpu"}, ValueError, "use accelerator and devices of the Trainer"),
         ({"plan": {}, "auto_wrap_policy": {Block}}, ValueError, "both given"),
         ({"plan": {}, "outer": "zero1"}, ValueError, "plan and outer are both given"),
         ({"plan": {"aply_modules": []}}, ValueError, "unknown key 'aply_modules'"),
         ({"precision_plugin": FSDPPrecision("32-true")}, ValueError, "use Trainer.precision="),
-        (
-            {"parallel_devices": [torch.device("cpu"), torch.device("cuda:0")]},
-            ValueError,
-            r"devices of one type, got \['cpu', 'cuda'\].*use accelerator='cpu' or 'cuda' for all",
-        ),
-        ({"parallel_devices": [torch.device("mps")]}, ValueError, "use accelerator='cpu'"),
     ):
         with pytest.raises(error, match=text):
             ZeRO3Strategy(**arguments)
@@ -530,17 +491,10 @@ def test_what_does_not_go_together_is_refused_before_training() -> None:
         fit(trainer(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]))
     with pytest.raises(ValueError, match="compile\\(\\) of its layers"):
         fit(trainer(), torch.compile(seeded()))
-    with pytest.raises(ValueError, match="nccl does not support the CPU"):
-        fit(trainer(zero3_strategy(process_group_backend="nccl")))
-    with pytest.raises(RuntimeError, match=r"expects rank . of 3.*has rank . of 2"):
-        fit(trainer(devices=3))
     with pytest.raises(ValueError, match="for another engine"):
         trainer(plugins=[LightningEnvironment(), DeepSpeedPrecision("32-true")])
-    strategy = zero3_strategy(state_dict_type="sharded")
-    odd = seeded()
-    odd.save_hyperparameters({"where": Path("/tmp")})
-    with pytest.raises(RuntimeError, match=r"where.*cannot be saved without pickle"):
-        fit(trainer(strategy), odd)
+    with pytest.raises(TypeError, match="did you mean reshard_after_forward"):
+        fit(trainer(zero3_strategy(reshard_after_foward=True)))
     with pytest.raises(RuntimeError, match="wrapped already"):
         wrapped = seeded()
         ZeRO3(wrapped)

@@ -33,7 +33,6 @@ from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
-    warns_on_first_rank,
 )
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
@@ -208,9 +207,6 @@ def _what_does_not_fit() -> None:
         fit(ZeRO3Strategy(tensor_parallel_size=3))
     with pytest.raises(ValueError, match=r"pass either the process group"):
         ZeRO3Strategy(process_group=dist.group.WORLD, tensor_parallel_size=2)
-    plain = trainer(strategy(), max_epochs=1)
-    with warns_on_first_rank("but no parameter is a DTensor, so 2 ranks each compute the same"):
-        plain.fit(seeded(), loader(2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _OnOwnMesh.mesh = mesh
     with pytest.raises(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.ranks import float64_by_default
@@ -13,7 +13,7 @@ from tests.harness.ranks import float64_by_default
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelSummary
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary
 from lightning.pytorch.utilities.model_summary import summarize
 
 from tests.harness.ranks import run_ranks
@@ -70,19 +70,6 @@ def _thaws(folder: str) -> list[dict[str, Tensor]]:
     return [full(each.lightning_module) for each in (fitted, again)]
 
 
-class _WithBackbone(_Net):
-    @property
-    def backbone(self) -> nn.Module:
-        return self.blocks
-
-
-def _thaws_a_backbone() -> dict[str, Tensor]:
-    model = seeded(_WithBackbone)
-    thaw = BackboneFinetuning(1, verbose=False, should_align=False)
-    trainer(max_epochs=3, callbacks=[thaw]).fit(model, rows())
-    return full(model)
-
-
 class _Kept(ModelSummary):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.kept = self._summary(trainer, pl_module)
@@ -107,14 +94,14 @@ def _counts() -> None:
 
 def _all(folder: str) -> list[dict[str, Tensor]]:
     _counts()
-    return [*_thaws(folder), _thaws_a_backbone()]
+    return _thaws(folder)
 
 
 @float64_by_default()
 def test_thawed_groups_state_and_counts_are_those_of_one_process(tmp_path: Path) -> None:
     # Not of DDP, which reduces no gradient of what was frozen when it was made.
     (tmp_path / "alone").mkdir()
-    expected = [*_thaws(str(tmp_path / "alone")), _thaws_a_backbone()]
+    expected = _thaws(str(tmp_path / "alone"))
     results = run_ranks(2, _all, str(tmp_path), timeout=120, in_float64=True)
     for own, whole in zip(results[0], expected, strict=True):
         # Batches of two ranks add up in another order.

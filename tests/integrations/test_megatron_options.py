@@ -77,15 +77,8 @@ def test_a_file_becomes_arguments_of_zero3(tmp_path: Path) -> None:
     )
     path.write_text("# nothing said\n")
     assert read_options(path) == {}
-
-
-def test_a_mapping_may_say_the_same() -> None:
-    read = read_options({"cpu_offload": True, "mixed_precision": {"param_dtype": "fp16"}})
-    assert read == {
-        "offload": OffloadPolicy(params=True),
-        "mixed_precision": MixedPrecision(param_dtype=torch.float16),
-    }
-    assert read_options({"backward_prefetch": None}) == {"backward_prefetch": None}
+    read = read_options({"cpu_offload": True, "backward_prefetch": None})
+    assert read == {"offload": OffloadPolicy(params=True), "backward_prefetch": None}
 
 
 def test_layers_are_named_by_class_or_by_pattern() -> None:

@@ -45,7 +45,6 @@ from layerzero.integrations.accelerate import prepare
 from layerzero.integrations.transformers import (
     ZeRO3Trainer,
     load_pretrained,
-    pretrained_saving,
     save_pretrained,
     shard,
 )
@@ -347,22 +346,6 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _fails_on_all_ranks(model: ZeRO3, folder: Path) -> None:
-    """The first rank alone writes; what it meets is an error everywhere, and leaves nothing."""
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        pretrained_saving.save_pretrained(model, folder / "llama" / "plain" / "config.json" / "in")
-
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    write, pretrained_saving._FolderWriter._write = pretrained_saving._FolderWriter._write, full
-    with pytest.raises(CheckpointError, match="rank 0: No space left on device"):
-        pretrained_saving.save_pretrained(model, folder / "full")
-    dist.barrier()
-    assert not list((folder / "full").iterdir())
-    pretrained_saving._FolderWriter._write = write
-
-
 @on_ranks(2, timeout=120)
 def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path) -> None:
     as_if_launched(True)
@@ -409,7 +392,8 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
-    _fails_on_all_ranks(shard(build("llama")), tmp_path)
+    with pytest.raises(CheckpointError, match="Not a directory"):  # The first rank's, on all.
+        save_pretrained(shard(build("llama")), tmp_path / "llama" / "plain" / "config.json" / "in")
     # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
     bare = build("gpt2").transformer
     if dist.get_rank() == 0:
@@ -572,7 +556,7 @@ def _refuses(folder: Path) -> None:
             ZeRO3Trainer(build("llama"), arguments(folder, **changes))
     with pytest.raises(ValueError, match="pass auto_wrap_policy"):
         ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
-    with pytest.raises(ValueError, match="the model is sharded"):
+    with pytest.raises(ValueError, match="is sharded already"):
         ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))

@@ -20,29 +20,12 @@ from lightning.pytorch.plugins import (
 )
 
 from layerzero import GradScaler, ShardingPlan
-from layerzero.checkpoint.adapters import encode
-from layerzero.integrations.engine import (
-    ZERO3_OPTIONS,
-    WrapPolicy,
-    check_device_type,
-    near_matches,
-)
+from layerzero.integrations.engine import WrapPolicy
 
 StateDictType = Literal["full", "sharded"]
-_OPTIONS = [name for name in ZERO3_OPTIONS if name not in ("auto_wrap_policy", "device", "timeout")]
 DEVICE_IS_THE_TRAINERS = (
     "ZeRO3Strategy: device cannot be chosen here; use accelerator and devices of the Trainer"
 )
-
-
-_OF_OTHER_STRATEGIES = {
-    "activation_checkpointing": "use act_ckpt of a plan",
-    "activation_checkpointing_policy": "use act_ckpt of a plan",
-    "save_distributed_checkpoint": "use state_dict_type='sharded'",
-    "device_mesh": "use process_group, which accepts a mesh, or tensor_parallel_size",
-    "find_unused_parameters": "leave it out: unused parameters need no setting",
-    "static_graph": "leave it out",
-}
 
 
 def check_arguments(
@@ -59,25 +42,8 @@ def check_arguments(
             f"ZeRO3Strategy: plan and {given[0]} are both given; set it in the plan, as "
             "apply_modules, a field or in defaults"
         )
-    for name in options:
-        if name == "device":
-            raise ValueError(DEVICE_IS_THE_TRAINERS)
-        if name not in _OPTIONS:
-            near = f"expected one of {sorted(_OPTIONS)}{near_matches(name, _OPTIONS)}"
-            advice = _OF_OTHER_STRATEGIES.get(name, near)
-            raise TypeError(f"ZeRO3Strategy: unknown argument {name!r}: {advice}")
-
-
-def check_devices(devices: list[torch.device]) -> None:
-    kinds = sorted({torch.device(device).type for device in devices})
-    if len(kinds) > 1:
-        raise ValueError(
-            f"ZeRO3Strategy: expected devices of one type, got {kinds}; ranks on different device "
-            "types share no collectives: use accelerator='cpu' or 'cuda' for all"
-        )
-    if kinds:
-        what = f"ZeRO3Strategy: devices of type {kinds[0]!r} (or use accelerator='cpu')"
-        check_device_type(torch.device(kinds[0]), what)
+    if "device" in options:
+        raise ValueError(DEVICE_IS_THE_TRAINERS)
 
 
 def read_plan(plan: ShardingPlan | Mapping[str, Any] | str | Path | None) -> ShardingPlan | None:
@@ -114,7 +80,7 @@ def adapted(plugin: Precision) -> Precision:
 
 
 def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
-    """Raise ValueError or CheckpointError for settings that do not work with a sharded module."""
+    """Raise ValueError for settings that do not work with a sharded module."""
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
@@ -134,7 +100,3 @@ def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateD
                 f"ZeRO3Strategy: {type(checkpoint_io).__name__} cannot write sharded checkpoints, "
                 "which every rank writes; use state_dict_type='full'"
             )
-        # Raises now for hyper-parameters that cannot be saved, not at the first checkpoint.
-        for each in (module, trainer.datamodule):
-            if each is not None:
-                encode(dict(each.hparams), f"hyper-parameters of {type(each).__name__}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -11,32 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import LATEST, Names, decode, names_in_groups, open_source
+from layerzero.checkpoint.adapters import Names, decode, names_in_groups, open_source
 
 FOLDER = "layerzero_folder"
 """Key for the path of the folder that has a checkpoint's tensors."""
 _COPIED_NBYTES = 1 << 20
 """Tensors of an mmapped file up to this size are copied to their own memory."""
-
-
-def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a module that is not sharded yet, as other strategies return it.
-
-    Raises:
-        RuntimeError: it has parameters or buffers on the meta device.
-    """
-    state: dict[str, Any] = model.state_dict()
-    unmade = next((n for n, value in state.items() if getattr(value, "is_meta", False)), None)
-    if unmade is not None:
-        raise RuntimeError(
-            f"ZeRO3Strategy: {unmade!r} is on the meta device, so there is nothing to save; it "
-            "gets values when the model is sharded: save after fit, validate, test or predict has "
-            "begun"
-        )
-    return state
 
 
 def map_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -86,19 +67,6 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
 
 def _own_if_small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.nbytes <= _COPIED_NBYTES else tensor
-
-
-def make_way_for_file(path: Path) -> None:
-    """Remove a folder with an earlier, sharded checkpoint of the same name.
-
-    Raises:
-        IsADirectoryError: it is a folder, but no checkpoint.
-    """
-    if not path.is_dir():
-        return
-    if not (path / LATEST).is_file():
-        raise IsADirectoryError(f"{path} is a folder, but not a checkpoint")
-    shutil.rmtree(path)
 
 
 def open_folder(path: Path) -> dict[str, Any]:

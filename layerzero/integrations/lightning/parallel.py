@@ -20,28 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from layerzero.integrations.engine import equalize, get_info, new_group, warn_once
+from layerzero.integrations.engine import equalize, get_info, new_group
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]
 
 
 def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> None:
-    """Raise ValueError or TypeError for a bad size or group, or both sizes and a group."""
-    sizes = {"data_parallel_size": data_size, "tensor_parallel_size": tensor_size}
-    for name, size in sizes.items():
-        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"ZeRO3Strategy: {name}: expected an int or 'auto', got {size!r}")
-        if size != "auto" and size < 1:
-            raise ValueError(f"ZeRO3Strategy: {name}: expected at least 1, got {size}")
-    if process_group is None:
-        return
-    if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh)):
-        raise TypeError(
-            "ZeRO3Strategy: process_group: expected a ProcessGroup, a DeviceMesh or None, got "
-            f"{process_group!r}"
-        )
-    if (data_size, tensor_size) != ("auto", 1):
+    """Raise ValueError for both sizes and a group."""
+    if process_group is not None and (data_size, tensor_size) != ("auto", 1):
         raise ValueError(
             f"ZeRO3Strategy: process_group, data_parallel_size={data_size!r} and "
             f"tensor_parallel_size={tensor_size!r} are both given: pass either the process "
@@ -185,13 +172,6 @@ class MeshStrategy(DDPStrategy):
         if self._given_group is None:
             assert self._device_mesh is not None, "setup_environment has made it"
             mesh = self._device_mesh[TENSOR]
-            if split is None and mesh.size() > 1:
-                warn_once(
-                    f"ZeRO3Strategy: tensor_parallel_size={mesh.size()}, but no parameter is a "
-                    f"DTensor, so {mesh.size()} ranks each compute the same; call "
-                    f'parallelize_module(..., self.device_mesh["{TENSOR}"], ...) in '
-                    "configure_model"
-                )
             if split is not None and mesh.size() == 1 and split.size() > 1:
                 raise ValueError(
                     f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} "

@@ -13,11 +13,11 @@ Note [One wrapper for the life of a model]
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,15 @@ from layerzero.integrations.lightning.arguments import (
     StateDictType,
     adapted,
     check_arguments,
-    check_devices,
     check_run,
     read_plan,
 )
 from layerzero.integrations.lightning.checkpoints import (
     FOLDER,
-    make_way_for_file,
     map_file,
     named,
     numbered,
     open_folder,
-    plain_state_dict,
 )
 from layerzero.integrations.lightning.parallel import MeshStrategy, Size
 from layerzero.integrations.lightning.patches import patch_lightning
@@ -135,7 +132,6 @@ class ZeRO3Strategy(MeshStrategy):
         **zero3_options: Any,
     ) -> None:
         check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
-        check_devices(parallel_devices or [])
         super().__init__(
             data_parallel_size,
             tensor_parallel_size,
@@ -160,18 +156,15 @@ class ZeRO3Strategy(MeshStrategy):
         self._pending: tuple[Mapping[str, Any], bool] | None = None
 
     def use_plan(self, plan: ShardingPlan, giver: str) -> None:
-        """Shard by this plan, together with the strategy's own options.
+        """Shard by this plan; where it is silent, the strategy's own options apply.
 
         Args:
             giver: where the plan comes from, for error messages.
 
         Raises:
-            ValueError: the strategy has a plan or policy already, or both set the same option.
+            ValueError: the strategy has a plan or policy already.
         """
-        twice = self._zero3_options.keys() & (plan.defaults.keys() - {"sync_module_states"})
-        twice |= {"optional_modules"} & self._zero3_options.keys() if plan.optional else set()
         given = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
-        given += [name for name in sorted(twice) if self._zero3_options[name] is not None]
         if given and self.plan != plan:  # They are equal if the same model is fitted again.
             raise ValueError(
                 f"ZeRO3Strategy: {given[0]} is given, but {giver} has a plan; set it in one of "
@@ -182,26 +175,6 @@ class ZeRO3Strategy(MeshStrategy):
     @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else adapted(plugin)
-
-    def setup_environment(self) -> None:
-        """Join the process group. Collective.
-
-        Raises:
-            ValueError, RuntimeError: devices, backend or process group do not fit together.
-        """
-        check_devices(self.parallel_devices)
-        backend, device = self._get_process_group_backend(), self.root_device
-        if backend == "nccl" and device.type == "cpu":
-            raise ValueError("ZeRO3Strategy: nccl does not support the CPU; use backend 'gloo'")
-        super().setup_environment()
-        expected = self.global_rank, self.world_size
-        got = dist.get_rank(), dist.get_world_size()
-        if expected != got:
-            raise RuntimeError(
-                f"ZeRO3Strategy: the Trainer expects rank {expected[0]} of {expected[1]}, but the "
-                f"existing process group has rank {got[0]} of {got[1]}; set devices and num_nodes "
-                "of the Trainer to those of the launcher"
-            )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -293,25 +266,26 @@ class ZeRO3Strategy(MeshStrategy):
         self.checkpoint_io.teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full tensors on rank 0 ({} on others), or this rank's shards. Collective.
-
-        Raises:
-            RuntimeError: the model is not sharded yet, and has parameters on the meta device.
-        """
-        model = self._wrapper_or_module
-        if not isinstance(model, ZeRO3):
-            state = plain_state_dict(model)
-            return state if self.is_global_zero else {}
+        """Full tensors on rank 0 ({} on others), or this rank's shards. Collective."""
         if self._state_dict_type == "sharded":
-            return get_model_state_dict(model)
-        return get_model_state_dict(model, full=True, cpu_offload=True, rank0_only=True)
+            return get_model_state_dict(self._sharded)
+        return get_model_state_dict(self._sharded, full=True, cpu_offload=True, rank0_only=True)
 
     @property
-    def _wrapper_or_module(self) -> nn.Module:
-        """The wrapper of the module, which another Trainer may have made; else the module."""
+    def _sharded(self) -> ZeRO3:
+        """The wrapper of the module, which another Trainer may have made.
+
+        Raises:
+            RuntimeError: it is not sharded yet.
+        """
         model = self.model
         assert model is not None, "connect() comes first"
-        wrapped: nn.Module = model.__dict__.get(_WRAPPER, model)
+        wrapped = model.__dict__.get(_WRAPPER, model)
+        if not isinstance(wrapped, ZeRO3):
+            raise RuntimeError(
+                "ZeRO3Strategy: the model is not sharded yet; save it after fit, validate, test or "
+                "predict has begun"
+            )
         return wrapped
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -333,22 +307,16 @@ class ZeRO3Strategy(MeshStrategy):
     ) -> None:
         """Write a file (rank 0), or a folder (all ranks). Collective.
 
-        A model that is not sharded yet is written to a file, regardless of `state_dict_type`.
-
         Raises:
             RuntimeError, CheckpointError: on all ranks, even if only one failed.
         """
         filepath = self.broadcast(filepath)
-        if self._state_dict_type == "sharded" and isinstance(self._wrapper_or_module, ZeRO3):
+        if self._state_dict_type == "sharded":
             if storage_options is not None:
                 raise TypeError("ZeRO3Strategy: sharded checkpoints take no storage_options")
             self._save_folder(checkpoint, filepath)
             return
-
-        def write() -> None:
-            make_way_for_file(Path(filepath))
-            super(ZeRO3Strategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-
+        write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         on_first_rank(write, f"{filepath}: rank 0 could not write it")
 
     def _save_folder(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
@@ -357,7 +325,7 @@ class ZeRO3Strategy(MeshStrategy):
                 f"{filepath}: sharded checkpoints are folders on a file system that all ranks "
                 "share; use state_dict_type='full'"
             )
-        path, model = Path(filepath), self._wrapper_or_module
+        path, model = Path(filepath), self._sharded
         own_names = get_model_state_dict(model).keys()
         if checkpoint["state_dict"].keys() != own_names:
             raise CheckpointError(
@@ -365,12 +333,6 @@ class ZeRO3Strategy(MeshStrategy):
                 "checkpoints take from the model itself; use state_dict_type='full'"
             )
         optimizer = by_number(self.optimizers) if "optimizer_states" in checkpoint else None
-
-        def make_way() -> None:
-            if path.is_file():  # An earlier, full checkpoint of the same name.
-                path.unlink()
-
-        on_first_rank(make_way, f"{path}: rank 0 could not write it")
         rest = {name: each for name, each in checkpoint.items() if name not in _WRITTEN_BY_ENGINE}
         rest["has_optimizer"] = "optimizer_states" in checkpoint
         step = int(checkpoint["global_step"])
@@ -387,8 +349,7 @@ class ZeRO3Strategy(MeshStrategy):
         path = self.broadcast(checkpoint_path)
         if Path(path).is_dir():
             return open_folder(Path(path))
-        is_zip = Path(path).is_file() and zipfile.is_zipfile(path)  # Only these can be mmapped.
-        if is_zip and type(self.checkpoint_io) is TorchCheckpointIO:
+        if Path(path).is_file() and type(self.checkpoint_io) is TorchCheckpointIO:
             return map_file(Path(path), weights_only)
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
 

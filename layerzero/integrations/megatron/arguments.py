@@ -16,7 +16,6 @@ _IN_16_BIT = "parameters are gathered in bf16 or fp16: leave it off"
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data_parallel_sharding_strategy": ("no_shard",),
-    "outer_dp_sharding_strategy": ("no_shard",),
     "num_distributed_optimizer_instances": (None, 1),
     "cuda_graph_impl": (None, "none"),
     "optimizer": ("adam", "sgd"),
@@ -25,20 +24,13 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 _DDP = {
     "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
     "use_megatron_fsdp": _OTHER_ENGINE,
-    "use_custom_fsdp": _OTHER_ENGINE,
     "data_parallel_sharding_strategy": _OTHER_ENGINE,
-    "outer_dp_sharding_strategy": "use zero3_size= and outer= of ZeRO3DataParallel",
     "num_distributed_optimizer_instances": (
         "use zero3_size=, with outer='replicate' for copies of the optimizer's state"
     ),
     "overlap_param_gather": _IS_PREFETCHED,
-    "align_param_gather": "parameters are gathered when used: leave it off",
     "fp8_param_gather": _IN_16_BIT,
-    "reuse_grad_buf_for_mxfp8_param_ag": "there is no such buffer: leave it off",
-    "nccl_ub": "buffers are not registered with NCCL: leave it off",
-    "fsdp_double_buffer": "use limit_all_gathers= of ZeRO3DataParallel",
     "delay_wgrad_compute": _WEIGHT_GRADIENTS,
-    "check_for_large_grads": "use the norm that the optimizer's step() returns, and leave it off",
 }
 _MODEL = {
     "gradient_accumulation_fusion": (

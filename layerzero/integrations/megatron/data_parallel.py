@@ -16,7 +16,6 @@ from layerzero.checkpoint import get_model_state_dict
 from layerzero.checkpoint.adapters import global_name, under_global_names
 from layerzero.integrations.engine import (
     RootState,
-    Totals,
     WrapPolicy,
     broadcast_buffers,
     get_unit,
@@ -28,11 +27,6 @@ from layerzero.integrations.megatron.checkpoint import sharded_state_dict
 from layerzero.integrations.megatron.options import inside
 from layerzero.integrations.megatron.ranks import MegatronRanks
 from layerzero.integrations.megatron.units import MegatronPolicy, widen
-
-_OURS = {
-    "process_group": "it consists of the data- and context-parallel ranks: see pg_collection",
-    "gradient_reduction": "calculate_per_token_loss of the TransformerConfig decides",
-}
 
 
 class ZeRO3DataParallel(_BaseDataParallel):
@@ -66,7 +60,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
     Raises:
         ValueError, TypeError, NotImplementedError: a setting or combination is not supported; says
             what to use instead.
-        RuntimeError: Megatron's process groups are not initialised.
     """
 
     force_all_reduce: bool
@@ -86,8 +79,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
     ) -> None:
         super().__init__(config=config, module=module)
         check_model_config(config, ddp_config)
-        for name in _OURS.keys() & zero3_options.keys():
-            raise TypeError(f"ZeRO3DataParallel: {name} is not an option here: {_OURS[name]}")
         for name in zero3_options.keys() & {"ignored_modules", "ignored_parameters"}:
             zero3_options[name] = tuple(zero3_options[name])  # May be an iterator; read twice.
         ignored = _ignored(zero3_options)
@@ -98,13 +89,13 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.dp_cp_group, self.tp_group = self.ranks.data, self.ranks.tensor
         self.pp_group = self.ranks.pipeline
         self.vp_stage: int | None = _attribute_inside(module, "vp_stage")
-        _check_no_sync_func(config)
         optional = _optional(module, optional, self.pp_group.size())
         policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
         precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
         options: dict[str, Any] = {
             "sync_module_states": True,
             "deterministic": getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+            "on_nonfinite": "raise" if ddp_config.check_for_nan_in_grad else None,
             **zero3_options,
         }
         # Not registered as a child: `module` is one already, and has the same parameters.
@@ -121,7 +112,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
             # Virtual stages are separate models on one process group, so the names of their
             # collectives must differ.
             self.root.operations.prefix = f"virtual stage {self.vp_stage}: "
-        self._totals = Totals(self.root, self.root.groups)
         self._keeps_units = self.pp_group.size() > 1 and not reshard_between_micro_batches
         _install_no_sync(config, self)
 
@@ -155,18 +145,12 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.engine.reduce_gradients()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete all gradients. Collective; blocks the host with `check_for_nan_in_grad`.
+        """Complete all gradients. Collective.
 
         Args:
             force_all_reduce: no effect: gradients are always reduce-scattered.
-
-        Raises:
-            RuntimeError: on every data-parallel rank, with `check_for_nan_in_grad`: a gradient on
-                one of them is not finite.
         """
         self.engine.reduce_gradients()
-        if getattr(self.ddp_config, "check_for_nan_in_grad", False):
-            self._check_finite()
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
@@ -175,7 +159,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all gradients by a number or a one-element tensor. Not collective."""
-        gradients = self._gradients()
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.detach().reshape(()).to(gradients[0].device)
         if gradients:
@@ -186,24 +170,6 @@ class ZeRO3DataParallel(_BaseDataParallel):
         if self.root.reducer.kept.adds_up:
             self.root.abort()
         self.engine.zero_grad()
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
-
-    def _check_finite(self) -> None:
-        names = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
-        ]
-        here = torch.tensor([float(len(names))], device=self.root.device)
-        anywhere = self._totals.sum("gradient check", here)
-        if anywhere.item():
-            raise RuntimeError(
-                f"check_for_nan_in_grad: gradients are not finite in this rank's shards of "
-                f"{names[:5] or 'no parameter'}, and in {int(anywhere.item())} shards over all "
-                "data-parallel ranks"
-            )
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -277,21 +243,6 @@ def _attribute_inside(module: Any, name: str) -> Any:
     while not hasattr(module, name) and hasattr(module, "module"):
         module = module.module
     return getattr(module, name, None)
-
-
-def _chunk_of(function: Any) -> ZeRO3DataParallel | None:
-    chunk = getattr(function, "__self__", None)
-    return chunk if isinstance(chunk, ZeRO3DataParallel) else None
-
-
-def _check_no_sync_func(config: Any) -> None:
-    installed = config.no_sync_func
-    functions = installed if isinstance(installed, list) else [installed]
-    if any(function is not None and _chunk_of(function) is None for function in functions):
-        raise ValueError(
-            f"TransformerConfig.no_sync_func={installed!r}: ZeRO3DataParallel sets it; leave it "
-            "None"
-        )
 
 
 def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
 from megatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
@@ -24,21 +23,15 @@ from torch import nn
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.adapters import under_global_names
-from layerzero.integrations.engine import Totals, some
+from layerzero.integrations.engine import Totals
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
-from layerzero.integrations.megatron.ranks import MegatronRanks
-from layerzero.integrations.megatron.several import (
-    AnyOptimizer,
-    one_or_several,
-    optimizers_in,
-)
+from layerzero.integrations.megatron.several import AnyOptimizer, one_or_several
 from layerzero.integrations.megatron.shards import Shards, sharded_of, stand_ins
-from layerzero.integrations.megatron.whole_states import refuse_split_parameters
 
 _SHARDS = "pieces"  # As in files that exist.
 """Key of our per-rank optimizer state; no Megatron format uses it."""
@@ -67,54 +60,27 @@ def get_zero3_optimizer(
         config_overrides: Megatron's overrides for some parameters, matched with the shapes, names
             and attributes of the original parameters. None: Megatron's standard ones (no weight
             decay for vectors, `decoupled_lr` for embeddings and output).
-        use_gloo_process_groups: no effect: nothing here uses Megatron's gloo groups.
-        pg_collection: Megatron's process groups; must have the same ranks as those of the chunks.
-        dump_param_to_param_group_map: refused.
+        use_gloo_process_groups, dump_param_to_param_group_map: no effect.
+        pg_collection: no effect: the process groups are those of the chunks.
         make_optimizer: called with the parameter groups to make the optimizer: an element-wise
             one, or a WholeTensorOptimizer of a single chunk without tensor-parallel parameters. Or
             several, as a dict by name, each with some of the parameters.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: something is not supported; says what to use.
+        ValueError, NotImplementedError: something is not supported; says what to use.
     """
     chunks = list(model_chunks)
-    for chunk in chunks:
-        if not isinstance(chunk, ZeRO3DataParallel):
-            raise TypeError(
-                f"model_chunks: expected ZeRO3DataParallel, got {type(chunk).__name__}; wrap the "
-                "model with it, or use get_megatron_optimizer"
-            )
-    if not chunks:
-        raise ValueError("model_chunks: expected the chunks of this rank, got none")
     check_chunks(chunks[0].config, len(chunks))
     check_optimizer_config(config, make_optimizer is not None)
-    if pg_collection is not None:
-        _check_ranks(chunks[0], pg_collection)
-    if dump_param_to_param_group_map is not None:
-        raise NotImplementedError(
-            "dump_param_to_param_group_map: read the groups from param_groups of the optimizer"
-        )
     groups = parameter_groups(chunks, config, config_overrides)
     optimizer = None
     if any(group["params"] for group in groups):
         names = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
         # The dicts are the optimizer's from here on.
         given = [{**group, "params": list(group["params"])} for group in groups]
-        optimizer = one_or_several((make_optimizer or _maker(config))(given), groups, names)
-        refuse_split_parameters(optimizers_in(optimizer), chunks[0].ranks.tensor.size(), names)
+        made = (make_optimizer or _maker(config))(given)
+        optimizer = one_or_several(made, groups, names, chunks[0].ranks.tensor.size())
     return ZeRO3Optimizer(optimizer, config, chunks, _make_grad_scaler(config))
-
-
-def _check_ranks(chunk: ZeRO3DataParallel, collection: Any) -> None:
-    context_parallel_size = getattr(chunk.config, "context_parallel_size", 1)
-    given = MegatronRanks.of(collection, context_parallel_size)
-    if not given.is_same_as(chunk.ranks):
-        raise ValueError(
-            "get_zero3_optimizer: the ranks of pg_collection differ from those of the chunks, "
-            "which are sharded over the data-parallel ranks "
-            f"{dist.get_process_group_ranks(chunk.ranks.data)}; pass the same collection to "
-            "ZeRO3DataParallel and here, or none here"
-        )
 
 
 def parameter_groups(
@@ -335,26 +301,17 @@ class ZeRO3Optimizer(MegatronOptimizer):
         Args:
             state_dict: state dict of this rank's stage and tensor-parallel part, as in a
                 checkpoint: full tensors or shards by name, under "model", or "model0", "model1",
-                ... for several chunks. Entries that are not trained parameters are ignored.
+                ... for several chunks. Entries of anything but parameters are ignored.
 
         Raises:
-            ValueError: a trained parameter of this rank is missing.
+            KeyError: a parameter is missing.
             RuntimeError: one has another shape.
         """
-        trained = {id(parameter) for parameter in self.get_parameters()}
         for number, chunk in enumerate(self.chunks if state_dict is not None else ()):
             given = state_dict or {}
             entries = given.get(f"model{number}", {} if number else given.get("model", given))
             by_name = {_bare(name): value for name, value in entries.items()}
-            named = chunk.module.named_parameters()
-            wanted = [name for name, parameter in named if id(parameter) in trained]
-            if missing := [name for name in wanted if _bare(name) not in by_name]:
-                raise ValueError(
-                    f"reload_model_params: the state dict lacks {some(missing)}; expected full "
-                    "tensors or shards of this rank's part of the model by name, as "
-                    "state_dict_for_save_checkpoint returns them"
-                )
-            own = {name: by_name[_bare(name)] for name in wanted}
+            own = {name: by_name[_bare(name)] for name, _ in chunk.module.named_parameters()}
             # Not the module's own method: Float16Module's takes names without its prefix.
             named_globally = under_global_names(chunk.module, own)
             nn.Module.load_state_dict(chunk.module, named_globally, strict=False)

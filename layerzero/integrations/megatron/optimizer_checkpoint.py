@@ -22,24 +22,10 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import (
-    Names,
-    keeps_whole_states,
-    put_state,
-    state_template,
-)
+from layerzero.checkpoint.adapters import Names, keeps_whole_states, put_state, state_template
 from layerzero.integrations.engine import some
-from layerzero.integrations.megatron.several import (
-    AnyOptimizer,
-    SeveralOptimizers,
-    parameters_in,
-)
+from layerzero.integrations.megatron.several import AnyOptimizer, parameters_in
 from layerzero.integrations.megatron.shards import EmptyShard
-from layerzero.integrations.megatron.whole_states import (
-    WHOLE_STATES,
-    load_whole_states,
-    whole_state_entries,
-)
 
 StateDict = dict[str, Any]
 
@@ -62,41 +48,27 @@ def optimizer_sharded_state_dict(
     `optimizer.state.exp_avg.<name>` and so on, one step for all parameters, options of groups.
     Entries share memory with the state. State that the optimizer has not created yet is zeros.
 
-    Whole states of a WholeTensorOptimizer are objects under `optimizer.whole_states`, which load at
-    any number of data-parallel ranks, and the same pipeline stages.
-
     Args:
         engines: the model chunks whose parameters `optimizer` has.
-        optimizer: SeveralOptimizers give such a dict for each, by name; None on a rank that trains
-            nothing.
+        optimizer: None on a rank that trains nothing.
         model_sharded_state_dict: results of `sharded_state_dict` of the chunks, in any nesting.
         is_loading: create the state of an optimizer that has not stepped, to be read into.
         metadata: as for Megatron's optimizers; nothing in it applies here.
 
     Raises:
+        NotImplementedError: several optimizers, or a WholeTensorOptimizer.
         CheckpointError: a parameter does not belong to the model; a state is neither shaped like
             its parameter nor the step; steps differ between parameters; or some layers have no
             state while others that are saved in the same tensor have.
     """
     if optimizer is None:
         return {}
-    if isinstance(optimizer, SeveralOptimizers):
-        return {
-            name: optimizer_sharded_state_dict(
-                engines, each, model_sharded_state_dict, is_loading, metadata
-            )
-            for name, each in optimizer.optimizers.items()
-        }
+    optimizer = _element_wise(optimizer)
     names = _names(engines)
     options = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    if keeps_whole_states(optimizer):
-        for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
-            _name_of(names, parameter, number)  # Raises for strangers.
-        whole = whole_state_entries(optimizer, names)
-        return {"state": {}, "param_groups": options, WHOLE_STATES: whole}
     places = {
         id(value.data): value
         for value in nested_values(model_sharded_state_dict)
@@ -138,26 +110,9 @@ def load_optimizer_state_dict(
     """
     if optimizer is None:
         return
-    if isinstance(optimizer, SeveralOptimizers):
-        # A state dict has the scaler's entry beside these.
-        given = {name: each for name, each in state.items() if name != "grad_scaler"}
-        optimizer.check_names(given)
-        for name, own in optimizer.optimizers.items():
-            load_optimizer_state_dict(engines, own, given[name])
-        return
+    optimizer = _element_wise(optimizer)
     names = _names(engines)
     groups, step = _groups_and_step(state)
-    is_whole = keeps_whole_states(optimizer)
-    if is_whole != (WHOLE_STATES in state):
-        wanted, found = ("whole", "sharded") if is_whole else ("sharded", "whole")
-        raise CheckpointError(
-            f"{type(optimizer).__name__} needs {wanted} states, but the checkpoint has {found} "
-            "ones: use the optimizer of the saved run, or layerzero.checkpoint.save and load, "
-            "whose files serve both"
-        )
-    if is_whole:
-        load_whole_states(optimizer, _options(optimizer, groups), state[WHOLE_STATES], names)
-        return
     made, lacking = _states(optimizer, False)
     states: dict[nn.Parameter, StateDict] = {}
     for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
@@ -176,6 +131,15 @@ def load_optimizer_state_dict(
             )
         states[parameter] = loaded
     put_state(optimizer, _options(optimizer, groups), states)
+
+
+def _element_wise(optimizer: AnyOptimizer) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) or keeps_whole_states(optimizer):
+        raise NotImplementedError(
+            "Megatron's checkpoints hold the state of one element-wise optimizer, got "
+            f"{type(optimizer).__name__}; use layerzero.checkpoint.save and load"
+        )
+    return optimizer
 
 
 def _groups_and_step(state: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Any]:

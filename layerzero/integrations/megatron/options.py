@@ -30,7 +30,6 @@ from layerzero.integrations.engine import (
     has_forward,
     load_yaml,
     near_matches,
-    optional_by_name,
     read_plan_options,
     warn_once,
 )
@@ -64,63 +63,21 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `ZeRO3` from a YAML file (needs PyYAML) or a mapping.
 
     `transformer_layers` becomes the `auto_wrap_policy`. That, `ignored_modules`,
-    `ignored_parameters` and `optional_modules` stay patterns; `for_module` replaces them by a
-    model's modules and parameters.
+    `ignored_parameters` and `optional_modules` stay patterns; `for_module` replaces all but the
+    last by a model's modules and parameters.
 
     Raises:
         ImportError: PyYAML is not installed.
         OSError: the file cannot be read.
         ValueError, TypeError: unknown keys or bad values; names the file and key.
     """
-    if isinstance(source, Mapping):
-        return _read("options", source)
-    given = load_yaml(Path(source))
-    return _read(str(source), {} if given is None else given)  # None: the file is empty.
-
-
-def for_module(
-    options: Mapping[str, Any], module: nn.Module, *, is_first: bool | None = None
-) -> dict[str, Any]:
-    """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
-
-    Warns about patterns that match nothing, which may be correct on a pipeline stage; patterns of
-    `optional_modules`, which stages cannot have, are errors then.
-
-    Args:
-        options: from `read_options`.
-        module: a chunk of the model, not sharded yet. Names are those inside Megatron's
-            Float16Module, if there is one.
-        is_first: whether this rank warns for the ranks with this chunk; None: the first rank of
-            the world does.
-    """
-    resolved, inner = dict(options), inside(module)
-    modules = [(clean_name(name), each) for name, each in inner.named_modules() if name]
-    if _POLICY in options:
-        # A pattern may match a ModuleList as well, which no call would unshard.
-        called = [(name, each) for name, each in modules if has_forward(each)]
-        layers = {id(each) for each in _matching(_LAYERS, options[_POLICY], called, is_first)}
-        resolved[_POLICY] = lambda module, fqn: id(module) in layers
-    parameters = [(clean_name(name), each) for name, each in inner.named_parameters()]
-    for key, named in (("ignored_modules", modules), ("ignored_parameters", parameters)):
-        if key in options:
-            resolved[key] = _matching(key, options[key], named, is_first)
-    if "optional_modules" in options:
-        resolved["optional_modules"] = list(optional_by_name(inner, options["optional_modules"]))
-    return resolved
-
-
-def inside(module: nn.Module) -> nn.Module:
-    """The module inside Megatron's Float16Module; another module is returned as it is."""
-    inner = module._modules.get("module")
-    return module if inner is None else inner
-
-
-def _read(where: str, given: Any) -> dict[str, Any]:
+    where, given = "options", source
+    if not isinstance(source, Mapping):
+        where, given = str(source), load_yaml(Path(source)) or {}
     if not isinstance(given, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {given!r}")
-    for name, value in given.items():
-        if name in _REFUSED:
-            raise ValueError(f"{where}: {name}={value!r} cannot be an option: {_REFUSED[name]}")
+    for name in given.keys() & _REFUSED.keys():
+        raise ValueError(f"{where}: {name}={given[name]!r} cannot be an option: {_REFUSED[name]}")
     patterns = {
         name: _read_names(where, name, given[name])
         for name in _NAMES
@@ -131,6 +88,36 @@ def _read(where: str, given: Any) -> dict[str, Any]:
     if _LAYERS in patterns:
         arguments[_POLICY] = patterns.pop(_LAYERS)
     return {**arguments, **patterns}
+
+
+def for_module(options: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
+
+    Warns about patterns that match nothing, which may be correct on a pipeline stage.
+
+    Args:
+        options: from `read_options`.
+        module: a chunk of the model, not sharded yet. Names are those inside Megatron's
+            Float16Module, if there is one.
+    """
+    resolved, inner = dict(options), inside(module)
+    modules = [(clean_name(name), each) for name, each in inner.named_modules() if name]
+    if _POLICY in options:
+        # A pattern may match a ModuleList as well, which no call would unshard.
+        called = [(name, each) for name, each in modules if has_forward(each)]
+        layers = {id(each) for each in _matching(_LAYERS, options[_POLICY], called)}
+        resolved[_POLICY] = lambda module, fqn: id(module) in layers
+    parameters = [(clean_name(name), each) for name, each in inner.named_parameters()]
+    for key, named in (("ignored_modules", modules), ("ignored_parameters", parameters)):
+        if key in options:
+            resolved[key] = _matching(key, options[key], named)
+    return resolved
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module inside Megatron's Float16Module; another module is returned as it is."""
+    inner = module._modules.get("module")
+    return module if inner is None else inner
 
 
 def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
@@ -146,9 +133,7 @@ def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
-def _matching(
-    key: str, texts: Iterable[str], named: Sequence[tuple[str, Any]], is_first: bool | None
-) -> list[Any]:
+def _matching(key: str, texts: Iterable[str], named: Sequence[tuple[str, Any]]) -> list[Any]:
     """What the patterns match by name; layers by the name of a class, too."""
     found: dict[int, Any] = {}
     for text in texts:
@@ -166,7 +151,6 @@ def _matching(
                 f"{near_matches(text, known)}; a pattern must match a whole name, and a pipeline "
                 "stage has only its own layers",
                 f"{key}: {text}",
-                is_first=is_first,
             )
         found.update(own)
     return list(found.values())

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
@@ -41,14 +40,9 @@ class MegatronRanks:
 
         Raises:
             ValueError: the collection lacks a group.
-            RuntimeError: the global state is not initialised.
+            AssertionError: Megatron's: its global state is not initialised.
         """
         if collection is None:
-            if not parallel_state.model_parallel_is_initialized():
-                raise RuntimeError(
-                    "Megatron's process groups do not exist yet: call "
-                    "megatron.core.parallel_state.initialize_model_parallel first"
-                )
             collection = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         found: dict[str, Any] = {name: getattr(collection, name, None) for name in _GROUPS}
         if found["dp_cp"] is None and context_parallel_size == 1:
@@ -63,12 +57,6 @@ class MegatronRanks:
             experts=found["ep"],
             expert_data=found["expt_dp"],
         )
-
-    def is_same_as(self, other: MegatronRanks) -> bool:
-        """Whether data, tensor and pipeline groups have the same ranks."""
-        axes = ((each.data, each.tensor, each.pipeline) for each in (self, other))
-        mine, theirs = ([dist.get_process_group_ranks(group) for group in own] for own in axes)
-        return mine == theirs
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is counted on this one of the model-parallel ranks.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -77,16 +76,13 @@ def setup_model_and_optimizer(
         )
     if torch.accelerator.is_available():
         zero3_options.setdefault("device", torch.accelerator.current_device_index())
-    # One rank of each pipeline stage warns, because each stage has other chunks.
-    warns = dist.get_rank(ranks.data) == 0 == dist.get_rank(ranks.tensor)
     chunks = []
     for stage in range(num_virtual or 1):
         vp_stage = None if num_virtual is None else stage
         module = _make_chunk(model_provider, config, ranks, vp_stage)
-        own = {**for_module(read, module, is_first=warns), **zero3_options}
-        chunks.append(
-            ZeRO3DataParallel(config, ddp_config, module, pg_collection=pg_collection, **own)
-        )
+        own = {**for_module(read, module), **zero3_options}
+        chunk = ZeRO3DataParallel(config, ddp_config, module, pg_collection=pg_collection, **own)
+        chunks.append(chunk)
     optimizer = get_zero3_optimizer(
         optimizer_config, chunks, config_overrides, make_optimizer=make_optimizer
     )

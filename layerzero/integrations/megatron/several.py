@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from layerzero.checkpoint.adapters import keeps_whole_states
 from layerzero.integrations.engine import some
-
-StateDict = dict[str, Any]
 
 
 class SeveralOptimizers:
@@ -40,65 +40,52 @@ class SeveralOptimizers:
         for each in self.optimizers.values():
             each.step()
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self) -> dict[str, Any]:
         return {name: each.state_dict() for name, each in self.optimizers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.check_names(state_dict)
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict[name])
-
-    def check_names(self, state: Mapping[str, Any]) -> None:
-        if state.keys() != self.optimizers.keys():
-            raise ValueError(
-                f"the optimizer state is of {some(sorted(map(str, state)))}, but the optimizers "
-                f"are {some(sorted(self.optimizers))}; make the optimizers of the saved run"
-            )
 
 
 AnyOptimizer = torch.optim.Optimizer | SeveralOptimizers
 
 
-def optimizers_in(optimizer: AnyOptimizer) -> list[torch.optim.Optimizer]:
-    if isinstance(optimizer, SeveralOptimizers):
-        return list(optimizer.optimizers.values())
-    return [optimizer]
-
-
 def one_or_several(
-    made: Any, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+    made: Any,
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    tensor_parallel_size: int,
 ) -> AnyOptimizer:
-    """What `make_optimizer` returned, checked.
-
-    Args:
-        groups: what it was given.
-        names: of the parameters, by id.
+    """What `make_optimizer` returned for the groups, checked. `names`: of parameters, by id.
 
     Raises:
-        TypeError: it returned neither an optimizer nor a dict of optimizers by name.
-        ValueError: a parameter is in two optimizers, or a trained one in none.
+        ValueError: a trained parameter is in none or in several of the optimizers.
+        NotImplementedError: a WholeTensorOptimizer has parameters that are split over
+            tensor-parallel ranks, so that no rank has them whole.
     """
-    held: dict[int, str] = {}
-    for name, each in (made if isinstance(made, Mapping) else {"": made}).items():
-        if not isinstance(name, str) or not hasattr(each, "param_groups"):
-            raise TypeError(
-                "make_optimizer: expected an optimizer, or a dict of optimizers by name, got "
-                f"{name!r}: {type(each).__name__}"
-            )
-        for parameter in parameters_in(each.param_groups):
-            if id(parameter) in held:
-                raise ValueError(
-                    f"make_optimizer: {names.get(id(parameter), 'a parameter')} is in two "
-                    f"optimizers, {held[id(parameter)]!r} and {name!r}; give it to one"
-                )
-            held[id(parameter)] = name
-    if not isinstance(made, Mapping):
-        optimizer: torch.optim.Optimizer = made
-        return optimizer
-    left = [names[id(p)] for p in parameters_in(groups) if p.requires_grad and id(p) not in held]
-    if left:
-        raise ValueError(f"make_optimizer: no optimizer has {some(left)}; give each to one")
-    return SeveralOptimizers(made)
+    optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
+    held = Counter(id(p) for each in optimizers for p in parameters_in(each.param_groups))
+    wrong = [names[id(p)] for p in parameters_in(groups) if p.requires_grad and held[id(p)] != 1]
+    if isinstance(made, Mapping) and wrong:
+        raise ValueError(
+            f"make_optimizer: expected each parameter in one of {[*made]}, but {some(wrong)} are "
+            "in none or in several"
+        )
+    split = [
+        names.get(id(parameter), "a parameter")
+        for each in optimizers
+        if tensor_parallel_size > 1 and keeps_whole_states(each)
+        for parameter in parameters_in(each.param_groups)
+        if getattr(parameter, "tensor_model_parallel", False)
+    ]
+    if split:
+        raise NotImplementedError(
+            f"make_optimizer: WholeTensorOptimizer needs whole tensors, but {some(split)} are "
+            f"split over {tensor_parallel_size} tensor-parallel ranks; give them to an "
+            "element-wise optimizer, or use tensor_model_parallel_size=1"
+        )
+    return SeveralOptimizers(made) if isinstance(made, Mapping) else made
 
 
 def parameters_in(groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter]:

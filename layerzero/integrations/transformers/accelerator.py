@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,9 @@ from torch.utils.data import RandomSampler
 
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict, load, save
+from layerzero.checkpoint.adapters import committed_steps
 from layerzero.integrations.engine import attach, get_info, optional_by_name
-from layerzero.integrations.shared import by_number
-from layerzero.integrations.transformers.accelerator_folders import (
-    after_save,
-    folder_to_load,
-    folder_to_save,
-)
+from layerzero.integrations.shared import by_number, on_first_rank
 
 _logger = logging.getLogger(__name__)
 _OTHER_ENGINES = (
@@ -219,11 +217,7 @@ class ZeRO3Accelerator(Accelerator):
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Full tensors of a sharded model on the first rank's CPU, {} on others. Collective.
-
-        `layerzero.integrations.transformers.save_pretrained` saves them without the whole model in
-        memory.
-        """
+        """Full tensors of a sharded model on the first rank's CPU, {} on others. Collective."""
         for each in self._sharded():
             if model is each or model is each.module:
                 return get_model_state_dict(each, full=True, cpu_offload=True, rank0_only=True)
@@ -252,7 +246,15 @@ class ZeRO3Accelerator(Accelerator):
         if parts is None:
             return super().save_state(output_dir, *args, **kwargs)
         self._refuse_hooks("save", self._save_model_state_pre_hook)
-        folder = folder_to_save(self, output_dir)
+        root, number = self._automatic_root(), self.save_iteration
+        if root is None and output_dir is None:
+            raise ValueError(f"save_state: expected a folder, or {_AUTOMATIC}, which names folders")
+        folder = Path(output_dir or "") if root is None else root / f"checkpoint_{number}"
+        if root is not None and on_first_rank(folder.exists, "save_state"):
+            raise ValueError(
+                f"save_state: {folder}: exists already; set accelerator.project_configuration."
+                "iteration to the number of the next checkpoint"
+            )
         model, optimizer, scheduler = parts
         extra = {
             "random": random_states(self.device),
@@ -262,7 +264,11 @@ class ZeRO3Accelerator(Accelerator):
             "objects": [each.state_dict() for each in self._custom_objects],
         }
         saved = save(folder, model, optimizer, scheduler=scheduler, extra=extra).wait()
-        after_save(self)
+        if root is not None:
+            self.project_configuration.iteration += 1
+            if (limit := self.project_configuration.total_limit) is not None:
+                oldest = slice(-max(limit, 1))
+                on_first_rank(lambda: [*map(shutil.rmtree, _numbered(root)[oldest])], "save_state")
         return str(saved)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -271,38 +277,38 @@ class ZeRO3Accelerator(Accelerator):
         Without a folder, with `automatic_checkpoint_naming`, it loads the newest complete one.
 
         Raises:
-            ValueError: no such folder, or other objects were registered when it was saved.
+            ValueError: no folder, or other objects were registered when it was saved.
+            CheckpointError: there is no such checkpoint.
         """
         parts = self._parts()
         if parts is None:
             return super().load_state(input_dir, *args, **kwargs)
         self._refuse_hooks("load", self._load_model_state_pre_hook)
         model, optimizer, scheduler = parts
-        folder = folder_to_load(self, input_dir)
-        extra = load(folder, model, optimizer, scheduler=scheduler)
-        if not isinstance(extra, dict) or "shuffles" not in extra:
-            raise ValueError(
-                f"{folder}: contains the weights, but was not written by save_state; load it with "
-                "layerzero.checkpoint.load"
+        root, folder = self._automatic_root(), input_dir
+        if folder is None:
+            # Only the first rank lists folders, in which another may have begun to write.
+            complete = root and on_first_rank(
+                lambda: [*filter(committed_steps, _numbered(root))], "load_state"
             )
-        shuffling, stateful = list(self._shuffling()), list(self._stateful())
-        for what, got, saved in (
-            ("stateful data loaders", stateful, extra.get("loaders", [])),
-            ("registered objects", self._custom_objects, extra["objects"]),
-            ("data loaders that shuffle", shuffling, extra["shuffles"]),
-        ):
-            if len(got) != len(saved):
-                raise ValueError(
-                    f"{folder}: number of {what}: {len(saved)} when saved, {len(got)} here"
-                )
+            if not complete:
+                raise ValueError(f"load_state: expected a folder, or {_AUTOMATIC} that saved one")
+            folder = complete[-1]
+        extra: Any = load(Path(folder).expanduser(), model, optimizer, scheduler=scheduler)
         self.step = extra["step"]
-        for (loader, sampler), place in zip(shuffling, extra["shuffles"], strict=True):
+        for (loader, sampler), place in zip(self._shuffling(), extra["shuffles"], strict=True):
             _set_place(loader, sampler, place)
-        with_state = [*stateful, *self._custom_objects]
+        with_state = [*self._stateful(), *self._custom_objects]
         states = [*extra.get("loaders", []), *extra["objects"]]
         for each, state in zip(with_state, states, strict=True):
             each.load_state_dict(state)
         set_random_states(extra["random"], self.device)
+
+    def _automatic_root(self) -> Path | None:
+        """The folder of automatically named checkpoints; None without automatic naming."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        return Path(self.project_dir, "checkpoints")
 
     def _parts(self) -> tuple[ZeRO3, Any, Any] | None:
         """The model, its optimizers and its schedulers; None if no model is sharded."""
@@ -356,6 +362,15 @@ class ZeRO3Accelerator(Accelerator):
             sampler = getattr(batches, "sampler", None)
             if isinstance(sampler, RandomSampler):
                 yield loader, sampler
+
+
+_AUTOMATIC = "a ProjectConfiguration(project_dir, automatic_checkpoint_naming=True)"
+
+
+def _numbered(root: Path) -> list[Path]:
+    """The folders of checkpoints, complete or not, oldest first."""
+    found = [path for path in root.glob("checkpoint_*") if path.name[11:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
 
 
 def _place(loader: Any, sampler: Any) -> dict[str, Any]:

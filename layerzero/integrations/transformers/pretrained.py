@@ -9,9 +9,9 @@ import functools
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,7 +60,6 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
             root = root_of(unit)
             if root.units[0] is unit and root.structure.changes():
                 rewrap(part)
-    given = dict(options)
     options.setdefault("layout", "rows")
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
@@ -69,34 +68,26 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
     if "optional_modules" in options:
         options["optional_modules"] = optional_by_name(module, options["optional_modules"])
     model = ZeRO3(module, **options)
-    make_ready(model, given)
+    make_ready(model)
     return model
-
-
-class Sharded(NamedTuple):
-    """How a model was sharded."""
-
-    model: ZeRO3
-    options: Mapping[str, Any] | None
-    """Options that `shard` was called with; None if the model was sharded by other means."""
 
 
 _SHARDED = "_layerzero_transformers_wrapper"
 
 
-def sharded_before(module: nn.Module) -> Sharded | None:
+def sharded_before(module: nn.Module) -> ZeRO3 | None:
     """The wrapper of this module that `shard` made or `make_ready` was given, if any."""
     return module.__dict__.get(_SHARDED)
 
 
-def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
+def make_ready(model: ZeRO3) -> None:
     """Adapt methods of a sharded model that would treat shards as full parameters.
 
     These are `generate`, `save_pretrained`, and methods that count parameters. The module also
     stores its wrapper: sharding is permanent, and the next trainer needs it.
     """
     module = model.module
-    module.__dict__.setdefault(_SHARDED, Sharded(model, options))
+    module.__dict__.setdefault(_SHARDED, model)
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             # `generate` reads this flag, and then continues forwards that other ranks still need.
@@ -108,18 +99,6 @@ def make_ready(model: ZeRO3, options: Mapping[str, Any] | None = None) -> None:
             )
     if isinstance(module, PreTrainedModel) or is_peft_model(module):
         module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
-
-
-_DEFAULTS = {
-    "safe_serialization": True,
-    "push_to_hub": False,
-    "variant": None,
-    "token": None,
-    "save_original_format": True,
-    "save_peft_format": True,
-    "distributed_checkpoint": False,
-}
-"""Options of `save_pretrained` that have no effect at these values."""
 
 
 def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
@@ -134,23 +113,16 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         model = sharded()
-        if state_dict is not None or model is None:
-            refuse_pieces(module, state_dict or {})
-            options |= {"is_main_process": is_main_process, "state_dict": state_dict}
-            own(folder, **options)
+        if state_dict is None and model is not None:
+            if options.get("distributed_checkpoint"):
+                raise NotImplementedError(
+                    "save_pretrained of a sharded model: distributed_checkpoint would wait for "
+                    "other ranks on the first one; use layerzero.checkpoint.save"
+                )
+            save_pretrained(model, folder, **options)
             return
-        sizes = {}
-        if (largest := options.pop("max_shard_size", None)) is not None:
-            sizes["max_file_size"] = f"{largest}B" if isinstance(largest, int) else largest
-        options.pop("save_function", None)  # Ignored: files are always written in our way.
-        options = {k: v for k, v in options.items() if k not in _DEFAULTS or v != _DEFAULTS[k]}
-        if options:
-            raise NotImplementedError(
-                "save_pretrained of a sharded model: expected a folder and max_shard_size, also "
-                f"got {[*options]}; to use these, pass state_dict=get_model_state_dict(model, "
-                "full=True, cpu_offload=True) as well"
-            )
-        save_pretrained(model, folder, **sizes)
+        refuse_pieces(module, state_dict or {})
+        own(folder, is_main_process=is_main_process, state_dict=state_dict, **options)
 
     return save
 

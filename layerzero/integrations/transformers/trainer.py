@@ -41,7 +41,6 @@ from layerzero.integrations.transformers.accelerator import (
     use_bf16,
 )
 from layerzero.integrations.transformers.pretrained import (
-    Sharded,
     load_pretrained,
     load_weights,
     make_ready,
@@ -96,10 +95,6 @@ class ZeRO3Trainer(Trainer):
         self._in_checkpoint = False
         self._was_given = isinstance(model, ZeRO3)
         if self._was_given:
-            if self._options:
-                raise ValueError(
-                    f"zero3={self._options}: expected none, the model is sharded already"
-                )
             make_ready(model)
             model = model.module
         super().__init__(model, *positional, **named)
@@ -113,8 +108,12 @@ class ZeRO3Trainer(Trainer):
             raise NotImplementedError(_NEEDS_ALL)
         inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
         if before is not None:
-            self._check_same(before)
-            self.sharded_model = before.model
+            if self._options:
+                raise ValueError(
+                    f"zero3={self._options}: expected none, this {type(model).__name__} is sharded "
+                    "already; to shard it otherwise, use a separate model"
+                )
+            self.sharded_model = before
         else:
             self.sharded_model = self._shard_alike(model, args, args.bf16 and inside is None)
         unit = get_unit(inside or self.sharded_model)
@@ -149,17 +148,6 @@ class ZeRO3Trainer(Trainer):
         if is_reference:
             self._shard_alike(model, self.args, self.args.bf16)
         return is_reference
-
-    def _check_same(self, before: Sharded) -> None:
-        """Raise ValueError if an earlier trainer sharded the model with other options."""
-        options = before.options or {}
-        other = [k for k, v in self._options.items() if k not in options or options[k] != v]
-        if other:
-            raise ValueError(
-                f"zero3: an earlier trainer sharded this {type(before.model.module).__name__}, "
-                f"with other values of {other}; sharding is permanent: leave zero3 out, or use a "
-                "separate model for each trainer"
-            )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         return self._shard(super().call_model_init(trial), self.args)
