@@ -57,9 +57,7 @@ class PlannedModel(ZeRO3):
         builder = Builder(plan, topology, arguments, parts, materializer, digests)
         root = builder.join(builder.build_units())
         if arguments.verify is not None:
-            verifier = _PlannedVerifier(root, count)
-            root.extensions.add(verifier)
-            root.context.transport = verifier
+            _PlannedVerifier(root, count)
         for feature in plan.features:
             if isinstance(feature, OptionalModules):
                 # Every rank enters those optional units that this one enters.
@@ -170,10 +168,7 @@ class _PlannedVerifier(Verifier):
 
     def __init__(self, root: RootState, count: StorageCount) -> None:
         self._storages = count
-        super().__init__(root, every=1)
-
-    def _watch_steps(self) -> None:
-        """No real optimizer's step concerns it."""
+        super().__init__(root, "always")
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
         if self._root.streams.are_apart:

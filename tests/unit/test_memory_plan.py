@@ -87,7 +87,7 @@ def test_an_accelerator_that_is_not_here_is_planned(plan: Any) -> None:
 def test_verification_on_an_accelerator_sums_what_the_backend_would_and_keeps_checksums() -> None:
     plain = _planned(optimizer="sgd", device="cuda")
     checked = _planned(optimizer="sgd", device="cuda", verify="always")
-    assert checked.peak_bytes > plain.peak_bytes and checked.resting_bytes > plain.resting_bytes
+    assert checked.peak_bytes > plain.peak_bytes
     assert checked.by_kind["other"][1] > plain.by_kind["other"][1]
 
 
