@@ -104,9 +104,6 @@ def measure(args: argparse.Namespace) -> Times:
 
     def prepare(kind: str) -> None:
         ledgers.close()
-        # What the step before a checked one does; before the others, too, for an equal cache.
-        be("checked")
-        verifier.after_step(optimizer)
         be(kind)
         if kind == "ledger":
             ledgers.enter_context(layerzero.ledger(model))

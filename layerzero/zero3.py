@@ -134,10 +134,10 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
             host (docs/reference/errors.md).
         optional_mean: over which ranks gradients of optional modules are averaged: "all", or
             "participants": those that had a gradient for the parameter.
-        verify: check the bytes of gathers, reductions, full buffers, main shards and optimizer
-            state against flipped bits: "always", or "sampled" in one step of eight. A mismatch
-            raises `layerzero.errors.CorruptionError` on every rank, before weights or optimizer
-            state change (docs/howto/verify.md).
+        verify: check the bytes of gathers, reductions and full buffers against flipped bits, and
+            copies of main shards: "always", or "sampled" in one step of eight. A mismatch raises
+            `layerzero.errors.CorruptionError` on every rank, before weights or optimizer state
+            change (docs/howto/verify.md).
         memory_budget: the most that a rank may hold, optimizer state and activations included:
             bytes (an int) or a string such as "40GB". After five steps, in which nothing stays
             full, the engine chooses for it which units stay full between forward and backward,
@@ -375,7 +375,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
 
         Equal for equal bits, by original names, whatever the units and the number of ranks. So two
         runs can be bisected for the first step in which they differ. Covers all parameters of the
-        whole model that this module belongs to, ignored ones included, and the state of its
+        whole model that this module belongs to, ignored ones included, and the state of the given
         optimizers, step numbers included; neither buffers nor hyperparameters.
 
         Collective over `process_group` and over the mesh of DTensor parameters; blocks the host.
@@ -383,11 +383,9 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         `outer="replicate"` are those of the rank's own shard group.
 
         Args:
-            optimizer: whose state counts; several by name. None: of every optimizer alive that
-                has parameters of the model.
+            optimizer: whose state counts; several by name. None: the weights alone.
 
         Raises:
-            ValueError: without `optimizer`, two optimizers have the same parameter.
             RuntimeError: inside forward or backward.
         """
         from layerzero.verify.signature import step_signature
@@ -522,9 +520,9 @@ def shard_in_place(
     parts = Parts(name_in_state_dicts=module_state.install)
     root = build(plan, topology, arguments, parts)
     if arguments.verify is not None:
-        from layerzero import verify
+        from layerzero.verify.verifier import Verifier
 
-        verify.install(root, arguments.verify)
+        Verifier(root, arguments.verify)
     parameters = module.parameters() if plan.ignored.members else ()
     root.kept_whole = [each for each in parameters if get_info(each) is None]
     if arguments.on_nonfinite is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, Literal
@@ -287,15 +287,6 @@ class AdamW(torch.optim.AdamW):
             self._make_flats(groups)
         assert self._flats is not None
         return self._flats
-
-    def memory(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """The memory of the states, with a label for messages; of those that step now."""
-        wanted = {id(each) for group in self.param_groups for each in group["params"]}
-        for flat in self._flats or ():
-            parameters = [each.parameter for each in flat.held]
-            if any(id(each) in wanted for each in parameters):
-                label = f"the state of AdamW for {name_of(parameters[0])} and others"
-                yield from ((tensor, label) for tensor in (flat.steps, *flat.memory))
 
     def _present(self) -> list[Any]:
         """What `state` shows: the dict of each parameter, and the tensors of the states in it."""

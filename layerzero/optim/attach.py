@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -40,9 +39,6 @@ _on_sharded_params: list[_Function] = []
 _on_first_step: list[_Function] = []
 _before_first: list[Callable[[], None]] = []
 """Functions that `watch` was given; each is called before the next attachment, then dropped."""
-
-attached: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Live optimizers that have been given sharded parameters."""
 
 
 def on_sharded_params(function: _Function) -> _Function:
@@ -151,6 +147,5 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
     while _before_first:
         _before_first.pop()()
     setattr(optimizer, WAITING, [*_on_first_step])
-    attached.add(optimizer)
     for function in _on_sharded_params:
         function(optimizer)

@@ -151,11 +151,6 @@ class FlatState:
         prefer_huge_pages(memory)
         return [*memory.zero_().unbind()]
 
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """All tensors that steps read and write, apart from `steps`."""
-        return self.tensors
-
     def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Show the states that were made, with the values that `old` has."""
         self._show(self.tensors, old)

@@ -27,10 +27,6 @@ class QuantState(FlatState):
         self._wide: list[torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
 
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        return [*self.tensors, *self._scales]
-
     def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
         num_blocks = 0
         for number, i in enumerate(self._members):

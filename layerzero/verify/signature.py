@@ -9,11 +9,11 @@ Note [Sums of mixed elements]
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from layerzero.comm.exchanges import Name, gather_along
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
-from layerzero.optim import attach
 from layerzero.optim.sharded_params import owners
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.step.operations import remembers_failure
@@ -51,7 +50,10 @@ def step_signature(
 
 @remembers_failure
 def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: Optimizers) -> str:
-    optimizers = _chosen(root, optimizer)
+    if isinstance(optimizer, Mapping):
+        optimizers = [*optimizer.values()]
+    else:
+        optimizers = [] if optimizer is None else [optimizer]
     keeps_whole = [each for each in optimizers if isinstance(each, WholeTensorOptimizer)]
     states = _states_by_parameter(each for each in optimizers if each not in keeps_whole)
     whole_states = _states_by_parameter(keeps_whole)
@@ -91,51 +93,12 @@ def _tensor(value: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([value - _MODULUS if value >= _MODULUS // 2 else value], device=device)
 
 
-def _chosen(root: RootState, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """The optimizers that were given, or all that have parameters of the model.
-
-    Raises:
-        ValueError: two that were not given have the same parameter.
-    """
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    if optimizer is not None:
-        return [optimizer]
-    if any(len(holders) > 1 for holders in _holders(root).values()):
-        gc.collect()  # An optimizer in a reference cycle may be alive without a user.
-    found = _holders(root)
-    for parameter, holders in found.items():
-        info = get_info(parameter)
-        if info is not None and len(holders) > 1:
-            raise ValueError(
-                f"step_signature: two optimizers have parameter {info.fqn!r}; pass the one that "
-                "counts as optimizer="
-            )
-    return list(dict.fromkeys(each for holders in found.values() for each in holders))
-
-
-def _holders(root: RootState) -> dict[nn.Parameter, list[torch.optim.Optimizer]]:
-    """The optimizers that have each sharded parameter."""
-    found: dict[nn.Parameter, list[torch.optim.Optimizer]]
-    found = {owner.sharded_param: [] for owner in owners(root)}
-    for optimizer in list(attach.attached):
-        for parameter in _members(optimizer):
-            if parameter in found:
-                found[parameter].append(optimizer)
-    return found
-
-
-def _members(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _states_by_parameter(
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> dict[int, list[tuple[str, Any]]]:
     found: dict[int, list[tuple[str, Any]]] = {}
     for optimizer in optimizers:
-        for parameter in _members(optimizer):
+        for parameter in chain(*(group["params"] for group in optimizer.param_groups)):
             state = optimizer.state.get(parameter) or {}
             items = state.items() if isinstance(state, Mapping) else ()
             found.setdefault(id(parameter), []).extend((str(key), item) for key, item in items)

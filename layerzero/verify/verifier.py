@@ -1,8 +1,7 @@
 """Verifier: gathers and reduces for a model whose bytes are checked.
 
-    step_n |> checksums of main shards and state
     forward, backward: checksums of what is sent, and of what was received before it is used
-    gradients are reduced |> check: wire, main shards, state; ranks agree |> .grad, step_n+1
+    gradients are reduced |> check: wire, copies of main shards; ranks agree |> .grad, step
 
 Note [A check is before delivery]
     Ranks agree when all reductions of a backward are done and no `.grad` is written: a rank can
@@ -13,80 +12,67 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm import collectives
 from layerzero.comm.collectives import slices_of
-from layerzero.comm.exchanges import gather_along, gather_texts
+from layerzero.comm.exchanges import gather_along, gather_small, gather_texts
 from layerzero.comm.ordered_sums import Add, reduce_in_order
 from layerzero.comm.pending import Operation, Pending
+from layerzero.config import Verify
+from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import checked_sum_, ordered_sum_, word_sums
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
-from layerzero.verify.resting import Resting
 from layerzero.verify.wire import Checksums, Wire, kept
 
 _WHAT = "the model"
-_LASTS = "load a checkpoint"
+_SAMPLED_EVERY = 8
 
 
 class CorruptionError(RuntimeError):
     """Bytes are not those that were sent or written. The message names unit, operation and rank.
 
     Every rank of the model raises it, and weights and optimizer state are as before the step. What
-    was corrupted on the way, or in a full buffer, is gone with the step, which may be run again.
-    After corruption of a main shard or of optimizer state, load a checkpoint.
+    was corrupted on the way, or in a full buffer, is gone with the step, which may be run again. If
+    copies of a main shard differ, load a checkpoint.
     """
 
 
 @dataclass
 class _Sent:
-    """A shard, at the version at which it was sent."""
+    """A gather of a main shard."""
 
-    shard_ref: weakref.ref[torch.Tensor]
+    handle_ref: weakref.ref[FlatParam]
     version: int
-    checksum: Checksums
-    gathers: list[tuple[ShardGroup, Operation]] = field(default_factory=list)
+    group: ShardGroup
+    operation: Operation
     is_void: bool = False
-    """Whether it was written since, so that these gathers are not checked."""
+    """Whether the shard was written since, so that this gather is not checked."""
 
 
 class Verifier(Transport, Extension):
-    """Keeps checksums of all that its model sends, receives and keeps, and compares them."""
+    """Keeps checksums of all that its model sends and receives, and compares them."""
 
-    def __init__(self, root: RootState, every: int) -> None:
-        """`every`: backward passes that synchronize from one check to the next."""
-        self._root_ref = root_ref = weakref.ref(root)
-        self._every = every
+    def __init__(self, root: RootState, verify: Verify) -> None:
+        """Check the bytes of a model from now on. Before its first pass."""
+        self._root_ref = weakref.ref(root)
+        self._every = 1 if verify == "always" else _SAMPLED_EVERY
+        """Backward passes that synchronize from one check to the next."""
         self._num_passes = 0
-        self._records = every == 1
+        self._records = self._every == 1
         """Whether the backward that comes next is checked."""
         self._wire = Wire(root.device, root.operations)
-        self._resting = Resting(lambda: () if (root := root_ref()) is None else root.units)
-        self._sent: dict[int, _Sent] = {}
-        """Of each shard that was sent since a forward began, by id."""
         self._unchecked: list[_Sent] = []
-        """The main shards among them, since the last check."""
-        self._watch_steps()
-
-    def _watch_steps(self) -> None:
-        """Have `after_step` called."""
-        own_ref = weakref.ref(self)
-
-        @_disable_dynamo
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (own := own_ref()) is not None:
-                own.after_step(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        """Since the last check."""
+        root.extensions.add(self)
+        root.context.transport = self
 
     def _keep(self, checksums: torch.Tensor) -> Checksums:
         return kept(checksums)
@@ -97,9 +83,14 @@ class Verifier(Transport, Extension):
         assert root is not None, "it runs a pass"
         return root
 
+    @functools.cached_property
+    def _handle_of(self) -> dict[int, weakref.ref[FlatParam]]:
+        """By id of the main shard."""
+        handles = (handle for unit in self._root.units for handle in unit.handles)
+        return {id(handle.main_shard): weakref.ref(handle) for handle in handles}
+
     def weights_written(self) -> None:
         self._void_written()
-        self._sent.clear()
 
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
@@ -107,22 +98,16 @@ class Verifier(Transport, Extension):
         """`collectives.all_gather`, checked."""
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
-        shown, slices = self._shown(shard), slices_of(full, group)
-        shown.gathers.append((group, operation))
+        checksum, slices = self._keep(word_sums([shard])), slices_of(full, group)
+        handle_ref, sent = self._handle_of.get(id(shard)), None
+        handle = None if handle_ref is None else handle_ref()
+        if handle_ref is not None and handle is not None and handle.main_shard is shard:
+            # Programs write no other shard.
+            sent = _Sent(handle_ref, _version_of(handle), group, operation)
+            self._unchecked.append(sent)
         pending = collectives.all_gather(full, shard, group, operation)
-        pending.then(functools.partial(self._gathered, operation, group, shown, slices))
+        pending.then(functools.partial(self._gathered, operation, group, checksum, slices, sent))
         return pending
-
-    def _shown(self, shard: torch.Tensor) -> _Sent:
-        version = self._resting.version_of(shard)
-        known = self._sent.get(id(shard))
-        if known is None or known.shard_ref() is not shard or known.version != version:
-            noted = self._resting.checksum_of(shard)
-            checksum = self._keep(word_sums([shard])) if noted is None else [noted]
-            known = self._sent[id(shard)] = _Sent(weakref.ref(shard), version, checksum)
-            if self._resting.handle_of(shard) is not None:  # Programs write no other shard.
-                self._unchecked.append(known)
-        return known
 
     def _void_written(self) -> None:
         """Do not check gathers of shards that were written since, perhaps while they were sent.
@@ -130,17 +115,22 @@ class Verifier(Transport, Extension):
         At the same points of a step on every rank: a use of the unit gathers it again.
         """
         for sent in self._unchecked:
-            shard = sent.shard_ref()
-            if shard is not None and self._resting.version_of(shard) != sent.version:
+            handle = sent.handle_ref()
+            if handle is not None and _version_of(handle) != sent.version:
                 sent.is_void = True
-                self._wire.forget(sent.gathers)
+                self._wire.forget(sent.group, sent.operation)
 
     def _gathered(
-        self, operation: Operation, group: ShardGroup, sent: _Sent, slices: list[torch.Tensor]
+        self,
+        operation: Operation,
+        group: ShardGroup,
+        checksum: Checksums,
+        slices: list[torch.Tensor],
+        sent: _Sent | None,
     ) -> None:
         """What peers sent is in `slices`."""
-        if not sent.is_void:
-            self._wire.note(operation, group, sent.checksum, self._keep(word_sums(slices)))
+        if sent is None or not sent.is_void:
+            self._wire.note(operation, group, checksum, self._keep(word_sums(slices)))
 
     def reduce_scatter(
         self,
@@ -179,11 +169,6 @@ class Verifier(Transport, Extension):
 
         return check_and_add
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer, of any model, has stepped."""
-        if self._records:
-            self._resting.after_step(optimizer)
-
     def before_write(self, reductions: object) -> bool:
         """See Note [A check is before delivery]. Collective; blocks the host.
 
@@ -203,19 +188,8 @@ class Verifier(Transport, Extension):
         self._wait_for_streams()
         self._void_written()
         self._unchecked.clear()
-        findings = self._changed(root.placements[0].rank)
-        findings += self._resting.different(root)
-        self._settle(_groups(root), [*root.groups, *root.tensor_parallel_groups], findings)
-        if not self._records:  # The steps that follow are not noted, and some count no write.
-            self._resting.forget()
-
-    def _changed(self, rank: int) -> list[str]:
-        return [
-            f"{label} on rank {rank} changed since the last optimizer step, and torch counted no "
-            f"write: a bit flipped in memory, so {_LASTS}; or the program wrote it through .data "
-            "or numpy(), and has to write it under torch.no_grad() instead"
-            for label in self._resting.changed()
-        ]
+        groups = [*root.groups, *root.tensor_parallel_groups]
+        self._settle(_groups(root), groups, _differing_copies(root))
 
     def after_forward(self) -> RuntimeError | None:
         """Check what a forward without gradients gathered. Collective over the groups it used.
@@ -240,18 +214,17 @@ class Verifier(Transport, Extension):
     def _settle(
         self, groups: Sequence[ShardGroup], axes: Sequence[ShardGroup], findings: list[str]
     ) -> None:
-        """Compare what was sent over `groups`; agree with all ranks of the axes."""
-        rank = self._root.placements[0].rank
+        """Compare what was sent over `groups`; agree with all ranks of the axes. `findings`: what
+        is wrong besides."""
         is_bad = self._wire.differs(groups) or bool(findings)
         self._before_free()
         if not self._is_any(is_bad, axes):
             self._wire.clear(groups)
             return
-        findings = [*(findings or self._changed(rank)), *self._wire.find(groups)]
-        text = findings[0] if findings else None
+        findings = [*findings, *self._wire.find(groups)]
+        text, rank = findings[0] if findings else None, self._root.placements[0].rank
         texts = gather_texts(text, rank, axes, self._root.device, "verification")
-        # What lasts comes first: a main shard that changed is also sent otherwise than it was.
-        different = sorted(set(texts.values()), key=lambda text: (_LASTS not in text, text))
+        different = sorted(set(texts.values()))
         if different:
             # What waits may be of bytes that were compared only now.
             self._wire.clear(self._wire.used())
@@ -288,7 +261,6 @@ class Verifier(Transport, Extension):
 
     def after_abort(self) -> None:
         self._wire.undo()
-        self._sent.clear()
 
 
 def _of_peers(parts: Sequence[torch.Tensor], group: ShardGroup) -> torch.Tensor:
@@ -304,3 +276,36 @@ def _groups(root: RootState) -> list[ShardGroup]:
     """All groups over which the model gathers and reduces, in one order on all their ranks."""
     found = (group for placement in root.placements for group in placement.all_groups)
     return list(dict.fromkeys(found))
+
+
+def _version_of(handle: FlatParam) -> int:
+    """Of the main shard: it changes with each write that torch or the engine counts."""
+    return sum(handle.versions) + handle.num_rewrites
+
+
+def _differing_copies(root: RootState) -> list[str]:
+    """Main shards that outer peers have otherwise, in words; with `outer="replicate"` these are
+    copies. Collective; blocks the host."""
+    by_group: dict[ShardGroup, list[tuple[str, torch.Tensor]]] = {}
+    for unit in root.units:
+        for handle in unit.handles:
+            outer = handle.placement.outer_group
+            if outer is not None and outer.size > 1 and handle.placement.owned_slices > 1:
+                by_group.setdefault(outer, []).append((unit.label, handle.main_shard))
+    found = []
+    for group, entries in by_group.items():
+        own = word_sums(shard for _, shard in entries).to(root.device)
+        operation = root.operations.next("comparison of replicas", _WHAT, group)
+        table = gather_small(own, group, operation).tolist()
+        for (label, _), *checksums in zip(entries, *table, strict=True):
+            (usual, number), *_ = Counter(checksums).most_common(1)
+            if number < group.size:
+                rows = zip(group.ranks, checksums, strict=True)
+                # Without a majority every copy may be the wrong one.
+                is_known = number > group.size // 2
+                ranks = [rank for rank, each in rows if each != usual or not is_known]
+                found.append(
+                    f"comparison of replicas: the main shard of {label} differs from its other "
+                    f"copies on {' and '.join(f'rank {rank}' for rank in ranks)}: load a checkpoint"
+                )
+    return found

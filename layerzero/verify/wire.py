@@ -86,10 +86,8 @@ class Wire:
                 if number > self._last_kept:
                     del lane[number]
 
-    def forget(self, collectives: Iterable[tuple[ShardGroup, Operation]]) -> None:
-        """Forget these, which are done."""
-        for group, operation in collectives:
-            self._lanes.get(group, {}).pop(operation.number, None)
+    def forget(self, group: ShardGroup, operation: Operation) -> None:
+        self._lanes.get(group, {}).pop(operation.number, None)
 
     def clear(self, groups: Iterable[ShardGroup]) -> None:
         """Forget the collectives of these groups."""

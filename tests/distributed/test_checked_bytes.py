@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,10 +18,9 @@ from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.errors import CorruptionError
 from layerzero.step.context import RuntimeContext
 from layerzero.verify.verifier import Verifier
-from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.checks import named
 from tests.harness.flips import REPLICA, SITES, Trials, flip
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import Block
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.simulated_device import simulated_device
@@ -94,9 +92,7 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
     for name, count in names.items():
         settings, make = {**TWO_RANKS, **FOUR_RANKS}[name]
         trials = _trials(settings, make, seed)
-        sites = SITES if make is not _whole else SITES[:3]
-        if settings.get("outer") == "replicate":
-            sites = (*sites, REPLICA)
+        sites = (*SITES, REPLICA) if settings.get("outer") == "replicate" else SITES
         with named(f"settings {name!r}, seed {seed}"):
             trials.run(count, sites)
         found += trials.found
@@ -105,29 +101,23 @@ def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
 
 @on_ranks(2)
 def test_single_flipped_bits_are_found_on_two_ranks() -> None:
-    _what_users_write()
     _micro_batches()
     _what_is_evaluated()
     _off()
-    found = of_all_ranks(_flip_under(dict.fromkeys(TWO_RANKS, 12), 0))[0]
+    found = of_all_ranks(_flip_under(dict.fromkeys(TWO_RANKS, 6), 0))[0]
     assert all(found[site] >= 12 for site in SITES), found
 
 
 @on_ranks(4)
-def test_single_flipped_bits_are_found_in_layered_modes(tmp_path: Path) -> None:
-    _copies_that_differ()
-    _copies_that_differ_after_a_load(tmp_path)
-    found = of_all_ranks(_flip_under(dict.fromkeys(FOUR_RANKS, 4), 1))[0]
-    assert all(found[site] >= 3 for site in SITES), found
+def test_single_flipped_bits_are_found_in_layered_modes() -> None:
+    found = of_all_ranks(_flip_under(dict.fromkeys(FOUR_RANKS, 3), 1))[0]
+    assert all(found[site] >= 3 for site in SITES) and found[REPLICA], found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_flipped_bits_are_found_on_other_numbers_of_ranks(
-    ranks: KeptRanks, world_size: int
-) -> None:
-    found = ranks(world_size, _flip_under, {"plain": 20, "8-bit": 10, "bf16": 10}, 2)[0]
-    assert found["main shard"] >= 5 and found["optimizer state"] >= 5, found
+def test_flipped_bits_are_found_on_three_ranks(ranks: KeptRanks) -> None:
+    found = ranks(3, _flip_under, {"plain": 10, "8-bit": 5, "bf16": 5}, 2)[0]
+    assert all(found[site] >= 5 for site in SITES), found
 
 
 @pytest.mark.soak
@@ -154,55 +144,6 @@ def _model(make: Optimizer = _adamw, **given: Any) -> tuple[ZeRO3, Any, Callable
         optimizer.zero_grad()
 
     return model, optimizer, step
-
-
-def _what_users_write() -> None:
-    for make in (_adamw, _native("float32"), _native("8bit")):
-        model, optimizer, step = _model(make)
-        for _ in range(2):
-            step()
-        kept, kept_optimizer = model.state_dict(), optimizer.state_dict()
-        model.load_state_dict({name: value * 1 for name, value in kept.items()})
-        step()
-        optimizer.load_state_dict(kept_optimizer)
-        step()
-        with model.summon_full_params():
-            for parameter in model.parameters():
-                parameter.data.mul_(0.9)
-        step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-            for state in optimizer.state.values():
-                state["exp_avg"].mul_(0.5)
-        step()
-        with pytest.raises(ZeroDivisionError):
-            model(torch.ones(4, 5)).mean().register_hook(lambda _: 1 // 0)
-            loss = model(torch.ones(4, 5)).mean()
-            loss.register_hook(lambda _: 1 // 0)
-            loss.backward()
-        step()
-        for parameter in list(model.parameters())[:2]:
-            parameter.requires_grad_(False)
-        step()
-        with model.no_sync():
-            model(torch.ones(4, 5)).mean().backward()
-        step()
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 0.9
-        step()
-        kept_weights = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.data.mul_(0.9)
-        with pytest.raises(CorruptionError, match=r"main shard .* through \.data"):
-            step()
-        error = pytest.raises(CorruptionError, match=r"main shard .* through \.data")
-        with error, torch.no_grad():
-            model(torch.ones(4, 5))
-        for parameter, kept_weight in zip(model.parameters(), kept_weights, strict=True):
-            parameter.data.copy_(kept_weight)  # As averages are that a program puts back.
-        optimizer.zero_grad()
-        step()
 
 
 def _micro_batches() -> None:
@@ -239,9 +180,8 @@ def _what_is_evaluated() -> None:
     step()
     with torch.no_grad():
         model(torch.ones(4, 5))
-        if dist.get_rank() == 1:
-            flip(model._root_state.units[1].handles[0].main_shard, 3)
-        with pytest.raises(CorruptionError, match="rank 1"):
+        corrupted = mock.patch.object(Verifier, "_gathered", _flips_the_second())
+        with corrupted, pytest.raises(CorruptionError, match="all-gather of"):
             model(torch.ones(4, 5))
 
 
@@ -256,79 +196,16 @@ def _off() -> None:
         _model(verify=names[dist.get_rank()])
 
 
-def _copies_that_differ() -> None:
-    model, _, step = _model(zero3_size=2, outer="replicate")
-    for _ in range(3):
-        step()
-    if dist.get_rank() == 3:
-        with torch.no_grad():
-            model._root_state.units[1].handles[0].main_shard[0] += 1
-    error = None
-    for _ in range(40):
-        try:
-            step()
-        except CorruptionError as raised:
-            error = raised
-            break
-    assert "comparison of replicas" in str(error) and "rank 3" in str(error), error
-
-
-def _copies_that_differ_after_a_load(folder: Path) -> None:
-    """One flipped bit in one copy: the first step after the load finds it, in either."""
-    model, optimizer, step = _model(zero3_size=2, outer="replicate")
-    for _ in range(3):
-        step()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    layerzero.checkpoint.save(folder, model, optimizer, step=3)
-    for load in (
-        lambda: model.load_state_dict(weights),
-        lambda: layerzero.checkpoint.load(folder, model, optimizer),
-    ):
-        load()
-        step()
-        load()
-        if dist.get_rank() == 3:
-            flip(model._root_state.units[1].handles[0].main_shard, 5)
-        with pytest.raises(CorruptionError, match="comparison of replicas") as raised:
-            step()
-        label = layerzero.units(model)[1].fqn
-        assert f"main shard of {label}" in str(raised.value) and "rank 3" in str(raised.value)
-        load()
-        step()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_copies_on_tensor_parallel_ranks_are_compared() -> None:
-    mesh = tensor_parallel.grid(1)
-    model = tensor_parallel.wrapped(mesh, verify="always")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    norm = next(p for name, p in model.named_parameters() if name.endswith("norm.weight"))
-    for steps, (batch,) in enumerate(tensor_parallel.batches(40, 1)):
-        if steps == 2 and dist.get_rank() == 1:
-            with torch.no_grad():
-                norm += 1
-        try:
-            tensor_parallel.loss_backward(model, batch)
-        except CorruptionError as error:
-            assert "comparison of replicas" in str(error) and "norm.weight" in str(error)
-            assert steps == 2
-            return
-        optimizer.step()
-        optimizer.zero_grad()
-    raise AssertionError("copies that differ were not found in 40 steps")
-
-
 def _flips_the_second() -> Callable[..., None]:
     """`Verifier._gathered` that flips a bit of the second gather on one rank."""
     real, number = Verifier._gathered, dist.get_rank()
 
-    def gathered(self: Any, operation: Any, group: Any, sent: Any, slices: Any, *own: Any) -> None:
+    def gathered(self: Any, operation: Any, group: Any, sum_: Any, slices: Any, sent: Any) -> None:
         nonlocal number
         number += 1
         if number == 2:
             flip(slices[1 - group.rank], 9)
-        real(self, operation, group, sent, slices, *own)
+        real(self, operation, group, sum_, slices, sent)
 
     return gathered
 
@@ -339,26 +216,10 @@ def test_backends_whose_messages_carry_no_name_and_devices_are_checked_too() -> 
     group = make_plain_group(TIMEOUT)
     for context in (contextlib.nullcontext(), simulated_device()):
         with context:
-            model, _, step = _model(process_group=group)
+            _, _, step = _model(process_group=group)
             for _ in range(3):
                 step()
             corrupted = mock.patch.object(Verifier, "_gathered", _flips_the_second())
             with corrupted, pytest.raises(CorruptionError, match="all-gather of"):
                 step()
             step()
-            if dist.get_rank() == 1:
-                flip(model._root_state.units[1].handles[0].main_shard, 3)
-            with pytest.raises(CorruptionError, match="rank 1"):
-                step()
-
-
-@on_ranks(2)
-def test_two_backwards_before_a_step_are_no_corruption() -> None:
-    """Each eighth pass is compared with the step before; steps after that one are not noted."""
-    model = ZeRO3(Mlp(), auto_wrap_policy={Block}, verify="sampled")
-    optimizer = layerzero.optim.AdamW(model.parameters())
-    for step in range(16):
-        for _ in range(2 if step == 14 else 1):  # The 15th pass and the 16th.
-            model(torch.ones(2, WIDTH)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()

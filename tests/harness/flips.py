@@ -21,10 +21,9 @@ from layerzero.comm.pending import Pending
 from layerzero.errors import CorruptionError
 from layerzero.flat.placement import ShardGroup
 
-SITES = ("wire", "full buffer", "main shard", "optimizer state")
+SITES = ("wire", "full buffer")
 REPLICA = "copy of a main shard"
-"""Another site, for outer="replicate": one copy, after a write to all copies that torch has seen,
-so that no checksum of it is known."""
+"""Another site, for outer="replicate"."""
 _CHECKED = ("all-gather", "outer all-gather", "reduce-scatter", "outer reduce-scatter")
 
 
@@ -136,31 +135,19 @@ class Trials:
                     self._step()
             self._step()
 
-    def _step(self, between: Callable[[], None] = lambda: None) -> None:
-        loss = self._forward()
-        between()
-        loss.backward()
+    def _step(self) -> None:
+        self._forward().backward()
         if self._steps_itself:
             self._optimizer.step()
         self._optimizer.zero_grad()
 
     def _memory(self) -> list[torch.Tensor]:
-        return self._main_shards() + self._states()
+        states = [each for state in self._optimizer.state.values() for each in state.values()]
+        return self._main_shards() + [each for each in states if isinstance(each, torch.Tensor)]
 
     def _main_shards(self) -> list[torch.Tensor]:
         root = self._model._root_state
         return [h.main_shard for unit in root.units for h in unit.handles]
-
-    def _states(self) -> list[torch.Tensor]:
-        memory = getattr(self._optimizer, "memory", None)
-        if memory is not None:
-            return [tensor for tensor, _ in memory() if tensor.numel()]
-        return [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.numel()
-        ]
 
     def _run_one(self, site: str) -> None:
         victim, seed = self._rng.randrange(dist.get_world_size()), self._rng.random()
@@ -168,24 +155,18 @@ class Trials:
         toggle: Callable[[], None] | None = None
         if dist.get_rank() == victim:
             toggle = self._prepare(site, random.Random(seed))
-        is_before = seed < 0.5 or site == REPLICA
-        if site == REPLICA:
-            with torch.no_grad():
-                for shard in self._main_shards():
-                    shard.mul_(1)
         error: CorruptionError | None = None
         try:
-            if toggle is not None and is_before:
+            if toggle is not None:
                 toggle()
-            self._step(toggle if toggle is not None and not is_before else lambda: None)
+            self._step()
         except CorruptionError as raised:
             error = raised
             self._optimizer.zero_grad()
         flipped = self._transport.flipped
         if toggle is not None:
             toggle()
-            what = "changed since the last optimizer step"
-            flipped = f"{'comparison of replicas' if site == REPLICA else what}\0rank {victim}"
+            flipped = f"comparison of replicas\0rank {victim}"
         self._transport.disarm()
         texts: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, flipped)
@@ -200,19 +181,13 @@ class Trials:
             same = torch.equal(now.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
             assert same, f"{site}: the step that failed changed something"
         self.found[site] += 1
-        if site == REPLICA:
-            self._step()  # So that checksums of main shards are known again.
 
     def _prepare(self, site: str, rng: random.Random) -> Callable[[], None] | None:
         """Choose a bit. What flips it, and flips it back; None: the transport does."""
-        if site in ("wire", "full buffer"):
+        if site in SITES:
             self._transport.arm(rng, rng.randrange(self._num_checked), site == "full buffer")
             return None
-        shards = [each for each in self._main_shards() if each.numel()]
-        tensors = self._states() if site == "optimizer state" else shards
-        if not tensors:
-            return None
-        tensor = rng.choice(tensors)
+        tensor = rng.choice([each for each in self._main_shards() if each.numel()])
         bit = rng.randrange(8 * tensor.nbytes)
         return lambda: flip(tensor, bit)
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
-from layerzero.optim import attach
 from layerzero.optim.checks import refuse_in_graph
 from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, inner, stepping
@@ -102,11 +101,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.owned = {}
         prototype, self._limit = self._agree_on(given, bucket_bytes)
         super().__init__(given.groups, prototype.defaults)
-        try:
-            self._extend(given, self.param_groups, prototype)
-        except BaseException:
-            attach.attached.discard(self)
-            raise
+        self._extend(given, self.param_groups, prototype)
         self._is_made = True
 
     def owner_of(self, parameter: nn.Parameter) -> int:
