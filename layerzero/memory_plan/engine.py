@@ -48,15 +48,6 @@ class PlannedModel(ZeRO3):
         parts = Parts(make_root=make, name_in_state_dicts=module_state.install)
         builder = Builder(plan, topology, arguments, parts, materializer, digests)
         root = builder.join(builder.build_units())
-<<<<<<< HEAD
-=======
-        if arguments.verify is not None:
-            _PlannedVerifier(root, count)
-        for feature in plan.features:
-            if isinstance(feature, OptionalModules):
-                # Every rank enters those optional units that this one enters.
-                feature.install(root, lambda root: PlannedExchange(root.placements[0].rank))
->>>>>>> opt
         materializer.fill_the_rest(module)
         self._become(module, root)
         root.extensions.add(_Moments(root.units, count))
@@ -132,67 +123,7 @@ class _PlannedRoot(RootState):
         return _Unwatched(self.device, self.streams, ())
 
 
-<<<<<<< HEAD
 class _Unwatched(Operations):
-=======
-class _PlannedVerifier(Verifier):
-    """Sends, sums and keeps as a `Verifier`; compares nothing.
-
-    Every step is one that is checked, which holds the most.
-    """
-
-    def __init__(self, root: RootState, count: StorageCount) -> None:
-        self._storages = count
-        super().__init__(root, "always")
-
-    def _keep(self, checksums: torch.Tensor) -> Checksums:
-        if self._root.streams.are_apart:
-            self._storages.mark([checksums], "other")
-            return checksums
-        return [0] * checksums.numel()
-
-    def _check_step(self) -> None:
-        self._wire.clear(self._wire.used())
-
-
-class _PlannedLearner(Learner):
-    """Every rank holds what this one holds, in every step the same."""
-
-    steps = 2
-
-    def __init__(
-        self, root: RootState, placement: Placement, budget: int, count: StorageCount
-    ) -> None:
-        super().__init__(root, placement, budget)
-        self._count = count
-
-    def _start_meter(self, root: RootState) -> Meter:
-        self._count.restart()
-        return Meter(self._count.restart, lambda: None)
-
-    def _weights_changed(self) -> bool:
-        return True
-
-    def _highest(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def _everyones(self, own: Any) -> list[Any]:
-        return [own]
-
-
-class _Unwatched:
-    """Stands for a `DesyncDetector`: no rank is late."""
-
-    def __init__(self) -> None:
-        self.issued: deque[object] = deque(maxlen=1)
-        self.waiting = self.in_flight = WeakSet[Any]()  # Not all are waited for.
-
-    def begin_wait(self, _: object) -> None:
-        return None
-
-
-class PlannedOperations(Operations):
->>>>>>> opt
     """Names collectives; counts no models on groups and starts no watchdog."""
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
