@@ -159,7 +159,7 @@ def topology_of(request: PlanRequest, prepared: Prepared, rank: int) -> Topology
 def _checked(given: dict[str, Any], world_size: int) -> Arguments:
     everyone = planned_group(0, range(world_size), "gloo")
     arguments = check_arguments(given, lambda *_: everyone.process_group)
-    check_sizes([everyone], arguments, is_first=True)
+    check_sizes([everyone], arguments.zero3_size)
     return arguments
 
 

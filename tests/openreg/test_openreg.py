@@ -266,13 +266,6 @@ def test_runs_and_their_checkpoints_equal_those_on_the_cpu(library: Path, tmp_pa
             assert_same_parameters(new.state(), state, what=f"{name}: loaded on {place}:")
 
 
-@on_ranks(2, fresh=True)
-def test_without_storages_that_change_size_every_rank_refuses(library: Path) -> None:
-    register(library, resizes=False)
-    with pytest.raises(ValueError, match="whose storages torch cannot resize"):
-        _wrapped(CASES["mlp"])
-
-
 @on_ranks(1, fresh=True)
 def test_a_stream_of_another_device_leaves_all_as_it_was(library: Path) -> None:
     register(library)

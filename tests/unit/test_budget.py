@@ -18,13 +18,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_591,
+    "": 45_355,
     "flat": 2_851,
     "step": 4_575,
     "comm": 1_520,
     "watch": 1_028,
-    "build": 2_424,
-    "guards": 683,
+    "build": 2_328,
+    "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_466

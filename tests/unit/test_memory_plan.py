@@ -218,7 +218,7 @@ class _Reads(nn.Module):
         ({"optimizer": -1}, ValueError, "optimizer: expected"),
         ({"optimizer": None}, TypeError, "optimizer: expected"),
         ({"batch": [1]}, TypeError, "batch: expected"),
-        ({"device": "meta"}, ValueError, "meta device"),
+        ({"device": "meta"}, ValueError, "expected the CPU or an acc"),
         ({"device": "tpu9"}, ValueError, "device"),
         ({"module": nn.LSTM(4, 4)}, NotImplementedError, "LSTM"),
         ({"module": _Reads(), "batch": torch.empty(2, 4)}, ValueError, "depends on values"),
