@@ -9,7 +9,6 @@ engine allocates what it would allocate there.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
@@ -210,23 +209,12 @@ class _PlannedLearner(Learner):
         return [own]
 
 
-class _Unwatched:
-    """Stands for a `DesyncDetector`: no rank is late."""
-
-    def __init__(self) -> None:
-        self.issued: deque[object] = deque(maxlen=1)
-        self.waiting = self.in_flight = WeakSet[Any]()  # Not all are waited for.
-
-    def begin_wait(self, _: object) -> None:
-        return None
-
-
 class PlannedOperations(Operations):
     """Names collectives; counts no models on groups and starts no watchdog."""
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         super().__init__(device, streams, ())
-        self._detector = cast("Any", _Unwatched())
+        self._in_flight = WeakSet()  # Not all are waited for.
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
         return None
