@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 44_963,
+    "": 44_631,
     "flat": 2_851,
     "step": 4_573,
     "comm": 1_504,
