@@ -1,6 +1,5 @@
 """Layered ZeRO: gathered over a shard group, owned over all ranks, in every mode and split."""
 
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -57,9 +56,7 @@ SPLITS = [
 
 
 def _layered(case: str, zero3_size: int, mode: str, **options: Any) -> ZeRO3:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
-        return sharded(CASES[case], zero3_size=zero3_size, outer=mode, **options)
+    return sharded(CASES[case], zero3_size=zero3_size, outer=mode, **options)
 
 
 def _is_regrouped(zero3_size: int, mode: str) -> bool:
@@ -473,9 +470,7 @@ def test_full_parameters_are_read_and_written_in_every_mode(mode: str) -> None:
 @on_ranks(4)
 def test_module_states_come_from_the_first_of_all_ranks(mode: str) -> None:
     torch.manual_seed(dist.get_rank())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
-        model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
+    model = ZeRO3(Mlp(), zero3_size=2, outer=mode, sync_module_states=True)
     assert_same_values(model, seeded(Mlp))
 
 
