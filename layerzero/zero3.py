@@ -537,7 +537,7 @@ def shard_in_place(
         from layerzero.arena import Arena
 
         root.extensions.add(Arena(root))
-    guards.install(module, root)
+    guards.install(root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
 

@@ -44,13 +44,8 @@ from layerzero.step.unit import get_unit
 
 
 def _timeout(name: str, value: Any) -> timedelta | None:
-    if value is None:
-        return None
-    if not isinstance(value, timedelta):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        advice = f"; for seconds timedelta(seconds={value})" if is_number else ""
-        raise TypeError(f"{name}: expected a datetime.timedelta or None, got {value!r}{advice}")
-    require_timeout(value)
+    if one_of("a datetime.timedelta or None", timedelta, None)(name, value) is not None:
+        require_timeout(value)
     return value
 
 
@@ -91,17 +86,10 @@ def _several(kind: type[Any], what: str) -> Check:
             raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
         found = tuple(values)
         for value in found:
-            if isinstance(value, kind):
-                continue
-            advice, got = "", repr(value)
-            if isinstance(value, str):
-                advice = f"; names are not looked up, pass the {what} themselves"
-            elif isinstance(value, (nn.Module, torch.Tensor)):
-                got = type(value).__name__
-                place = "modules" if isinstance(value, nn.Module) else "parameters"
-                if place != what and name.startswith("ignored_"):
-                    advice = f"; {place} belong in ignored_{place}"
-            raise TypeError(f"{name}: expected {what}, got {got}{advice}")
+            if not isinstance(value, kind):
+                is_object = isinstance(value, (nn.Module, torch.Tensor))
+                got = type(value).__name__ if is_object else repr(value)
+                raise TypeError(f"{name}: expected {what}, got {got}")
         return found
 
     return listed

@@ -18,7 +18,7 @@ import enum
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -41,26 +41,15 @@ from layerzero.version import __version__
 REFUSED = -1
 """Sent in place of a hash by a rank that refuses the module or an argument."""
 Rows = Mapping[str, Sequence[str]]
-"""Lines of text that must be the same on all ranks, by section."""
-ERRORS = {
-    "versions": "ZeRO3: versions differ between ranks: {}; install the same on every rank",
-    "experts": "experts: the sizes of units, or which units are experts (have their own "
-    "process_group), differ between ranks: {}; every rank needs equally many experts of equal size",
-    "positions": "process_group: its ranks have different parts of the DTensor parameters, by "
-    "their positions in the tensor-parallel mesh: {}; take both groups from one mesh: "
-    'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+"""Lines of text that must be the same on all ranks, by section, in the order of comparison."""
+_ADVICE = {
+    "experts": "every rank needs equally many experts of equal size",
+    "positions": "its ranks have different parts of the DTensor parameters: take both groups from "
+    'one mesh: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
     'parallelize_module(..., mesh["tp"]), ZeRO3(..., process_group=mesh["dp"])',
-    "arguments": "ZeRO3: arguments differ between ranks: {}; give every rank the same",
-    "parameters": "process_group: parameters differ between its ranks: {}; every rank must wrap "
-    "the same model; ranks may differ only in units that have their own process_group (experts)",
-    "units": "ZeRO3: arguments of units differ between ranks: {}; give every rank the same, "
-    "and an auto_wrap_policy that returns the same",
-    "modules": "ZeRO3: modules differ between ranks: {}; every rank must wrap the same model",
-    "buffers": "ZeRO3: buffers differ between ranks: {}; every rank must wrap the same model",
-    "optional modules": "optional_modules or optional_mean differ between ranks: {}; give every "
-    "rank the same: which of these modules it skips is its own choice in each forward",
+    "optional modules": "which of these modules a rank skips is its own choice in each forward",
 }
-"""Sections of an outline in the order in which they are compared, and the error of each."""
+"""Advice on ranks that differ in a section of an outline, where it is not to give all the same."""
 
 
 class Exchange:
@@ -94,20 +83,22 @@ class Exchange:
         broadcast_from_first(received, self._axes, lambda _: self._operation)
         return json.loads(bytes(received.tolist()))
 
-    def refuse_difference(self, rows: Rows, errors: Mapping[str, str]) -> NoReturn:
+    def refuse_difference(self, what: str, rows: Rows) -> NoReturn:
         """Raise ValueError on every rank: how rows, of which the hashes differ, differ from the
-        first rank's. `errors`: the message for each section, in the order of comparison."""
+        first rank's. `what`: what was given them, such as "ZeRO3"."""
         rank, first = self.first([own_rank(), rows])
         ranks_of_text: dict[str, list[int]] = {}
-        for number, each in self.texts(_difference(rows, first, rank, errors)).items():
+        for number, each in self.texts(_difference(rows, first, rank)).items():
             ranks_of_text.setdefault(each, []).append(number)
         listed = []
         for text, ranks in ranks_of_text.items():
             row = text.partition("\0")[2]
             listed.append(f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
         section = next(iter(ranks_of_text)).partition("\0")[0]
-        more = f" (and {len(listed) - 4} more differences)" if len(listed) > 4 else ""
-        raise ValueError(errors[section].format("; ".join(listed[:4]) + more))
+        advice = _ADVICE.get(section, "give every rank the same")
+        raise ValueError(
+            f"{what}: {section} differ between ranks: {'; '.join(listed[:4])}; {advice}"
+        )
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by global rank."""
@@ -120,15 +111,13 @@ def hash_of(value: object) -> int:
     return int.from_bytes(digest, "big") >> 2
 
 
-def _difference(rows: Rows, first: Rows, first_rank: int, sections: Iterable[str]) -> str | None:
-    for section in sections:
+def _difference(rows: Rows, first: Rows, first_rank: int) -> str | None:
+    for section in {**first, **rows}:
         own, theirs = rows.get(section, ()), first.get(section, ())
         nothing = f"no other {section.removesuffix('s')}"
         for one, other in itertools.zip_longest(own, theirs, fillvalue=nothing):
             if one != other:
-                counts = f" ({len(own)} {section} here, {len(theirs)} there)"
-                counts = counts if section == "parameters" else ""
-                return f"{section}\0{one}, where rank {first_rank} has {other}{counts}"
+                return f"{section}\0{one}, where rank {first_rank} has {other}"
     return None
 
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from operator import attrgetter
-from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,7 +42,6 @@ def resolve_device(
     """
     target = _resolve_device(device, plans, process_group, mesh)
     check_device_type(target, f"rank {own_rank()}: parameters go to {target}")
-    _check_resizing(target)
     if mesh is not None and target.type != mesh.device_type:
         raise ValueError(
             f"rank {own_rank()}: parameters go to {target}, but the DTensors among them are "
@@ -55,9 +49,6 @@ def resolve_device(
             f"device={mesh.device_type!r}"
         )
     return target
-
-
-_OF_DEVICES = ("is_available", "current_device", "device_count")
 
 
 def check_device_type(device: torch.device, what: str) -> None:
@@ -68,38 +59,15 @@ def check_device_type(device: torch.device, what: str) -> None:
     """
     if device.type == "cpu":
         return
-    expected = "expected the CPU or an accelerator with streams and events like CUDA's"
-    if device.type == "meta":
-        raise ValueError(f"{what}: {expected}; the meta device holds no values")
-    try:
-        module = torch.get_device_module(device)
-    except RuntimeError:
-        raise ValueError(f"{what}: {expected}; torch has no module torch.{device.type}") from None
-    missing = [name for name in _OF_DEVICES if not hasattr(module, name)]
-    of_streams = missing_stream_names(module)
-    if of_streams and not has_generic_streams(device):
-        missing += of_streams
-    if missing:
-        listed = ", ".join(f"torch.{device.type}.{name}" for name in missing)
-        raise ValueError(f"{what}: {expected}; this torch lacks {listed}")
-    if not module.is_available() or (device.index or 0) >= module.device_count():
+    module = getattr(torch, device.type, None)
+    missing = ["module"] if module is None else missing_stream_names(module)
+    if device.type == "meta" or (missing and not has_generic_streams(device)):
         raise ValueError(
-            f"{what}: torch finds {module.device_count()} devices of type {device.type!r} here"
+            f"{what}: expected the CPU or an accelerator with streams and events like CUDA's"
+            + (f"; torch.{device.type} has no {', '.join(missing)}" if missing else "")
         )
-
-
-def _check_resizing(device: torch.device) -> None:
-    """Raise ValueError if memory of the device cannot be freed while tensors still refer to it."""
-    if device.type == "cpu":
-        return
-    try:
-        torch.empty(1, device=device).untyped_storage().resize_(0)
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"rank {own_rank()}: parameters go to {device}, whose storages torch cannot resize "
-            f"({error}), so full parameters could not be freed; use a device whose extension of "
-            "torch supports untyped_storage().resize_(0)"
-        ) from None
+    if module is None or not module.is_available() or (device.index or 0) >= module.device_count():
+        raise ValueError(f"{what}: torch finds no such device here")
 
 
 def _resolve_device(
@@ -272,43 +240,29 @@ def _check_crossing(
         )
 
 
-@dataclass
-class _Held:
+class _Held(NamedTuple):
     """The memory of one parameter, in bytes: [start, stop) on a device, perhaps with gaps."""
 
     device: str
     start: int
     stop: int
     name: str
-    local: torch.Tensor
     is_ignored: bool
-
-    @cached_property
-    def elements(self) -> Any:
-        """Where the elements lie, for numpy, which does not read them."""
-        itemsize = self.local.itemsize
-        steps = tuple(step * itemsize for step in self.local.stride())
-        place = {"data": (self.start, True), "shape": (*self.local.shape,), "strides": steps}
-        interface = {**place, "typestr": f"|V{itemsize}", "version": 3}
-        return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def refuse_shared_memory(
     sharded: Iterable[tuple[str, nn.Parameter]], ignored: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Raise ValueError if two parameters share elements, and one of them is to be sharded.
+    """Raise ValueError if the memory of two parameters overlaps, and one of them is to be sharded.
 
     Each would become shards of its own. Takes n log n steps for n parameters, and reads no values.
     """
-    memory = [*_memory_of(sharded, False), *_memory_of(ignored, True)]
     around: list[_Held] = []
     """Parameters before, in memory, that end behind the start of this one."""
-    for held in sorted(memory, key=attrgetter("device", "start", "stop")):
+    for held in sorted([*_memory_of(sharded, False), *_memory_of(ignored, True)]):
         around = [one for one in around if one.device == held.device and one.stop > held.start]
         for one in around:
-            # Those of one matrix's columns share no element.
-            is_whole = one.is_ignored and held.is_ignored
-            if not is_whole and np.shares_memory(one.elements, held.elements):
+            if not (one.is_ignored and held.is_ignored):
                 raise ValueError(
                     f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
                     "memory: each would get shards of its own, and a write to one would no longer "
@@ -328,8 +282,6 @@ def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> I
             continue
         if local.untyped_storage().device.type != "meta":  # That of a fake tensor is, too.
             start = local.data_ptr()
-            stop = start + local.nbytes
-            if not local.is_contiguous():
-                steps = zip(local.shape, local.stride(), strict=True)
-                stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
-            yield _Held(str(local.device), start, stop, clean_name(name), local, is_ignored)
+            steps = zip(local.shape, local.stride(), strict=True)
+            stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
+            yield _Held(str(local.device), start, stop, clean_name(name), is_ignored)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, check_arguments
-from layerzero.build.compare import ERRORS, REFUSED, Exchange, hash_of, outline
+from layerzero.build.compare import REFUSED, Exchange, hash_of, outline
 from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
@@ -29,7 +29,6 @@ from layerzero.flat.groups import (
     resolve_process_groups,
 )
 from layerzero.flat.placement import Outer, Placement, ShardGroup
-from layerzero.notices import warn_once
 
 _logger = logging.getLogger(__name__)
 
@@ -130,10 +129,8 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
         rank, text = next(iter(exchange.texts(None).items()))
         raise ValueError(f"rank {rank} refused the module or an argument of ZeRO3: {text}")
     if low != high:
-        exchange.refuse_difference(rows, ERRORS)
-    coordinate = [axis.rank for axis in axes]
-    coordinate += [] if plan.mesh is None else plan.mesh.get_coordinate() or []
-    check_sizes(axes, given, is_first=not any(coordinate))
+        exchange.refuse_difference("ZeRO3", rows)
+    check_sizes(axes, given.zero3_size)
     agree_on_group_names(axes, exchange_device)
     make = functools.partial(_make_placement, plan.device, given)
     placement = make(given.process_group, given.zero3_size)
@@ -144,26 +141,20 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
 
 
-def check_sizes(axes: Sequence[ShardGroup], given: Arguments, is_first: bool) -> None:
-    """Raise ValueError if `zero3_size` does not fit; warn, on one rank, if `outer` does nothing."""
-    num_inner, num_outer = axes[0].size, axes[1].size if len(axes) == 2 else 1
-    zero3_size, outer = given.zero3_size, given.outer
-    if zero3_size is not None and len(axes) == 2 and zero3_size != num_inner:
+def check_sizes(axes: Sequence[ShardGroup], zero3_size: int | None) -> None:
+    """Raise ValueError if `zero3_size` does not fit."""
+    if zero3_size is None:
+        return
+    num_inner = axes[0].size
+    if len(axes) == 2 and zero3_size != num_inner:
         raise ValueError(
             f"zero3_size={zero3_size} contradicts the mesh (outer, inner) of "
-            f"{num_outer, num_inner}, whose shard groups have {num_inner} ranks; leave out "
+            f"{axes[1].size, num_inner}, whose shard groups have {num_inner} ranks; leave out "
             "zero3_size"
         )
-    if zero3_size is not None and (zero3_size < 1 or num_inner % zero3_size):
+    if zero3_size < 1 or num_inner % zero3_size:
         raise ValueError(
             f"zero3_size: expected a divisor of the group size {num_inner}, got {zero3_size}"
-        )
-    has_outer = num_outer > 1 or zero3_size not in (None, num_inner)
-    if outer != "zero1" and not has_outer:
-        warn_once(
-            f"outer={outer!r} has no effect: the shard group is the whole group; pass zero3_size "
-            "or a mesh (outer, inner), or leave out outer",
-            is_first=is_first,
         )
 
 

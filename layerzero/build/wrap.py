@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,7 +57,7 @@ def make_chooser(
         root: the module to be wrapped.
 
     Raises:
-        TypeError: `policy` has none of these types, or a function has another signature.
+        TypeError: `policy` has none of these types.
     """
     if policy is None:
         return lambda module, fqn: False
@@ -66,7 +65,6 @@ def make_chooser(
         chosen = policy.choose(root, ignored_modules, ignored_parameters)
         return lambda module, fqn: chosen.get(id(module), False)
     if callable(policy) and not isinstance(policy, (type, nn.Module)):
-        _check_signature(policy)
         return policy
     is_one = isinstance(policy, (type, str, Mapping, nn.Module)) or not isinstance(policy, Iterable)
     classes: tuple[Any, ...] = (policy,) if is_one else tuple(policy)  # type: ignore[arg-type]
@@ -87,20 +85,6 @@ def classes_of(policy: Any) -> tuple[type[nn.Module], ...]:
     if isinstance(policy, ModelPolicy):
         return policy.classes
     return tuple(policy) if isinstance(policy, Iterable) else ()
-
-
-def _check_signature(policy: Any) -> None:
-    try:
-        signature = inspect.signature(policy)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(None, "")
-    except TypeError as error:
-        raise TypeError(
-            "auto_wrap_policy: expected callable(module, fqn) -> bool or a mapping of arguments, "
-            f"got {getattr(policy, '__name__', policy)}{signature}: {error}"
-        ) from None
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -27,13 +25,13 @@ def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) 
     modules = [*(visit.module for visit in plan.visits), *existing]
     policy, is_whole = given.auto_wrap_policy, len(plan.units) == 1
     classes = () if policy is None else classes_of(policy)
-    whole = "the whole model is one unit, gathered at once"
-    if missing := _missing(classes, modules, f"{whole}; " if is_whole else ""):
+    if missing := _missing(classes, modules):
         yield f"auto_wrap_policy: {missing}"
     elif policy is not None and not classes and is_whole and len(plan.visits) > 1:
         yield (
             f"auto_wrap_policy={policy!r} selected no module inside the "
-            f"{type(plan.units[0].module).__name__}, so {whole}; pass None if this is intended"
+            f"{type(plan.units[0].module).__name__}, so the whole model is one unit, gathered at "
+            "once; pass None if this is intended"
         )
     precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
     kept = dict.fromkeys(chain.from_iterable(each.keep_float32 for each in precisions.values()))
@@ -43,38 +41,19 @@ def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) 
         yield from _about_ignored(module, given.ignored_modules, plan.ignored_parameters)
 
 
-def _missing(classes: Iterable[type], modules: Sequence[nn.Module], effect: str = "") -> str:
-    """A text about classes that no module has, and the model's most similar ones; "": there are
-    none. Only classes of modules with parameters are listed."""
+def _missing(classes: Iterable[type], modules: Sequence[nn.Module]) -> str:
+    """A text about classes that no module has; "": there are none."""
     missing = [c.__name__ for c in classes if not any(isinstance(each, c) for each in modules)]
-    if not missing:
-        return ""
-    counts = Counter(type(each) for each in modules if next(each.parameters(), None) is not None)
-
-    def likeness(cls: type) -> float:
-        return max(difflib.SequenceMatcher(None, cls.__name__, name).ratio() for name in missing)
-
-    nearest = sorted(counts, key=likeness, reverse=True)[:5]
-    listed = ", ".join(f"{cls.__module__}.{cls.__qualname__} ({counts[cls]})" for cls in nearest)
-    return f"no module is a {' or '.join(missing)}; {effect}the model has {listed}"
+    return f"no module of the model is a {' or '.join(missing)}" if missing else ""
 
 
 def _about_ignored(
     root: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
 ) -> Iterator[str]:
-    """Texts about ignored objects outside the model, and ignored parameters that are trained, in
-    which ranks drift apart: nothing reduces their gradients."""
+    """A text about ignored parameters that are trained, in which ranks drift apart: nothing reduces
+    their gradients."""
     ignored = {*parameters, *(p for module in modules for p in module.parameters())}
-    inside = {*root.modules()} if modules else set()
-    named = [*root.named_parameters()] if ignored else []
-    known = {parameter for _, parameter in named}
-    strangers = [type(module).__name__ for module in modules if module not in inside]
-    strangers += [f"a parameter {tuple(p.shape)}" for p in parameters if p not in known]
-    if strangers:
-        yield (
-            f"ignored_modules and ignored_parameters: {', '.join(strangers)} not in the wrapped "
-            f"{type(root).__name__}, so this has no effect"
-        )
+    named = root.named_parameters() if ignored else ()
     # A DTensor is most likely reduced by another engine.
     trained = [
         name

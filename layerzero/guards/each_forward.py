@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.flat.flat_param import version_of
 from layerzero.guards.first_forward import FirstForward, is_main_memory, written_into
-from layerzero.guards.outside_uses import DDP_ADVICE
 from layerzero.notices import some
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension
@@ -56,7 +55,10 @@ class EachForward(Extension):
             taken = {id(parameter) for parameter in around._module_parameters}
             if any(id(p) in taken for unit in self._units for p in unit.sharded_params):
                 raise RuntimeError(
-                    f"ZeRO3 inside a module that DistributedDataParallel wraps: {DDP_ADVICE}"
+                    "DistributedDataParallel around a ZeRO3 module has overwritten every rank's "
+                    "shards with those of the first rank; ZeRO3 reduces gradients itself: remove "
+                    "DistributedDataParallel, or let it ignore the sharded parameters "
+                    "(its _set_params_and_buffers_to_ignore_for_model)"
                 )
         # In C: the host's time should not grow with the number of parameters.
         if not all(map(is_, map(_grad_of, self._unsharded_params), repeat(None))):

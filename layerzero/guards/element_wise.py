@@ -35,6 +35,7 @@ _ELEMENT_WISE = (
     torch.optim.SGD,
     torch.optim.SparseAdam,
 )
+_ELEMENT_WISE_ONE = "one that treats each element by itself, such as torch.optim.AdamW or SGD"
 _DISTRIBUTE = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "OSS"}
 _DISTRIBUTE |= {"DistributedFusedAdam", "DistributedFusedLAMB"}
 """Names of classes that split or average parameters over ranks themselves."""
@@ -44,21 +45,23 @@ _REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
         "they are small, so ranks would call it different numbers of times",
         False,
     ),
+    torch.optim.Muon: ("orthogonalizes whole matrices", True),
     torch.optim.Adafactor: (
         "needs whole parameters for its rows, columns and norms, and fails on a rank whose shard "
         "has no element",
         True,
     ),
 }
-"""Optimizers with which ranks would take different paths: the reason, for the message, and whether
-each parameter, if whole, is enough for them."""
+"""Optimizers that shards would mislead: the reason, for the message, and whether each parameter, if
+whole, is enough for them."""
 
 
 @attach.on_sharded_params
-def _refuse_distributed(optimizer: torch.optim.Optimizer) -> None:
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """
     Raises:
         TypeError: the optimizer distributes parameters itself.
+        NotImplementedError: on every rank, if ranks would take different paths with it.
     """
     names = [cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _DISTRIBUTE]
     if names:
@@ -67,45 +70,31 @@ def _refuse_distributed(optimizer: torch.optim.Optimizer) -> None:
             "shards with this rank's. ZeRO3 splits the optimizer state over ranks already: pass "
             "the parameters to an ordinary optimizer such as torch.optim.AdamW"
         )
+    for cls, (why, whole_is_enough) in _REFUSED.items():
+        if isinstance(optimizer, cls) and _are_parts(first_owner(_parameters(optimizer))):
+            instead = f"{_whole_of(optimizer)}, which steps it on whole tensors, or "
+            raise NotImplementedError(
+                f"{cls.__name__} {why}. It was given this rank's shards of a model. Use "
+                f"{instead if whole_is_enough else ''}{_ELEMENT_WISE_ONE}; or leave the model "
+                "unsharded (DistributedDataParallel)"
+            )
 
 
-@attach.on_sharded_params
-def _refuse_muon(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what torch's Muon refuses with the shape of a shard, which says nothing to the user.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    if not isinstance(optimizer, torch.optim.Muon):
-        return
-    infos = [info for each in _parameters(optimizer) if (info := get_info(each)) is not None]
-    others = [info for info in infos if info.ndim != 2]
-    also = (
-        f" It takes matrices only: {others[0].fqn!r} has shape {tuple(others[0].shape)}; give such "
-        "parameters to torch.optim.AdamW."
-        if others
-        else ""
-    )
-    raise ValueError(
-        f"{type(optimizer).__name__} orthogonalizes whole matrices, but was given sharded "
-        f"parameters such as {infos[0].fqn!r}, which are this rank's parts of them. Use "
-        f"{_whole_of(optimizer)} with matrices = [p for p in model.parameters() if "
-        f"p.layerzero.ndim == 2].{also}"
-    )
+def _are_parts(owner: Owner | None) -> bool:
+    """Otherwise this rank has all elements, and only shapes differ."""
+    if owner is None:
+        return False
+    return owner.placement.num_main_shards > 1 or owner.is_tensor_parallel
 
 
-def _whole_of(optimizer: torch.optim.Optimizer, parameters: str = "matrices") -> str:
+def _whole_of(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
-    return f"layerzero.optim.WholeTensorOptimizer({parameters}, {name}, ...)"
+    return f"layerzero.optim.WholeTensorOptimizer(model.parameters(), {name}, ...)"
 
 
 @attach.on_first_step
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Check an optimizer before its first step.
-
-    Raises:
-        NotImplementedError: on every rank, if ranks would take different paths with it.
-    """
+    """Warn of an optimizer before its first step."""
     is_known = _is_known(type(optimizer))
     has_empty_groups = not all(group["params"] for group in optimizer.param_groups)
     if is_known and not has_empty_groups:
@@ -114,25 +103,15 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     owner = first_owner(marked)
     if owner is None:
         return
-    # Otherwise this rank has all elements, and only shapes differ.
-    are_parts = owner.placement.num_main_shards > 1 or owner.is_tensor_parallel
-    name = type(optimizer).__name__
-    whole = _whole_of(optimizer, "model.parameters()")
-    element_wise = "one that treats each element by itself, such as torch.optim.AdamW or SGD"
-    for cls, (why, whole_is_enough) in _REFUSED.items():
-        if isinstance(optimizer, cls) and are_parts:
-            instead = f"{whole}, which steps it on whole tensors, or " if whole_is_enough else ""
-            raise NotImplementedError(
-                f"{cls.__name__} {why}. It was given this rank's shards of a model. Use {instead}"
-                f"{element_wise}; or leave the model unsharded (DistributedDataParallel)"
-            )
     if not is_narrowed(optimizer):
         _warn_of_decay(optimizer, owner)
-    if not is_known and (are_parts or any(original_ndim(each) > each.ndim for each in marked)):
+    has_other_shapes = any(original_ndim(each) > each.ndim for each in marked)
+    if not is_known and (has_other_shapes or _are_parts(owner)):
         warn_once(
-            f"{name} was given sharded parameters, which are this rank's parts. If it uses "
-            "more than one element at a time (a norm, a mean, rows or matrices of a parameter), it "
-            f"trains differently than unsharded: use {whole}, or {element_wise}",
+            f"{type(optimizer).__name__} was given sharded parameters, which are this rank's "
+            "parts. If it uses more than one element at a time (a norm, a mean, rows or matrices "
+            f"of a parameter), it trains differently than unsharded: use {_whole_of(optimizer)}, "
+            f"or {_ELEMENT_WISE_ONE}",
             is_first=owner.issues_warnings,
         )
 

@@ -1,14 +1,13 @@
-"""Guards against what uses sharded parameters outside the forward of their units.
+"""Guards against what uses sharded parameters outside the forward of their units, as losses do.
 
-- DistributedDataParallel around the model, which would take them for full ones: refused.
-- A penalty on `model.parameters()`, which are sharded between calls: a warning once autograd
-  computes such a gradient. It is right if the penalty is a sum over elements, and wrong if it is a
-  norm or needs whole tensors.
+A penalty on `model.parameters()`, which are sharded between calls, is right if it is a sum over
+elements, and wrong if it is a norm or needs whole tensors: a warning once autograd computes such a
+gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -18,21 +17,6 @@ from layerzero.flat.parameter_info import info_of
 from layerzero.notices import warn_once
 from layerzero.step.extension import Extension
 from layerzero.step.unit import Unit
-
-DDP_ADVICE = (
-    "it would overwrite every rank's shards with those of the first rank; ZeRO3 reduces gradients "
-    "itself: remove DistributedDataParallel, or let it ignore the sharded parameters "
-    "(its _set_params_and_buffers_to_ignore_for_model)"
-)
-
-
-class RefusesDDP(Iterable[str]):
-    """Put in the attribute from which DistributedDataParallel reads the names to ignore."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise RuntimeError(
-            f"DistributedDataParallel around a module that ZeRO3 wraps: {DDP_ADVICE}"
-        )
 
 
 class StrayGradients(Extension):

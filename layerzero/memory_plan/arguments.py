@@ -161,7 +161,7 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
 def _checked(given: dict[str, Any], world_size: int) -> Arguments:
     everyone = _planned_group(0, range(world_size), "gloo")
     arguments = check_arguments(given, lambda *_: everyone.process_group)
-    check_sizes([everyone], arguments, is_first=True)
+    check_sizes([everyone], arguments.zero3_size)
     return arguments
 
 

@@ -1,7 +1,8 @@
 """The engine's own ops: pack tensors into a flat buffer, sum parts in order, compute checksums.
 
 All of them work everywhere in plain torch (reference.py). The native library built from csrc/, if
-it is in the package's folder, makes them fast. `native_status()` returns which of the two runs.
+it is in the package's folder, makes them fast, and raises ValueError for arguments that do not fit
+together, before it writes anything. `native_status()` returns which of the two runs.
 """
 
 from __future__ import annotations
@@ -92,12 +93,9 @@ def pack_(
 
     Returns:
         `out`.
-
-    Raises:
-        ValueError: the arguments do not fit together; nothing was written.
     """
     if out.dtype not in reference.DTYPES:
-        reference.move_(out, srcs, segs.table, scale)
+        reference.pack_(out, srcs, segs.table, scale)
         return out
     if out.numel() != segs.numel:
         raise ValueError(f"pack_: segs cover {segs.numel} elements, out has {out.numel()}")
@@ -128,12 +126,9 @@ def ordered_sum_(
 
     Returns:
         `out`.
-
-    Raises:
-        ValueError: the arguments do not fit together; nothing was written.
     """
     if out.dtype.is_complex:
-        reference.complex_sum_(out, parts, scale)
+        reference.ordered_sum_(out, parts, scale)
         return out
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
     _note_written(out)
@@ -150,14 +145,11 @@ def checked_sum_(
 
     Returns:
         [number of parts] int64 on out's device, as of `word_sums`; 0 for the part that is skipped.
-
-    Raises:
-        ValueError: the arguments do not fit together; nothing was written.
     """
     if out.dtype.is_complex:
         kept = [part if place != skip else part.new_empty(0) for place, part in enumerate(parts)]
         sums = word_sums(kept)
-        reference.complex_sum_(out, parts, scale)
+        reference.ordered_sum_(out, parts, scale)
         return sums
     sums = torch.empty(len(parts), dtype=torch.int64, device=out.device)
     torch.ops.layerzero.checked_sum_.default(out, sums, list(parts), scale, skip)
@@ -181,9 +173,6 @@ def flat_step_(
         steps: tensors of each flat parameter, all on one device, with one `factor`.
         seed: of the random bits that round smaller states.
         phase: `WITH_ENDS` or `WITHOUT_ENDS` of step_reference.py.
-
-    Raises:
-        ValueError: the arguments do not fit together; nothing was written.
     """
     joined = step_reference.join_steps(steps)
     torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed, phase)
@@ -229,9 +218,6 @@ def crc32(data: torch.Tensor, value: int = 0) -> int:
 
     Args:
         data: contiguous uint8, on the CPU.
-
-    Raises:
-        ValueError: it is not.
     """
     result: int = torch.ops.layerzero.crc32.default(data, value)
     return result
@@ -244,9 +230,6 @@ def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
 
     Args:
         out, data: contiguous uint8, on the CPU, of one size; they must not overlap.
-
-    Raises:
-        ValueError: they are not, or do.
     """
     result: int = torch.ops.layerzero.copy_crc32_.default(out, data)
     return result

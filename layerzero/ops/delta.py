@@ -92,9 +92,6 @@ def find_changed(
     Returns:
         (count, stop): `count` elements of `indices` and `values` are results, and elements
         [start, stop) were compared; stop is numel unless `capacity` elements were found before.
-
-    Raises:
-        ValueError: the arguments do not fit together.
     """
     if main.dtype in DTYPES and snapshot.dtype in DTYPES:
         found: tuple[int, int] = torch.ops.layerzero.find_changed_.default(
@@ -114,26 +111,6 @@ def _find_changed(
     nan: int = 0,
 ) -> tuple[int, int]:
     """See `find_changed`. `nan`, the bits of the NaN that casts make, is for native kernels."""
-    named = {"main": main, "snapshot": snapshot, "indices": indices, "values": values}
-    for name, tensor in named.items():
-        if tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(f"find_changed: {name} must be contiguous and 1-D")
-        if tensor.device != main.device:
-            raise ValueError(f"find_changed: {name} is on {tensor.device}, main on {main.device}")
-    for name, other in (("main", "snapshot"), ("indices", "values")):
-        if named[name].numel() != named[other].numel():
-            raise ValueError(
-                f"find_changed: {name} has {named[name].numel()} elements, {other} has "
-                f"{named[other].numel()}"
-            )
-    if indices.dtype != torch.int64 or values.dtype != snapshot.dtype or not indices.numel():
-        raise ValueError(
-            "find_changed: indices must be int64 with at least one element, and values have the "
-            f"dtype of snapshot, got {indices.dtype} [{indices.numel()}], {values.dtype} and "
-            f"{snapshot.dtype}"
-        )
-    if not 0 <= start <= main.numel():
-        raise ValueError(f"find_changed: start {start} is outside of {main.numel()} elements")
     count, stop = 0, start
     while stop < main.numel() and count < indices.numel():
         end = min(stop + _BLOCK, main.numel())

@@ -8,7 +8,8 @@
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
 dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
-scale of 1 nothing is multiplied. Nothing here blocks the host, except for the CRCs.
+scale of 1 nothing is multiplied. Nothing here blocks the host, except for the CRCs. Arguments are
+not checked, as native kernels check them: here torch's own operations stay inside their tensors.
 """
 
 from __future__ import annotations
@@ -37,32 +38,8 @@ def pack_(
     nt: bool = False,
 ) -> None:
     """See `layerzero.ops.pack_`. `segs` are on the CPU, whatever the device of the others, so that
-    reading them does not block the host."""
-    check_pack(out, srcs, segs)
-    _fill(out, srcs, segs, scale)
-
-
-def move_(
-    out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: torch.Tensor, scale: float
-) -> None:
-    """`pack_` for dtypes that are copied unchanged: integers, complex numbers."""
-    if scale != 1.0:
-        raise ValueError(f"pack_: {out.dtype} is only moved: expected scale 1, got {scale}")
-    check_pack(out, srcs, segs, (out.dtype,))
-    _fill(out, srcs, segs, scale)
-
-
-def _fill(
-    out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: torch.Tensor, scale: float
-) -> None:
-    _check_memory("pack_", "source", out, srcs)
-    if segs.device.type != "cpu":
-        raise ValueError(
-            f"pack_: segs are on {segs.device}, where reading them would block the host; pass "
-            "`Segments.table`"
-        )
+    reading them does not block the host. Also moves integers and complex numbers, with scale 1."""
     table = segs.tolist()
-    _check_table(table, [src.numel() for src in srcs], out.numel())
     flat = out.detach().view(-1)
     targets: list[torch.Tensor] = []
     parts: list[torch.Tensor] = []
@@ -95,20 +72,7 @@ def _fill(
 
 def ordered_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
     """See `layerzero.ops.ordered_sum_`."""
-    check_ordered_sum(out, parts)
-    _add_up(out, parts, scale, compute_dtype(parts[0].dtype))
-
-
-def complex_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
-    """`ordered_sum_` for complex dtypes: parts and out have the same one, which it adds in."""
-    check_ordered_sum(out, parts, (out.dtype,))
-    _add_up(out, parts, scale, out.dtype)
-
-
-def _add_up(
-    out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float, dtype: torch.dtype
-) -> None:
-    _check_memory("ordered_sum_", "part", out, parts, may_be_out=True)
+    dtype = out.dtype if out.is_complex() else compute_dtype(parts[0].dtype)
     first = parts[0].detach().reshape(-1)
     # Sum directly into out, without a temporary, if it has the dtype of the sum and is not the
     # memory of a part that is still to be read.
@@ -125,151 +89,6 @@ def _add_up(
         total.mul_(scale)
     if not in_place:
         out.detach().view(-1).copy_(total)
-
-
-def check_pack(
-    out: torch.Tensor,
-    srcs: Sequence[torch.Tensor],
-    segs: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-) -> None:
-    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
-    _check_out("pack_", out, dtypes)
-    if segs.dtype != torch.int64 or segs.dim() != 2 or segs.shape[0] < 1 or segs.shape[1] != 3:
-        raise ValueError(
-            f"pack_: segs must be contiguous int64 [S + 1, 3], got {segs.dtype} {list(segs.shape)}"
-        )
-    if segs.device != out.device and segs.device.type != "cpu":
-        raise ValueError(
-            f"pack_: segs are on {segs.device}, out is on {out.device}; move them first"
-        )
-    _check_sources("pack_", "source", out, srcs, dtypes)
-
-
-def check_ordered_sum(
-    out: torch.Tensor, parts: Sequence[torch.Tensor], dtypes: tuple[torch.dtype, ...] = DTYPES
-) -> None:
-    """Raise ValueError if arguments do not fit together. Does not read tensor contents."""
-    _check_out("ordered_sum_", out, dtypes)
-    if not parts:
-        raise ValueError("ordered_sum_: expected at least one part, got none")
-    for index, part in enumerate(parts):
-        if part.numel() != out.numel():
-            raise ValueError(
-                f"ordered_sum_: part {index} has {part.numel()} elements, out has {out.numel()}"
-            )
-    _check_sources("ordered_sum_", "part", out, parts, dtypes)
-
-
-def _check_out(op: str, out: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if out.dtype not in dtypes:
-        raise ValueError(f"{op}: out must be {_either(dtypes)}, got {out.dtype}")
-    if not out.is_contiguous():
-        raise ValueError(f"{op}: out must be contiguous; pass a contiguous buffer")
-
-
-def _either(dtypes: tuple[torch.dtype, ...]) -> str:
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    return " or ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
-
-
-def _check_sources(
-    op: str,
-    noun: str,
-    out: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    first = -1
-    for index, source in enumerate(sources):
-        if not source.numel():
-            continue
-        if source.layout is not torch.strided:
-            raise ValueError(f"{op}: {noun} {index} is {source.layout}; pass a dense tensor")
-        if source.device != out.device:
-            raise ValueError(
-                f"{op}: {noun} {index} is on {source.device}, out is on {out.device}; move it first"
-            )
-        if source.dtype not in dtypes:
-            raise ValueError(f"{op}: {noun} {index} must be {_either(dtypes)}, got {source.dtype}")
-        if first < 0:
-            first = index
-        elif source.dtype != sources[first].dtype:
-            raise ValueError(
-                f"{op}: one call takes one source dtype, got {sources[first].dtype} "
-                f"({noun} {first}) and {source.dtype} ({noun} {index}); call once for each dtype"
-            )
-
-
-def _check_table(table: list[list[int]], numels: list[int], out_numel: int) -> None:
-    if table[0][2]:
-        raise ValueError(f"pack_: segs must begin at destination 0, row 0 begins at {table[0][2]}")
-    for row, ((source, offset, start), (_, _, stop)) in enumerate(itertools.pairwise(table)):
-        if stop < start:
-            raise ValueError(
-                f"pack_: destinations of segs must rise, row {row} begins at {start} and "
-                f"row {row + 1} at {stop}"
-            )
-        if source < 0:
-            continue
-        if source >= len(numels):
-            raise ValueError(
-                f"pack_: row {row} of segs names source {source}, there are {len(numels)} sources"
-            )
-        numel = numels[source]
-        if numel and (offset < 0 or offset + stop - start > numel):
-            raise ValueError(
-                f"pack_: row {row} of segs reads {stop - start} elements from {offset} of "
-                f"source {source}, which has {numel}"
-            )
-    if table[-1][2] != out_numel:
-        raise ValueError(f"pack_: segs cover {table[-1][2]} elements, out has {out_numel}")
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address range [begin, end) of a strided, non-empty tensor."""
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
-
-
-def _check_memory(
-    op: str,
-    noun: str,
-    out: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-    may_be_out: bool = False,
-) -> None:
-    _check_storage(op, "out", out)
-    for index, source in enumerate(sources):
-        _check_storage(op, f"{noun} {index}", source)
-        if not out.numel() or not source.numel() or (may_be_out and _same_memory(out, source)):
-            continue
-        (begin, end), (source_begin, source_end) = _extent(out), _extent(source)
-        if source_begin < end and begin < source_end:
-            raise ValueError(
-                f"{op}: out overlaps {noun} {index}: bytes [{begin:#x}, {end:#x}) and "
-                f"[{source_begin:#x}, {source_end:#x}); pass an output of its own"
-            )
-
-
-def _check_storage(op: str, what: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if the storage is smaller than the tensor needs.
-
-    A view outlives its bytes when the storage is resized, and torch does not check.
-    """
-    if not tensor.numel():
-        return
-    begin, end = _extent(tensor)
-    needed = tensor.storage_offset() * tensor.element_size() + end - begin
-    held = tensor.untyped_storage().nbytes()
-    if held < needed:
-        raise ValueError(
-            f"{op}: the storage of {what} holds {held} bytes, the tensor needs {needed}; "
-            "its memory was freed"
-        )
 
 
 def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
@@ -300,8 +119,6 @@ def checked_sum_(
 
 def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:
     """See `layerzero.ops.word_sums`; `xs` are contiguous."""
-    if len(xs) != out.numel():
-        raise ValueError(f"word_sums_: {len(xs)} tensors, but room for {out.numel()} checksums")
     if xs:
         torch.stack([word_sum(each) for each in xs], out=out)
 
@@ -317,25 +134,10 @@ def word_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def crc32(data: torch.Tensor, value: int = 0) -> int:
-    _check_bytes(data, "crc32")
-    if not 0 <= value <= 0xFFFFFFFF:
-        raise ValueError(f"crc32: expected a CRC-32 before it, got {value}")
     array: Any = data.numpy()
     return zlib.crc32(array, value)
 
 
 def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
-    _check_bytes(out, "copy_crc32_")
-    _check_bytes(data, "copy_crc32_")
-    if len(out) != len(data):
-        raise ValueError(f"copy_crc32_: out has {len(out)} bytes, data has {len(data)}")
-    begin, other = out.data_ptr(), data.data_ptr()
-    if begin < other + len(data) and other < begin + len(out):
-        raise ValueError("copy_crc32_: out and data overlap")
     out.copy_(data)
     return crc32(out)
-
-
-def _check_bytes(data: torch.Tensor, op: str) -> None:
-    if data.dtype != torch.uint8 or not data.is_contiguous():
-        raise ValueError(f"{op}: expected contiguous uint8, got {data.dtype}")

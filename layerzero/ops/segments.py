@@ -19,7 +19,6 @@ import torch
 
 ZEROS = -1
 """Used as a source number: fill the row with zeros."""
-_INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,34 +43,16 @@ class Segments:
             numel: number of elements of the buffer; those that no row covers become zeros.
 
         Raises:
-            ValueError: a number is negative or too large, rows overlap or do not rise, or they end
-                after `numel`.
+            ValueError: a number is negative, or rows overlap, do not rise, or end after `numel`.
         """
-        if not 0 <= numel <= _INT64_MAX:
-            raise ValueError(f"segments: numel must be in [0, 2**63), got {numel}")
         table: list[tuple[int, int, int]] = []
         ends: list[int] = []
         end = 0
         for number, (source, offset, start, count) in enumerate(rows):
-            if source < ZEROS or min(offset, start, count) < 0:
+            if source < ZEROS or min(offset, count) < 0 or start < end or start + count > numel:
                 raise ValueError(
-                    f"segments: row {number} must hold a source >= {ZEROS} and numbers >= 0, "
-                    f"got {(source, offset, start, count)}"
-                )
-            if start + count > _INT64_MAX or offset + count > _INT64_MAX:
-                raise ValueError(
-                    f"segments: row {number} ends at {start + count} (source: {offset + count}), "
-                    f"over the largest offset {_INT64_MAX}"
-                )
-            if start < end:
-                raise ValueError(
-                    f"segments: row {number} begins at {start}, before row {number - 1} ends "
-                    f"at {end}; rows must rise and must not overlap"
-                )
-            if start + count > numel:
-                raise ValueError(
-                    f"segments: row {number} ends at {start + count}, "
-                    f"the buffer has {numel} elements"
+                    f"segments: row {number} {(source, offset, start, count)}: expected a source "
+                    f">= {ZEROS} and destinations that rise from {end} to {numel} at most"
                 )
             if source >= len(ends):
                 ends.extend([0] * (source + 1 - len(ends)))

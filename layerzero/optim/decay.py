@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -25,8 +23,6 @@ def decay_groups(
     weight_decay: float = 0.1,
     *,
     no_decay: Rule | Iterable[Rule] = (),
-    min_ndim: int = 2,
-    lr: Mapping[Rule, float | torch.Tensor] | None = None,
     parameters: Iterable[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: matrices decay, vectors and scalars do not.
@@ -44,49 +40,31 @@ def decay_groups(
         model: a ZeRO3 module, a module inside one, or any other module.
         weight_decay: value for the parameters that decay.
         no_decay: rules for further parameters that do not decay.
-        min_ndim: smallest number of original dimensions for which a parameter decays.
-        lr: learning rate for the parameters of a rule; the others get the optimizer's own.
         parameters: only these of the model's parameters, such as those that no other optimizer has.
 
     Returns:
         [{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}],
-        then, for each rule of `lr`, two such groups with "lr". Each is in the order of
-        `named_parameters()`, and may be empty. Frozen parameters are in none. A tied parameter
-        occurs once; a rule that matches any of its names counts.
+        each in the order of `named_parameters()`, and possibly empty. Frozen parameters are in
+        none. A tied parameter occurs once; a rule that matches any of its names counts.
 
     Raises:
-        TypeError: a rule is neither a name nor a module class; another argument has a wrong type.
-        ValueError: a rule matches nothing in the model; two rules of `lr` match one parameter; a
-            number is negative or not finite; one of `parameters` is not the model's.
+        TypeError: a rule is neither a name nor a module class.
+        ValueError: a rule matches nothing in the model; one of `parameters` is not the model's.
         RuntimeError: the model is inside `summon_full_params`, whose parameters are temporary.
     """
     rules = [no_decay] if isinstance(no_decay, (str, type)) else no_decay
-    _check(model, weight_decay, rules, min_ndim, lr)
     named = _named(model)
-    spared = {each for rule in rules for each in _matching(model, named, rule, "no_decay")}
-    rates: dict[int, Rule] = {}
-    for rule in lr or {}:
-        for each in _matching(model, named, rule, "lr"):
-            if each in rates:
-                name = next(name for name, parameter in named if id(parameter) == each)
-                raise ValueError(
-                    f"lr: {name!r} matches both {_text(rates[each])} and {_text(rule)}; write "
-                    "rules that share no parameter"
-                )
-            rates[each] = rule
-    wanted = _chosen(model, named, parameters)
-    groups: list[dict[str, Any]] = []
-    for rate in (None, *(lr or {})):
-        options = {} if rate is None else {"lr": (lr or {})[rate]}
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for parameter in wanted:
-            if parameter.requires_grad and rates.get(id(parameter)) == rate:
-                decays = id(parameter) not in spared and original_ndim(parameter) >= min_ndim
-                (decayed if decays else others).append(parameter)
-        groups.append({"params": decayed, "weight_decay": weight_decay, **options})
-        groups.append({"params": others, "weight_decay": 0.0, **options})
-    return groups
+    spared = {each for rule in rules for each in _matching(model, named, rule)}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in _chosen(model, named, parameters):
+        if parameter.requires_grad:
+            decays = id(parameter) not in spared and original_ndim(parameter) >= 2
+            (decayed if decays else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def original_ndim(parameter: torch.Tensor) -> int:
@@ -112,7 +90,7 @@ def _named(model: nn.Module) -> _Named:
     ]
 
 
-def _matching(model: nn.Module, named: _Named, rule: Rule, option: str) -> set[int]:
+def _matching(model: nn.Module, named: _Named, rule: Rule) -> set[int]:
     """Ids of the parameters that a rule selects."""
     if isinstance(rule, type) and issubclass(rule, nn.Module):
         modules = (each for each in model.modules() if isinstance(each, rule))
@@ -120,11 +98,11 @@ def _matching(model: nn.Module, named: _Named, rule: Rule, option: str) -> set[i
     elif isinstance(rule, str):
         found = {id(parameter) for name, parameter in named if _fits(name, rule)}
     else:
-        raise TypeError(f"{option}: expected names and classes of modules, got {rule!r}")
+        raise TypeError(f"no_decay: expected names and classes of modules, got {rule!r}")
     if not found:
         raise ValueError(
-            f"{option}: {_text(rule)} matches no parameter of {type(model).__name__}; "
-            "use names of named_parameters()"
+            f"no_decay: {getattr(rule, '__name__', rule)!r} matches no parameter "
+            f"of {type(model).__name__}; use names of named_parameters()"
         )
     return found
 
@@ -136,8 +114,6 @@ def _chosen(
     own = {id(parameter): parameter for _, parameter in named}
     wanted = set(own) if parameters is None else set[int]()
     for number, parameter in enumerate(() if parameters is None else parameters):
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"parameters[{number}]: expected a parameter, got {parameter!r}")
         if id(_at_rest(parameter)) not in own:
             raise ValueError(
                 f"parameters[{number}], {name_of(parameter)}, is no parameter of "
@@ -157,33 +133,3 @@ def _fits(name: str, rule: str) -> bool:
     if any(sign in rule for sign in "*?["):
         return fnmatchcase(name, rule)
     return f".{rule}." in f".{name}."
-
-
-def _text(rule: Rule) -> str:
-    return repr(rule if isinstance(rule, str) else rule.__name__)
-
-
-def _check(
-    model: object, weight_decay: object, no_decay: object, min_ndim: object, lr: object
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
-    _check_number("weight_decay", weight_decay)
-    if not isinstance(no_decay, Iterable):
-        raise TypeError(f"no_decay: expected names and classes of modules, got {no_decay!r}")
-    if isinstance(min_ndim, bool) or not isinstance(min_ndim, int):
-        raise TypeError(f"min_ndim: expected an int, got {min_ndim!r}")
-    if min_ndim < 0:
-        raise ValueError(f"min_ndim: expected 0 or more, got {min_ndim}")
-    if lr is not None and not isinstance(lr, Mapping):
-        raise TypeError(f"lr: expected a mapping of rules to learning rates, got {lr!r}")
-    for rule, rate in (lr or {}).items():
-        if not (isinstance(rate, torch.Tensor) and rate.numel() == 1):
-            _check_number(f"the lr of {rule!r}", rate)
-
-
-def _check_number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{what}: expected a number, got {value!r}")
-    if not (math.isfinite(value) and float(value) >= 0):
-        raise ValueError(f"{what}: expected a finite number of 0 or more, got {value!r}")

@@ -83,8 +83,6 @@ SHARED: dict[str, tuple[Tensor, Tensor]] = {
 }
 APART: dict[str, tuple[Tensor, ...]] = {
     "rows": tuple(MATRIX),
-    "columns": MATRIX.chunk(4, dim=1),
-    "every other column": (MATRIX[:, ::2], MATRIX[:, 1::2]),
     "no elements": (MATRIX[:0], MATRIX[:0], MATRIX),
     "no memory": (torch.empty(3, device="meta"), torch.empty(3, device="meta")),
 }

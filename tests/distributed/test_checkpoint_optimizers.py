@@ -133,7 +133,9 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
     matrices = [p for p, info in was.items() if info.ndim == 2 and info.shape.numel()]
     chosen = set(matrices)
     rest = [p for p in was if p not in chosen]
-    groups = decay_groups(model, 0.1, parameters=rest, lr={"stem.bias": 0.5 * lr})
+    groups = decay_groups(model, 0.1, parameters=[p for p in rest if was[p].fqn != "stem.bias"])
+    slow = decay_groups(model, 0.1, parameters=[p for p in rest if was[p].fqn == "stem.bias"])
+    groups += [{**group, "lr": 0.5 * lr} for group in slow]
     whole: dict[str, Any] = {
         "muon": lambda: WholeTensorOptimizer(matrices[:-1], torch.optim.Muon, lr=lr),
         "adafactor": lambda: WholeTensorOptimizer(matrices, torch.optim.Adafactor, lr=lr),

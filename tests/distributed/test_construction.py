@@ -108,20 +108,6 @@ def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it(world
         assert end == parameter.numel(), name
 
 
-@on_ranks(4)
-def test_every_rank_has_its_share() -> None:
-    model = zero3(Transformer, TransformerBlock)
-    sizes = [
-        size
-        for (size,) in of_all_ranks([sum(parameter.numel() for parameter in model.parameters())])
-    ]
-    total = sum(parameter.numel() for parameter in Transformer().parameters())
-    assert sum(sizes) == total
-    # Alignment of each start to 64 bytes may add 15 elements a parameter, and padding a few more.
-    slack = 16 * len(list(Transformer().parameters())) / 4 + 64
-    assert max(sizes) <= total / 4 + slack
-
-
 @on_ranks(2)
 def test_attributes_of_a_parameter_are_on_its_shard() -> None:
     def build() -> nn.Module:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import layerzero
-from layerzero import MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import AdamW
 from layerzero.optim import norm as norm_module
@@ -25,7 +25,7 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_within,
 )
-from tests.harness.compare import assert_clips, assert_norm_of_gradients, sharded, zero3
+from tests.harness.compare import assert_norm_of_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, seeded
@@ -119,23 +119,9 @@ def _train_both(case: Case, kind: str, steps: int, **options: Any) -> None:
     _assert_same_state(ours, theirs, what)
 
 
-_NAMES = ("mlp", "odd_shapes", "unused_parts", "frozen_parts", "tied_across_units")
-
-
 def _few_pairs() -> None:
     for kind in _OPTIONS:
         _train_both(CASES["unused_parts"], kind, 4, **_BF16)
-
-
-@needs_fma
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
-@on_ranks()
-def test_training_has_these_bits_in_every_case(world_size: int, in_full: bool) -> None:
-    for number, kind in enumerate(_OPTIONS):
-        for name in _NAMES if in_full else _NAMES[number :: len(_OPTIONS)]:
-            _train_both(CASES[name], kind, 6)
-    _train_both(CASES["mlp"], "adamw", 6, offload=OffloadPolicy(params=True))
 
 
 def _write_unseen(model: ZeRO3, optimizer: Any, batch: torch.Tensor) -> None:
@@ -293,32 +279,6 @@ def test_bad_input_is_refused_with_names() -> None:
         output.sum().backward()
     forward_backward(model, torch.randn(2, 5))
     again.step()
-
-
-@needs_fma
-@pytest.mark.slow
-@on_ranks(4)
-def test_it_steps_in_every_mode_of_layered_sharding() -> None:
-    for options in (
-        {"zero3_size": 2},
-        {"zero3_size": 2, "outer": "replicate"},
-        {"zero3_size": 1, **_BF16},
-        {"zero3_size": 2, **_BF16},
-    ):
-        ours, theirs, optimizer, other = _pair(**options)
-        for model, each in ((ours, optimizer), (theirs, other)):
-            schedule = torch.optim.lr_scheduler.LinearLR(each, 0.1, total_iters=3)
-            for step in range(4):
-                with model.no_sync():
-                    forward_backward(model, _batch(step))
-                forward_backward(model, _batch(step + 50))
-                each.step()
-                schedule.step()
-                each.zero_grad()
-        _same_weights(ours, theirs, str(options))
-        forward_backward(ours, _batch(0))
-        assert_norm_of_gradients(optimizer.clip_grad_norm_(1.0), ours)
-        assert_clips(ours, 1.0)
 
 
 def _two_optimizers() -> None:
@@ -586,22 +546,6 @@ def test_odd_uses_are_as_with_torchs_optimizer(world_size: int) -> None:
     _refused_options()
     _copies()
     _ignored()
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_every_state_trains() -> None:
-    (batches,) = batches_of(CASES["mlp"], dist.get_world_size(), 1)
-    for state in ("float32", "bfloat16", "8bit"):
-        model = sharded(CASES["mlp"])
-        optimizer = AdamW(model.parameters(), lr=1e-2, state=state)
-        losses = []
-        for _ in range(30):
-            optimizer.zero_grad()
-            losses.append(float(forward_backward(model, batches[dist.get_rank()])))
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-        assert losses[-1] < 0.7 * losses[0], (state, losses)
 
 
 _HUGE = 1e30

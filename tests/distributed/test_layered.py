@@ -1,6 +1,5 @@
 """Layered ZeRO: gathered over a shard group, owned over all ranks, in every mode and split."""
 
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
     named,
-    warns_on_first_rank,
 )
 from tests.harness.compare import (
     Shared,
@@ -57,9 +55,7 @@ SPLITS = [
 
 
 def _layered(case: str, zero3_size: int, mode: str, **options: Any) -> ZeRO3:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the shard group is the whole group")
-        return sharded(CASES[case], zero3_size=zero3_size, outer=mode, **options)
+    return sharded(CASES[case], zero3_size=zero3_size, outer=mode, **options)
 
 
 def _is_regrouped(zero3_size: int, mode: str) -> bool:
@@ -465,8 +461,6 @@ def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
     _refuses("have outer='shard', where", process_group=mesh, outer="shard" if rank else "zero1")
     with pytest.raises(TypeError, match="zero3_size: expected an int or None, got '2'"):
         ZeRO3(seeded(Mlp), zero3_size="2")
-    with warns_on_first_rank("outer='replicate' has no effect"):
-        ZeRO3(seeded(Mlp), outer="replicate")
     model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
 

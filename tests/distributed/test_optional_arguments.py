@@ -239,7 +239,7 @@ REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any], dict[str, Any]]]
     (TypeError, "expected an iterable of modules, got Tower$", lambda m: m.vision, {}),
     (TypeError, "expected an iterable of modules, got 'vision'", lambda m: "vision", {}),
     (TypeError, "expected an iterable of modules, got None", lambda m: None, {}),
-    (TypeError, "got 'vision'; names are not looked up", lambda m: ["vision"], {}),
+    (TypeError, "expected modules, got 'vision'", lambda m: ["vision"], {}),
     (TypeError, "expected modules, got Parameter$", lambda m: [m.vision.scale], {}),
     (TypeError, "expected modules, got 3", lambda m: [m.vision, 3], {}),
     (KeyError, "the user's", _broken, {}),
@@ -308,7 +308,7 @@ def test_bad_input_is_refused_with_names() -> None:
         ZeRO3PipelineStage(sharded, 0, 1, torch.device("cpu"))
 
 
-DIFFER = "optional_modules or optional_mean differ between ranks: rank 1 has"
+DIFFER = "optional modules differ between ranks: rank 1 has"
 ITSELF = "contains the wrapped Towers itself"
 LOOKED_UP = "'vison' matches no module"
 DIFFERING: list[tuple[tuple[Callable[[Any], Any], ...], tuple[str, ...], tuple[str, ...]]] = [
@@ -335,7 +335,7 @@ DIFFERING: list[tuple[tuple[Callable[[Any], Any], ...], tuple[str, ...], tuple[s
     ),
     (
         (lambda m: ["vision"], lambda m: [m.vision]),
-        ("names are not looked up", "rank 0 refused .*: TypeError: .*'vision'"),
+        ("expected modules, got", "rank 0 refused .*: TypeError: .*'vision'"),
         ("all", "all"),
     ),
     (
@@ -355,7 +355,7 @@ def test_what_differs_between_ranks_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     for by_rank in DIFFERING:
         choose, text, mean = (each[rank] for each in by_rank)
-        error = TypeError if text == "names are not looked up" else ValueError
+        error = TypeError if text == "expected modules, got" else ValueError
         with named(text):
             refused(error, text, choose, optional_mean=mean)
         gc.collect()
@@ -365,7 +365,7 @@ def test_what_differs_between_ranks_is_refused_on_every_rank() -> None:
     assert regions(model, *order) == VISION | AUDIO
     # Different models are still named as such.
     model = nn.Sequential(Block(), Block(7 if rank else WIDTH))
-    with pytest.raises(ValueError, match="process_group: parameters differ between its ranks"):
+    with pytest.raises(ValueError, match="ZeRO3: parameters differ between ranks"):
         ZeRO3(model, auto_wrap_policy={Block}, optional_modules=[model[rank]])
 
 

@@ -135,17 +135,13 @@ def test_plain_torch_reads_no_tensor_but_the_table(dtype: torch.dtype) -> None:
     out, wanted = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
     wanted[2:5], wanted[8:12] = srcs[0][1:4], srcs[1]
     with no_reads(segs.table):
-        if dtype in reference.DTYPES:
-            reference.pack_(out, srcs, segs.table, 1.0)
-        else:
-            reference.move_(out, srcs, segs.table, 1.0)
+        reference.pack_(out, srcs, segs.table, 1.0)
     assert torch.equal(out, wanted)
     if dtype == torch.int16:
         return
     total = torch.empty_like(out)
-    add = reference.complex_sum_ if dtype.is_complex else reference.ordered_sum_
     with no_reads():
-        add(total, [out, out], 0.5)
+        reference.ordered_sum_(total, [out, out], 0.5)
     assert torch.equal(total, out)
 
 
@@ -167,16 +163,6 @@ def test_the_table_goes_where_it_is_read(kernel: bool, monkeypatch: pytest.Monke
     assert given[0] is (segs.on(meta.device) if kernel else segs.table)
     pack_(torch.empty(8, device="meta"), [meta], segs)
     ordered_sum_(torch.empty(4, device="meta"), [meta, meta])
-
-
-def test_a_table_on_the_device_is_refused_rather_than_waited_for() -> None:
-    segs = concatenate([4]).table.to("meta")
-    out, srcs = torch.empty(4, device="meta"), [torch.empty(4, device="meta")]
-    with (
-        mock.patch.object(reference, "_check_memory"),
-        pytest.raises(ValueError, match="would block"),
-    ):
-        reference.pack_(out, srcs, segs, 1.0)
 
 
 def test_what_is_missing_is_said_with_a_remedy() -> None:

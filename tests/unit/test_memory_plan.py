@@ -169,7 +169,7 @@ class _Reads(nn.Module):
         ({"optimizer": -1}, ValueError, "optimizer: expected"),
         ({"optimizer": None}, ValueError, "optimizer: expected"),
         ({"batch": [1]}, TypeError, "batch: expected"),
-        ({"device": "meta"}, ValueError, "meta device"),
+        ({"device": "meta"}, ValueError, "expected the CPU or an acc"),
         ({"device": "tpu9"}, ValueError, "device"),
         ({"module": _Reads()}, RuntimeError, "_local_scalar_dense"),
         ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "empty parameter list"),

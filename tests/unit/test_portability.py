@@ -142,8 +142,8 @@ def test_without_streams_of_its_own_a_device_has_those_of_torch() -> None:
 
 def test_a_device_without_either_is_refused_by_the_names_that_are_missing() -> None:
     with (
-        mock.patch.object(torch, "get_device_module", lambda _: _Bare()),
-        pytest.raises(ValueError, match=r"lacks torch\.cuda\.Stream, torch\.cuda\.stream"),
+        mock.patch.object(torch, "cuda", _Bare()),
+        pytest.raises(ValueError, match=r"torch\.cuda has no Stream, stream, current_stream"),
     ):
         check_device_type(CUDA, "device='cuda'")
 

@@ -19,10 +19,6 @@ from layerzero.optim.whole_tensor.owners import Cost
 from layerzero.step.root import RootState
 
 _NAME = "WholeTensorOptimizer"
-_DIFFER = (
-    f"{_NAME}: ranks differ: {{}}; pass the same parameters in the same order, the same class and "
-    "the same options on every rank"
-)
 
 
 class Given(NamedTuple):
@@ -150,4 +146,4 @@ def raise_together(root: RootState, error: Exception | None, rows: Sequence[str]
         raise ValueError(f"{_NAME}: rank {other} refused its arguments: {each}")
     low, high = exchange.bounds(hash_of(rows)) if rows else (0, 0)
     if low != high:
-        exchange.refuse_difference({"arguments": rows}, {"arguments": _DIFFER})
+        exchange.refuse_difference(_NAME, {"arguments": rows})

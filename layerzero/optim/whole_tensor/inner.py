@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import info_of
-from layerzero.notices import some
 from layerzero.optim.adamw import AdamW
-from layerzero.optim.checks import name_of
 
 Group = dict[str, Any]
 _NOT_OPTIONS = ("params", "param_names")
@@ -94,8 +92,7 @@ class Factory(NamedTuple):
         """The optimizer over tensors without memory: for its checks, defaults and options.
 
         Raises:
-            ValueError: the class refuses a parameter; names it.
-            Exception: whatever else the class raises.
+            Exception: whatever the class raises.
         """
         try:
             return self._make_like(groups, _on_meta)
@@ -104,22 +101,7 @@ class Factory(NamedTuple):
                 # Options such as `fused` may be refused for the device without memory alone.
                 return self._make_like(groups, stand_in_for)
             except Exception:
-                self._name_refused(groups, error)
                 raise error from None
-
-    def _name_refused(self, groups: Sequence[Group], error: Exception) -> None:
-        refused: list[str] = []
-        members = [(group, parameter) for group in groups for parameter in group["params"]]
-        for group, parameter in members:
-            try:
-                self._make_like([{**group, "params": [parameter]}], _on_meta)
-            except Exception:
-                refused.append(name_of(parameter))
-        if refused and not len(refused) == len(members) > 1:
-            raise ValueError(
-                f"WholeTensorOptimizer: {self.cls.__name__} refuses {some(refused)}: {error}; "
-                "give these parameters to another optimizer"
-            ) from error
 
     def _make_like(self, groups: Sequence[Group], like: Any) -> torch.optim.Optimizer:
         return self.make([{**g, "params": [like(p) for p in g["params"]]} for g in groups])
