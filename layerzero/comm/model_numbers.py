@@ -1,6 +1,6 @@
 """Numbers the models on a process group, and names each run so that old notes are ignored.
 
-Ranks exchange notes through torch's store (diagnosis.py, watchdog.py). That store may
+Ranks exchange notes through torch's store (diagnosis.py, watchdog.py, desync.py). That store may
 outlive a run, for example when an elastic launcher restarts the ranks, and then it still holds the
 notes of the previous run. So the ranks of a group agree once on a random run name, and only read
 notes under that name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, MutableSet, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from layerzero.comm.streams import Event
 from layerzero.flat.placement import ShardGroup
+from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
+from layerzero.watch.slow_waits import Waits, other_waits
 from layerzero.watch.watchdog import Watchdog
 
 
@@ -35,9 +37,8 @@ class Operation:
     number: int
     watchdog: Watchdog | None = None
     """Set where messages carry no name (`messages_carry_names`)."""
-    in_flight: MutableSet[Pending] | None = None
-    """The model's messages that were posted and not yet waited for; set where messages carry names,
-    except for tensor-parallel collectives."""
+    detector: DesyncDetector | None = None
+    """Set in a model whose messages carry names, except for tensor-parallel collectives."""
     model: int = 0
     """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
     timer: Timer | None = None
@@ -74,12 +75,13 @@ class Pending:
         """`nbytes`: size of the whole tensor, or of each message if messages carry names. Ranks
         compare it."""
         self.operation = operation
+        self.number = operation.number
         self.group = group
         self.nbytes = nbytes
         watchdog = operation.watchdog
         self._events_before = () if watchdog is None else watchdog.events_before()
         if operation.timer is not None:
-            operation.timer.issued(nbytes if operation.in_flight is None else nbytes * group.size)
+            operation.timer.issued(nbytes if operation.detector is None else nbytes * group.size)
 
     @property
     def name(self) -> str:
@@ -152,6 +154,11 @@ class Pending:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
+        watcher: Waits | None = self.operation.detector
+        if watcher is None and timed:
+            watcher = other_waits
+        if watcher is not None and self.works:
+            watcher.begin_wait(self)
         try:
             for work, peer in self._all_works():
                 self.peer = peer
@@ -161,8 +168,11 @@ class Pending:
                     work.wait()
         except RuntimeError as error:
             raise self.diagnose(error) from error
-        if self.operation.in_flight is not None:
-            self.operation.in_flight.discard(self)
+        finally:
+            if watcher is not None:
+                watcher.waiting.discard(self)
+        if self.operation.detector is not None:
+            self.operation.detector.in_flight.discard(self)
         self._record_done()
         self.works = ()
 
@@ -172,7 +182,9 @@ class Pending:
 
     def diagnose(self, error: RuntimeError) -> CollectiveError:
         """Make the error for a failed exchange with `peer`. Blocks the host for some seconds."""
-        return diagnose(str(self.operation), self.group, self.peer, error)
+        detector = self.operation.detector
+        divergence = None if detector is None else detector.latest_verdict
+        return diagnose(str(self.operation), self.group, self.peer, error, divergence)
 
 
 def start(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableSet
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from layerzero.comm.model_numbers import number_model
-from layerzero.comm.pending import Operation, Pending, Timer, messages_carry_names
+from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import ShardGroup
+from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
@@ -93,10 +94,6 @@ class Operations:
     time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
     """Makes the timer of each later collective, from its verb, group and number."""
     _tensor_parallel_count = 0
-    _in_flight: MutableSet[Pending] | None = None
-    """Messages posted and not yet waited for; None where they carry no names. A pass that fails
-    waits for all of them, also for one that nothing referred to yet when it failed: gloo writes
-    into their memory."""
 
     def __init__(
         self,
@@ -118,8 +115,8 @@ class Operations:
             from layerzero.comm.gloo.threads import wake_without_preempting
 
             wake_without_preempting()
-        if not named.isdisjoint(self._numbers):
-            self._in_flight = set()
+        places = {pg: number.place for pg, number in self._numbers.items() if pg in named}
+        self._detector = DesyncDetector(places) if places else None
 
     def next(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """Name the next collective, which runs over `group`. Every rank must name the same ones.
@@ -129,14 +126,16 @@ class Operations:
         """
         if self.failure is not None:
             self.refuse()
-        unit, in_flight, timer = self.prefix + unit, None, None
+        unit, detector, timer = self.prefix + unit, None, None
         if group in self._tensor_parallel_groups:
             # Ranks with different parts of a model may need different numbers of collectives, so
-            # these are counted apart.
+            # these are counted apart, and not compared by number.
             number = self._tensor_parallel_count = self._tensor_parallel_count + 1
         else:
             number = self.count = self.count + 1
-            in_flight = self._in_flight
+            detector = self._detector
+            if detector is not None:
+                detector.issued.append((number, verb, unit))
             if self.time_by is not None:
                 timer = self.time_by(verb, group, number)
         own = group.process_group
@@ -145,15 +144,17 @@ class Operations:
         watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)
         if not self.is_watched and self._streams.is_capturing():
             watchdog = None
-        return Operation(verb, unit, number, watchdog, in_flight, model, timer)
+        return Operation(verb, unit, number, watchdog, detector, model, timer)
 
     def next_on_host(self, verb: str, unit: str, group: ShardGroup) -> Operation:
         """`next` for an exchange between hosts, over a group of gloo."""
         if self.failure is not None:
             self.refuse()
         self.count += 1
-        number = self._number_on(group)
-        return Operation(verb, self.prefix + unit, self.count, None, self._in_flight, number)
+        unit = self.prefix + unit
+        if self._detector is not None:
+            self._detector.issued.append((self.count, verb, unit))
+        return Operation(verb, unit, self.count, None, self._detector, self._number_on(group))
 
     def _number_on(self, group: ShardGroup) -> int:
         """Number of the model on the group; 0 where it was not counted."""
@@ -176,8 +177,9 @@ class Operations:
     def wait_until_idle(self) -> None:
         """Wait for messages in flight without a handle, because something raised right after they
         were posted. Call it once all others have been waited for."""
-        for pending in [*(self._in_flight or ())]:
-            pending.wait()
+        if self._detector is not None:
+            for pending in [*self._detector.in_flight]:
+                pending.wait()
 
     def refuse(self) -> None:
         """Called instead of starting a collective after `failure`.

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
+_TAG = 0x3FFFFFFE
+"""Tag of a receive that nothing matches; below all tags of the engine's messages."""
 _STORE_GRACE_S = 1.0
 """Seconds added to it, for a store that answers late or never."""
-_ECHO_S = 1.0
-"""Seconds after a report in which this process publishes no other: a failed wait closes the
-connections on which its other threads wait, so theirs fail as well."""
 _BEGAN = time.time()
-"""Start of this process. Without a name of the run, older reports are of an earlier one."""
+"""Start of this process. A rank that has no run name yet ignores reports older than this."""
 run_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 """Names of this process's runs, one per process group, on which its ranks have agreed."""
 
@@ -48,31 +48,70 @@ def diagnose(
     group: ShardGroup,
     peer: int,
     error: BaseException,
+    find_divergence: Callable[[], str | None] | None = None,
 ) -> CollectiveError:
     """Make the error for a failed wait. Blocks the host for at most 1 s over `REPORT_SECONDS`.
 
-    Logs its first line at once. A peer that waited elsewhere (in a collective of torch) fails with
-    this rank's connections, and launchers end all processes as soon as one has failed: they would
-    end this one before it raises.
+    Logs its first line at once, except where the paths of ranks were found to diverge. A peer that
+    waited elsewhere (in a collective of torch) fails with this rank's connections, and launchers
+    end all processes as soon as one has failed: they would end this one before it raises.
 
     Args:
         operation: such as "all-gather of layers.3 (#42)".
         peer: group rank of the peer that did not answer; -1 if unknown.
+        find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
     """
     rank = group.ranks[group.rank]
+    if peer < 0:
+        peer = _find_closed(group, error)
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
     reports = _Reports(f"waits for {waits_for} in {operation}", group, peer)
-    # On a thread, joined with a timeout: the store may be served by the rank that died, and then a
-    # call on it does not return.
-    thread = threading.Thread(target=reports.exchange, daemon=True)
-    thread.start()
-    first = (
-        f"{operation}: rank {rank} got no answer from {waits_for} ({_cause(error, group.limit)})"
-    )
-    then = "The error with what each rank waits for follows, unless this process is ended first"
-    _logger.error("%s. Every rank must make this call. %s.", first, then)
-    thread.join(REPORT_SECONDS + _STORE_GRACE_S)
-    return CollectiveError(f"{first}.\n{_table(reports)}")
+    verdict: list[str | None] = []
+
+    def find() -> None:
+        verdict.append(None if find_divergence is None else find_divergence())
+
+    # On separate threads, joined with a timeout: the store may be served by the rank that died, and
+    # then a call on it does not return.
+    threads = [threading.Thread(target=each, daemon=True) for each in (find, reports.exchange)]
+    deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.1)  # A store that answers gives the verdict at once.
+    first = f"{operation}: rank {rank} got no answer from {waits_for}"
+    cause = _cause(error, group.limit)
+    if not any(verdict):
+        then = "The error with what each rank waits for follows, unless this process is ended first"
+        _logger.error("%s (%s). Every rank must make this call. %s.", first, cause, then)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    divergence = verdict[0] if verdict else None
+    table = _table(reports, divergence is not None)
+    return CollectiveError(f"{first} ({divergence or cause}).\n{table}")
+
+
+def _find_closed(group: ShardGroup, error: BaseException) -> int:
+    """Group rank of the only peer whose connection is closed; -1: none, several, or unknown."""
+    if group.backend != "gloo":
+        return -1
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    # A process that has just died may still be about to close its connections.
+    for _ in range(1 if _is_timeout(error) else 10):
+        closed = [peer for peer in others if _is_closed(group, peer)]
+        if closed:
+            return closed[0] if len(closed) == 1 else -1
+        time.sleep(0.05)
+    return -1
+
+
+def _is_closed(group: ShardGroup, peer: int) -> bool:
+    number = dist.get_group_rank(group.process_group, group.ranks[peer])
+    try:
+        # Never waited for: on a closed connection the call itself fails.
+        group.process_group.recv([torch.empty(1)], number, _TAG)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _is_timeout(error: BaseException) -> bool:
@@ -90,7 +129,7 @@ def _cause(error: BaseException, timeout: timedelta) -> str:
     return text
 
 
-def _table(reports: _Reports) -> str:
+def _table(reports: _Reports, have_diverged: bool) -> str:
     ranks, texts, store_error = list(reports.ranks), dict(reports.texts), reports.store_error
     missing = "no report: dead, stopped, or busy outside the engine"
     if store_error is not None:
@@ -102,29 +141,21 @@ def _table(reports: _Reports) -> str:
             f"Reports of other ranks are missing, because torch's store {store_error}. The rank or "
             "launcher that serves it may be dead."
         )
-    elif len(texts) < len(ranks):
+    elif len(texts) < len(ranks) and not have_diverged:
         lines.append(
             "Look at the ranks without a report first. One that still runs did not make this call: "
             "every rank must, also to save or load (not under `if rank == 0:`)."
         )
-    elif len(waited_in) > 1:
+    elif len(waited_in) > 1 or len(texts) < len(ranks):
         lines.append(
             "The ranks wait in different operations: they took different paths through the model. "
             "Every rank must call the same units in the same order, and each save and load."
-        )
-    else:
-        lines.append(
-            "All wait in the same operation. Either its sizes differ between ranks, because models "
-            "or requires_grad do, or the network between them is at fault."
         )
     return "\n".join(lines)
 
 
 class _Reports:
     """The report of this rank, which names what it waits for, and those of the others."""
-
-    published = -math.inf
-    """Time of the latest report of this process."""
 
     def __init__(self, text: str, group: ShardGroup, peer: int) -> None:
         self.ranks = list(group.ranks)
@@ -135,6 +166,9 @@ class _Reports:
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
         self._runs = live_runs()
+        self._oldest = time.time() - 2 * group.limit.total_seconds() - REPORT_SECONDS
+        if not self._runs:
+            self._oldest = max(self._oldest, _BEGAN)
 
     def exchange(self) -> None:
         """Publish the own report, and collect others for up to `REPORT_SECONDS`."""
@@ -149,9 +183,7 @@ class _Reports:
             store = dist.PrefixStore(
                 "layerzero/reports", dist.distributed_c10d._get_default_store()
             )
-            if now - _Reports.published > _ECHO_S:
-                _Reports.published = now
-                store.set(str(self._own), json.dumps(report))
+            store.set(str(self._own), json.dumps(report))
             self.store_error = None
             while len(self.texts) < len(self.ranks) and time.time() < now + REPORT_SECONDS:
                 for rank in list(self.ranks):
@@ -162,11 +194,11 @@ class _Reports:
             self.store_error = f"failed ({str(error).strip().splitlines()[0]})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
-        """Accept a report if it is of this run (model_numbers.py)."""
+        """Accept a report if it is of this run (model_numbers.py) and recent."""
         runs = set(report.get("runs", ()))
-        # A rank that failed before it wrapped a model has no run name.
-        may_be = not (runs and self._runs) and report["time"] >= _BEGAN
-        if not (runs & self._runs or may_be):
+        # A rank that failed before it wrapped a model has no run name; accept its report.
+        is_of_this_run = not runs or not self._runs or runs & self._runs
+        if report["time"] < self._oldest or not is_of_this_run:
             return
         self.texts[rank] = report["text"]
         self._runs |= runs  # Includes names of groups that this rank is not in.

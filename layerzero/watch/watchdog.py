@@ -24,14 +24,15 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
+from layerzero.notices import some_ranks
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
+from layerzero.watch.slow_waits import Collective, is_half_time, warn_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096
@@ -39,24 +40,6 @@ _HISTORY = 4096
 _LONGEST_PAUSE_S = 1.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Collective(Protocol):
-    """A collective in flight: issued, and not yet completed by the device."""
-
-    nbytes: int
-    """Size of the whole tensor."""
-
-    @property
-    def name(self) -> str:
-        """Name of the operation; the same on every rank."""
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether this rank's stream has reached the collective, and waits only for peers."""
-
-    @property
-    def is_done(self) -> bool: ...
 
 
 class Watchdog:
@@ -92,6 +75,7 @@ class Watchdog:
         self.issued = deque()
         self._in_flight: deque[Collective] = deque()
         self._standing_since: float | None = None
+        self._was_warned_of = False
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
@@ -133,10 +117,25 @@ class Watchdog:
         if not self._in_flight or not self._in_flight[0].is_reached:
             return None
         if self._standing_since is None:
-            self._standing_since = time.monotonic()
-        if time.monotonic() - self._standing_since < self._group.limit.total_seconds():
+            self._standing_since, self._was_warned_of = time.monotonic(), False
+        seconds, limit = time.monotonic() - self._standing_since, self._group.limit
+        if seconds < limit.total_seconds():
+            if is_half_time(seconds, limit) and not self._was_warned_of:
+                self._was_warned_of = True
+                name = self._in_flight[0].name
+                warn_half_time(name, self._group, self._find_awaited(), seconds)
             return None
         return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
+
+    def _find_awaited(self) -> str:
+        """The ranks that have not issued the oldest collective in flight, by the store."""
+        try:
+            number = self._count - len(self._in_flight) + 1
+            ranks = [] if self._board is None else self._board.ranks_behind(number)
+        except (RuntimeError, ValueError) as error:
+            _logger.debug("cannot find the rank that is awaited: %s", error)
+            ranks = []
+        return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
         board = self._board
@@ -182,6 +181,7 @@ class _Board:
 
     def __init__(self, store: dist.Store, group: ShardGroup) -> None:
         self._store = store
+        self._group = group
         self._next_rank = group.ranks[(group.rank + 1) % group.size]
         self._rank = group.ranks[group.rank]
 
@@ -200,9 +200,7 @@ class _Board:
         """Publish what this rank has issued, and compare it with the next rank. Returns the pair
         that some rank found to differ; None if there is none."""
         self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
-        key, at, theirs = f"digest/{self._next_rank}", 0, 0
-        if self._store.check([key]):
-            at, theirs = json.loads(self._store.get(key))
+        at, theirs = self.published(self._next_rank)
         if history.get(at, (theirs, ""))[0] != theirs:
             # Only the first pair is stored, so that every rank reports the same one.
             self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
@@ -210,6 +208,18 @@ class _Board:
             return None
         first, second = json.loads(self._store.get("diverged"))
         return first, second
+
+    def ranks_behind(self, number: int) -> list[int]:
+        """Ranks that have not published that they issued collective `number`, counted from 1."""
+        return [rank for rank in self._group.ranks if self.published(rank)[0] < number]
+
+    def published(self, rank: int) -> tuple[int, int]:
+        """Number of collectives that the rank had issued, and their digest; (0, 0) for none."""
+        key = f"digest/{rank}"
+        if not self._store.check([key]):
+            return 0, 0
+        count, digest = json.loads(self._store.get(key))
+        return count, digest
 
     def exchange_histories(
         self, pair: tuple[int, int], own: dict[int, str]

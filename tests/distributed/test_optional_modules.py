@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
+from layerzero.watch import slow_waits
 from tests.harness.checks import assert_bitwise, assert_close_in_float64, named
 from tests.harness.internals import inner_units
 from tests.harness.optional_models import (
@@ -284,6 +285,7 @@ class Parting(nn.Module):
 
 def _fails_apart() -> dict[str, str]:
     """Messages of steps that one rank does otherwise, by how many went well before, and how."""
+    slow_waits.LONGEST_PAUSE_S = 0.1
     messages, rank = {}, dist.get_rank()
     ways: list[tuple[int, list[int] | None]] = [(0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])]
     for steps, route in [*ways, (0, None), (3, None)]:
@@ -306,7 +308,7 @@ def _fails_apart() -> dict[str, str]:
                 model.region(x)
             for _ in range(2):
                 model(x, rank == 0 and route is not None).backward()
-        assert time.monotonic() - start < IN_TIME_S, str(caught.value)
+        assert time.monotonic() - start < AT_ONCE_S, str(caught.value)
         messages[f"{steps} {route}"] = str(caught.value)
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{steps} {route} {rank}", "")
@@ -314,23 +316,22 @@ def _fails_apart() -> dict[str, str]:
     return messages
 
 
-PARTING_TIMEOUT = timedelta(seconds=3)
-IN_TIME_S = 30.0
+PARTING_TIMEOUT = timedelta(seconds=55)
+AT_ONCE_S = 20.0
 """As in test_parting.py, which has the same cases without optional modules."""
 
 
-def test_ranks_that_part_fail_in_time_and_by_name() -> None:
+def test_ranks_that_part_fail_at_once_and_by_name() -> None:
     """In required units, or in an optional module that one calls by itself."""
     first, second = run_ranks(2, _fails_apart)
-    alone = (
-        "rank 0: waits for rank 1 in agreement of optional modules in a call of 'region' outside"
-    )
-    for case, message in [*first.items(), *second.items()]:
-        table = message.partition("\n")[2]
-        assert "rank 0: waits for rank 1" in table and "rank 1: waits for rank 0" in table, case
+    alone = "rank 0 issued agreement of optional modules in a call of 'region' outside the"
+    for case, message in first.items():
+        verdict = message.partition("(the ranks took ")[2].partition(").\n")[0]
+        assert "rank 0" in verdict and "rank 1" in verdict, (case, message)
+        assert verdict in second[case], (case, second[case])
         assert "Every rank must call the same units in the same order" in message
         if case.endswith("None"):
-            assert alone in table, message
+            assert alone in message and alone in second[case], message
 
 
 @on_ranks(2)

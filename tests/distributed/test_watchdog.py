@@ -55,6 +55,20 @@ def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeR
 error_of = partial(collective_error, within_s=TIMEOUT.total_seconds() + GRACE_S)
 
 
+def _trains(named: bool, deterministic: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Mlp(3)
+    if named:
+        return train(ZeRO3(model, auto_wrap_policy={Block}), 5)
+    return train(wrapped(model, deterministic=deterministic), 5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["backend's sum", "own sum"])
+def test_both_kinds_of_verbs_train_alike(deterministic: bool) -> None:
+    # Two addends have one sum, whoever adds them.
+    assert run_ranks(2, _trains, True, False) == run_ranks(2, _trains, False, deterministic)
+
+
 def _swaps() -> tuple[str, str]:
     torch.manual_seed(0)
     model = wrapped(Chain(), forward_prefetch=False)
@@ -99,6 +113,20 @@ def test_a_silent_rank_is_named() -> None:
     assert "within the timeout of 2 s" in message
 
 
+def _exits() -> str | None:
+    model = wrapped(Mlp(3))
+    train(model, 2)
+    if dist.get_rank() == 1:
+        model.module.blocks[1].up.register_forward_pre_hook(lambda *_: os._exit(7))
+    return error_of(lambda: train(model, 1))
+
+
+def test_a_rank_that_exits_is_named() -> None:
+    message = run_ranks(2, _exits, expect_exit={1: 7})[0]
+    assert "all-gather of " in message
+    assert "rank 1: no report" in message
+
+
 def _raises_after_the_store_has_ended(folder: Path) -> float:
     """Seconds until a rank's own error came; rank 0 serves the store, and has the same a second
     before."""
@@ -123,6 +151,18 @@ def _raises_after_the_store_has_ended(folder: Path) -> float:
 def test_an_error_is_not_held_back_where_the_store_has_ended(tmp_path: Path) -> None:
     found = run_ranks(2, _raises_after_the_store_has_ended, tmp_path, expect_exit={0: 7})
     assert found[1] < TIMEOUT.total_seconds() + GRACE_S
+
+
+@pytest.mark.slow
+@on_ranks(2, fresh=True)
+def test_a_rank_that_skips_a_unit_gives_every_rank_an_error() -> None:
+    torch.manual_seed(0)
+    model = wrapped(Chain())
+    train(model, 2)
+    if dist.get_rank() == 1:
+        model.module.route = [0, 2, 3]
+    message = error_of(lambda: train(model, 50))
+    assert "blocks." in message
 
 
 @on_ranks(2, fresh=True)

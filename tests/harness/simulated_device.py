@@ -729,6 +729,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Streams, "events_before", "the watchdog watches a collective"),
         refused(_Board, "compare", "a rank writes to the store"),
+        refused(_Board, "published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
         mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),

@@ -18,20 +18,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 41_901,
+    "": 42_281,
     "flat": 2_666,
-    "step": 4_317,
-    "comm": 1_452,
-    "watch": 666,
+    "step": 4_319,
+    "comm": 1_468,
+    "watch": 1_028,
     "build": 2_327,
     "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_370
 """Files in README's tour of a training step, and their lines."""
-STEP = 24, 5_717
+STEP = 24, 5_746
 """Files that a plain step enters once its orders are recorded, and their lines."""
-LOADED_FILES = 87
+LOADED_FILES = 89
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md

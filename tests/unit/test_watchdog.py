@@ -241,6 +241,14 @@ def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
     assert stream.num_made == 5
 
 
+def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:
+    """What the test above would find."""
+    dog = make_dog(lambda: QueriedEvent(module))
+    started_gather(dog)
+    wait_until(lambda: bool(QueriedEvent.destroyed_by))
+    assert "layerzero-watchdog" in QueriedEvent.destroyed_by
+
+
 class Owner:
     def __init__(self) -> None:
         self.checks = 0

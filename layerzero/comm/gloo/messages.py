@@ -6,10 +6,10 @@ destination buffers (benchmarks/results/collectives_epyc2_202611.md: beside gloo
 Note [A message carries its name]
     Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
     number in this model, the size, and the model's number on the group. Ranks that issue different
-    operations therefore never exchange bytes: they wait until the timeout, and the error says which
-    rank waits for what. Without the tag, two gathers in swapped order would silently mix the
-    weights of two units if their sizes are equal, and would abort the process inside gloo if they
-    are not.
+    operations therefore never exchange bytes: they wait, a `DesyncDetector` finds that their paths
+    differ, and the error says which rank waits for what. Without the tag, two gathers in swapped
+    order would silently mix the weights of two units if their sizes are equal, and would abort the
+    process inside gloo if they are not.
 
 Note [Parts arrive where others have left]
     A reduction that the engine sums holds its input, one chunk for each rank, and the parts that
@@ -69,8 +69,8 @@ class Messages(Pending):
         Raises:
             CollectiveError: the connection to a peer is closed.
         """
-        if self.operation.in_flight is not None:
-            self.operation.in_flight.add(self)
+        if self.operation.detector is not None:
+            self.operation.detector.in_flight.add(self)
         self._messages = messages
         try:
             # In one call from C, amid which no signal can raise: a handle that is lost would leave
@@ -104,6 +104,10 @@ class Messages(Pending):
             self.peer = message.peer
             self._posted.extend(map(_Call.__call__, (message.call,)))  # See `post`.
         self.works = self._in_order()
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._posted) == len(self._messages) and super().is_done
 
     def wait_for_data(self) -> None:
         if self.works is None and self._posted:

@@ -1,0 +1,181 @@
+"""DesyncDetector: detects on gloo, before the timeout, that ranks took different paths.
+
+On gloo every message carries its name (Note [A message carries its name] in messages.py), so
+ranks that took different paths would wait for each other until the timeout. The mismatch can be
+proven earlier: a model's collectives are numbered, and a rank that used number 15 for a gather of
+blocks.2 will never answer a gather of blocks.1 (#15). A thread on each rank checks about twice a
+second, and does nothing unless a wait has lasted since its previous check. Then it publishes in
+torch's store which collectives this rank has issued, and reads what the awaited ranks published.
+
+Only proof raises the alarm. A rank that is slow, or that waits elsewhere, has not used the number
+yet; the others wait for it until the timeout.
+
+Note [Waits are broken by breaking the connection]
+    torch has no call that ends a wait on gloo. A receive that times out closes all connections of
+    its group, so the thread posts one that times out at once. After a failure the connections are
+    unusable in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from layerzero.watch.diagnosis import own_connection
+from layerzero.watch.slow_waits import Collective, Waits, pause_for
+from layerzero.watch.thread import run_periodically
+
+_HISTORY = 1024
+"""Collectives a rank remembers; ranks further apart than about this cannot be compared."""
+_TAG = 0x3FFFFFFF
+"""Tag of the receive in `_break`; below all tags of the engine's messages, so nothing matches."""
+
+_logger = logging.getLogger(__name__)
+
+
+class DesyncDetector(Waits):
+    """Watches the waits of one model on gloo."""
+
+    issued: deque[tuple[int, str, str]]
+    """(number, verb, unit) of the latest collectives of the model, on all its groups, in order."""
+    in_flight: set[Collective]
+    """Messages posted and not yet waited for. A pass that fails waits for all of them, also for one
+    that nothing referred to yet when it failed: gloo writes into their memory."""
+    verdict: str | None
+    """Which ranks took different paths, and at which operation; once set, all waits are broken."""
+
+    def __init__(self, places: Mapping[dist.ProcessGroup, str]) -> None:
+        """`places`: prefix of this model's notes in the store, for each group (`ModelNumber`)."""
+        super().__init__()
+        self.in_flight = set()
+        self.issued = deque(maxlen=_HISTORY)
+        self.verdict = None
+        self._places = dict(places)
+        self._store: dist.Store | None = None
+        self._published: tuple[Any, ...] = ()
+        self._thread: threading.Thread | None = None
+
+    def begin_wait(self, collective: Collective) -> None:
+        self.waiting.add(collective)
+        if self._thread is None:
+            pause_s, check = pause_for(collective.group.limit), DesyncDetector.check
+            self._thread = run_periodically(self, check, pause_s, "layerzero-desync")
+
+    def check(self) -> bool:
+        """Check the current waits once; called by the thread after each pause."""
+        if self.verdict is None:
+            _, long = self._check_slow()
+            if long:
+                self._find_out(long)
+        if self.verdict is not None:
+            for collective in self.waiting.copy():
+                _break(collective)
+        return True
+
+    def latest_verdict(self) -> str | None:
+        """Return the verdict, read from the store if need be; called after a wait failed."""
+        if self.verdict is None:
+            self._find_out([])
+        return self.verdict
+
+    def _find_out(self, long: list[Collective]) -> None:
+        """Read the verdict from the store; if there is none, look for one about these waits."""
+        try:
+            if self._store is None:
+                self._store = dist.PrefixStore("layerzero/desync", own_connection())
+            self._read_verdict(self._store)
+            if self.verdict is None and long:
+                self._publish(self._store, long)
+                for collective in long:
+                    self._compare(self._store, collective)
+        except (RuntimeError, ValueError) as error:
+            # The store is gone, with the rank that serves it.
+            _logger.debug("cannot compare waits between ranks: %s", error)
+
+    def _publish(self, store: dist.Store, long: list[Collective]) -> None:
+        issued = tuple(self.issued)
+        waits = {str(collective.number): _sized(collective) for collective in long}
+        news = issued[-1:], tuple(waits)
+        if news == self._published:
+            return
+        rank = dist.get_rank()
+        note = json.dumps(
+            {"issued": {n: f"{verb} of {unit}" for n, verb, unit in issued}, "waits": waits}
+        )
+        for place in self._places.values():
+            store.set(f"{place}/{rank}", note)
+        self._published = news
+
+    def _compare(self, store: dist.Store, collective: Collective) -> None:
+        group = collective.group
+        place = self._places.get(group.process_group)
+        if place is None:
+            return
+        peers = [collective.peer] if collective.peer >= 0 else range(group.size)
+        for peer in peers:
+            rank = group.ranks[peer]
+            key = f"{place}/{rank}"
+            if rank == group.ranks[group.rank] or not store.check([key]):
+                continue
+            note = json.loads(store.get(key))
+            found = self._difference(collective, rank, note)
+            if found is not None:
+                store.compare_set(f"{place}/verdict", "", found)
+                self._read_verdict(store)
+                return
+
+    def _difference(self, collective: Collective, rank: int, note: dict[str, Any]) -> str | None:
+        """Why `rank` will never send the message of `collective`; None if it still may."""
+        number = str(collective.number)
+        own = {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
+        theirs: dict[str, str] = note["issued"]
+        here = dist.get_rank()
+        if number in own and number in theirs and own[number] != theirs[number]:
+            # This rank and `rank` may have diverged earlier, in operations with other ranks.
+            first = next(n for n in own if n in theirs and own[n] != theirs[n])
+            (one, went), (other, other_went) = sorted([(here, own[first]), (rank, theirs[first])])
+            return (
+                f"the ranks took different paths: at operation #{first} of this model rank {one} "
+                f"issued {went}, rank {other} issued {other_went}"
+            )
+        waits = note["waits"].get(number)
+        if waits is not None and waits != _sized(collective):
+            return (
+                f"the ranks' models or requires_grad differ: rank {here} waits in "
+                f"{_sized(collective)}, rank {rank} in {waits}"
+            )
+        return None
+
+    def _read_verdict(self, store: dist.Store) -> None:
+        """Take the verdict that some rank published on one group; copy it to all the model's."""
+        keys = [f"{place}/verdict" for place in self._places.values()]
+        for key in keys:
+            if store.check([key]):
+                verdict = store.get(key).decode()
+                for other in keys:
+                    store.compare_set(other, "", verdict)
+                self.verdict = verdict
+                return
+
+
+def _sized(collective: Collective) -> str:
+    return f"{collective.name} with {collective.nbytes} bytes per rank"
+
+
+def _break(collective: Collective) -> None:
+    """See Note [Waits are broken by breaking the connection]."""
+    group = collective.group
+    peer = collective.peer if collective.peer >= 0 else (group.rank + 1) % group.size
+    try:
+        work = group.process_group.recv([torch.empty(1)], peer, _TAG)
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        _logger.debug("closed the connections that %s waits on: %s", collective.name, error)
