@@ -183,11 +183,6 @@ def _check_placements(top: nn.Module, function: Callable[[nn.Parameter], Any] | 
                     f"fully_shard: shard_placement_fn returned {found} for {name!r}; expected None "
                     "or a Shard; for experts use ZeRO3, with a process_group of their own"
                 )
-            if found is not None and not -parameter.ndim <= found.dim < max(parameter.ndim, 1):
-                raise ValueError(
-                    f"fully_shard: shard_placement_fn returned {found} for {name!r}, which has "
-                    f"only {parameter.ndim} dimensions"
-                )
 
 
 def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:

@@ -218,25 +218,13 @@ class TorchPolicy(ModelPolicy):
         ignored_modules: Iterable[nn.Module],
         ignored_parameters: Iterable[nn.Parameter],
     ) -> Mapping[int, Choice]:
-        """See `ModelPolicy`.
-
-        Raises:
-            TypeError: a policy function with an unbound argument, such as `transformer_layer_cls`.
-        """
+        """See `ModelPolicy`."""
         policy = self._policy
         ignored = {module for top in ignored_modules for module in top.modules()}
         if callable(getattr(policy, "_run_policy", None)):
             chosen = policy._run_policy(root, ignored, {})
             names = {module: clean_name(name) for name, module in root.named_modules()}
             return {id(m): _in_our_terms(own, m, names[m]) for m, own in chosen.items()}
-        try:
-            inspect.signature(policy).bind(module=root, recurse=True, nonwrapped_numel=0)
-        except TypeError as error:
-            name = getattr(policy, "__name__", policy)
-            raise TypeError(
-                f"auto_wrap_policy: {name} {error}: bind the argument, as in functools.partial("
-                "transformer_auto_wrap_policy, transformer_layer_cls={Block})"
-            ) from None
         parameters = {parameter for module in ignored for parameter in module.parameters()}
         parameters.update(ignored_parameters)
         return {key: {} for key in _run_function(policy, root, ignored, parameters)}

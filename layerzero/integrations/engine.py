@@ -15,7 +15,7 @@ from layerzero.migrate import to_policy
 from layerzero.notices import some, warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
-from layerzero.parallel.totals import Totals
+from layerzero.parallel.totals import Totals, broadcast_buffers
 from layerzero.plan.options import (
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
@@ -25,7 +25,6 @@ from layerzero.plan.options import (
 )
 from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import NamePattern
-from layerzero.plan.replicas import broadcast_buffers
 from layerzero.plan.resolve import optional_by_name
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, ordered_units, root_of

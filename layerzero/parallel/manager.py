@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import experimental
 
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import has_forward
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import warn_once
-from layerzero.parallel.context import context_parallel
 from layerzero.parallel.mesh import MeshSizes, make_meshes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
@@ -29,6 +29,8 @@ from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.zero3 import ZeRO3
 
 logger = logging.getLogger(__name__)
+_DEVICES_OF_CONTEXT_PARALLEL = ("cuda",)
+"""Device types with attention kernels that torch can run context-parallel."""
 
 
 class ParallelManager:
@@ -139,15 +141,6 @@ class ParallelManager:
             raise ValueError(f"axis: expected one of {list(known)}, got {axis!r}")
         return known[axis]
 
-    def __repr__(self) -> str:
-        axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if self.size_of(axis) > 1]
-        cut = " x ".join(f"{axis} {self.size_of(axis)}" for axis in axes) or "nothing is cut"
-        here = ", ".join(f"{axis} {self.rank_of(axis)}" for axis in axes)
-        return (
-            f"ParallelManager({self.sizes.world} ranks on {self.mesh.device_type}: {cut}; "
-            f"rank {dist.get_rank()}{f' is {here}' if here else ''})"
-        )
-
     def parallelize(
         self,
         model: nn.Module,
@@ -192,7 +185,7 @@ class ParallelManager:
         else:
             plan = self._completed(plan, options)
             if not callable(getattr(model, "fully_shard", None)):
-                resolve(plan, model).raise_errors()  # before anything is changed
+                resolve(plan, model).raise_or_warn()  # before anything is changed
         if self.sizes.tp > 1:
             chosen = "auto" if tp_plan is None else tp_plan
             if styles := resolve_styles(model, chosen, self.sequence_parallel):
@@ -219,20 +212,10 @@ class ParallelManager:
                     f"{near_matches(name, ZERO3_OPTIONS)}; expected arguments of ZeRO3 other than "
                     "process_group"
                 )
-        own = self._own_options()
-        for name in own.keys() & options.keys():
-            raise ValueError(
-                f"{name}: given to ParallelManager ({own[name]!r}) and to parallelize "
-                f"({options[name]!r}); pass it to one of them only"
-            )
-        return {"auto_wrap_policy": _layers_of(model), **own, **options}
+        return {"auto_wrap_policy": _layers_of(model), **self._own_options(), **options}
 
     def _completed(self, plan: ShardingPlan, options: dict[str, Any]) -> ShardingPlan:
-        """The plan with the manager's own options in its defaults.
-
-        Raises:
-            ValueError, TypeError: not a plan, or an option is given in both places.
-        """
+        """The plan with the manager's own options in its defaults, unless it sets them itself."""
         if not isinstance(plan, ShardingPlan):
             raise TypeError(f"plan: expected a ShardingPlan or None, got {plan!r}")
         if options:
@@ -240,16 +223,7 @@ class ParallelManager:
                 f"ParallelManager.parallelize: {sorted(options)} and a plan are both given; put "
                 "arguments of ZeRO3 into the plan's defaults"
             )
-        own = self._own_options()
-        # Without `outer`, a plan casts the parameters themselves if dp x cp is one rank. A model
-        # that keeps float32 weights on one mesh would lose them on another.
-        defaults = {"outer": "zero1", **plan.defaults, **own}
-        try:
-            if twice := sorted(own.keys() & plan.defaults.keys()):
-                raise ValueError(f"{twice} are both given; pass each to one of them")
-            return replace(plan, defaults=defaults)
-        except ValueError as error:
-            raise ValueError(f"arguments of ParallelManager and of the plan: {error}") from None
+        return replace(plan, defaults={**self._own_options(), **plan.defaults})
 
     def context_parallel(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
@@ -265,10 +239,28 @@ class ParallelManager:
             seq_dims: the sequence dimension of each buffer; cp_size must divide its length.
 
         Raises:
-            ValueError: a buffer cannot be split.
+            ValueError: buffers have sequences of different lengths, or of one that cp_size does not
+                divide, so that means over parts would weigh tokens differently.
             NotImplementedError: torch has no context-parallel attention for this device.
         """
-        return context_parallel(self.mesh["cp"], buffers, seq_dims)
+        mesh = self.mesh["cp"]
+        if mesh.size() == 1:
+            return nullcontext()
+        if mesh.device_type not in _DEVICES_OF_CONTEXT_PARALLEL:
+            raise NotImplementedError(
+                "context_parallel: torch supports attention over parts of a sequence on CUDA only, "
+                f"not on {mesh.device_type!r}; cut sequences yourself, and gather keys and values "
+                'over manager.mesh["cp"] in your own attention: docs/reference/parallelism.md'
+            )
+        lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, seq_dims, strict=True)}
+        if len(lengths) != 1 or max(lengths) % mesh.size():
+            raise ValueError(
+                "context_parallel: expected buffers of one sequence length, divisible by cp_size="
+                f"{mesh.size()}, got lengths {sorted(lengths)}; pad the sequence"
+            )
+        return experimental.context_parallel(
+            mesh, buffers=list(buffers), buffer_seq_dims=list(seq_dims)
+        )
 
 
 _OF_NEMO = {

@@ -14,15 +14,17 @@ Eight ranks, pp 1, dp 2, cp 2, tp 2; ranks along the last axis are neighbours:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
-from layerzero.flat.groups import describe_group, resolve_process_groups
+from layerzero.comm.new_groups import options_like
+from layerzero.flat.groups import resolve_process_groups
 
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the mesh, from the slowest links to the fastest."""
@@ -123,70 +125,36 @@ def make_meshes(sizes: MeshSizes, backend: str | None) -> tuple[DeviceMesh, Devi
         data-parallel ranks, with one axis, dp_cp, and with axes edp and ep.
     """
     device_type = device_type_of(backend or dist.get_backend_config())
+    override = partial(_backends, device_type=device_type, backend=backend)
     everyone = init_device_mesh(
         device_type,
         sizes.shape,
         mesh_dim_names=AXES,
-        backend_override=_backends_of_axes(sizes, device_type, backend),
+        backend_override=override(AXES, sizes.shape),
     )
-    _agree_on_group_names(device_type)
-    coordinate = everyone.get_coordinate()
-    assert coordinate is not None, "it has all ranks"
-    data_ranks = everyone.mesh[coordinate[0], :, :, coordinate[-1]].flatten()
     if sizes.cp == 1 or sizes.dp == 1:
-        data_group = everyone.get_group("dp" if sizes.cp == 1 else "cp")
+        along = everyone["dp" if sizes.cp == 1 else "cp"]
     else:
-        data_group = _new_group(data_ranks.tolist(), device_type, backend)
-    data = DeviceMesh.from_group(data_group, device_type, mesh_dim_names=(DATA_AXIS,))
-    table = data_ranks.view(sizes.edp, sizes.ep)
-    return everyone, data, _expert_mesh(table, data_group, device_type, backend)
+        shared = override((DATA_AXIS,), (sizes.data,)) or {}
+        along = everyone["dp", "cp"]._flatten(DATA_AXIS, shared.get(DATA_AXIS))
+    # Under its own name whichever axis it is.
+    data = DeviceMesh.from_group(along.get_group(), device_type, mesh_dim_names=(DATA_AXIS,))
+    split = sizes.edp, sizes.ep
+    experts = along._unflatten(0, split, EXPERT_AXES, override(EXPERT_AXES, split))
+    return everyone, data, experts
 
 
-def _backends_of_axes(
-    sizes: MeshSizes, device_type: str, backend: str | None
-) -> dict[int | str, Any] | None:
+def _backends(
+    axes: Sequence[str], sizes: Sequence[int], *, device_type: str, backend: str | None
+) -> dict[Any, Any] | None:
     """The backend of each axis, or its options; without any torch takes its own defaults."""
     if backend is not None:
-        return dict.fromkeys(AXES, backend)
+        return dict.fromkeys(axes, backend)
     (world,) = resolve_process_groups(None)
-    options = {axis: options_like(world, torch.device(device_type)) for axis in AXES}
+    options = {axis: options_like(world, torch.device(device_type)) for axis in axes}
     # An axis of all ranks is the default group itself, unless something is said of it.
-    sized = zip(AXES, sizes.shape, strict=True)
-    parts = [axis for axis, size in sized if size != world.size()]
+    parts = [axis for axis, size in zip(axes, sizes, strict=True) if size != world.size()]
     return {axis: options[axis] for axis in parts if options[axis] is not None} or None
-
-
-def _expert_mesh(
-    table: torch.Tensor, data_group: dist.ProcessGroup, device_type: str, backend: str | None
-) -> DeviceMesh:
-    edp, ep = (table == dist.get_rank()).nonzero()[0].tolist()
-    groups = [
-        data_group
-        if len(ranks) == table.numel()
-        else _new_group(ranks.tolist(), device_type, backend)
-        for ranks in (table[:, ep], table[edp])
-    ]
-    return DeviceMesh.from_group(groups, device_type, table, mesh_dim_names=EXPERT_AXES)
-
-
-def _agree_on_group_names(device_type: str) -> None:
-    """Agree on group names over the world, which the groups of some ranks made later need.
-
-    Collective over the world.
-    """
-    (world,) = resolve_process_groups(None)
-    is_for_cpu = "cpu" in dist.get_backend_config(world)
-    device = torch.device("cpu" if is_for_cpu else device_type)
-    agree_on_group_names([describe_group(world, device, None)], device)
-
-
-def _new_group(ranks: list[int], device_type: str, backend: str | None) -> dist.ProcessGroup:
-    """Make a group. Collective over `ranks` only, so a rank's work does not grow with the world."""
-    if backend is not None:
-        return new_group(ranks, backend)
-    (world,) = resolve_process_groups(None)
-    options = options_like(world, torch.device(device_type))
-    return new_group(ranks, dist.get_backend_config(world), options=options)
 
 
 def device_type_of(backend: str) -> str:

@@ -176,11 +176,6 @@ OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_to_parts": lambda: RowwiseParallel(output_layouts=_PART),
     "split_input_to_parts": lambda: RowwiseParallel(input_layouts=_WHOLE, output_layouts=_PART),
     "whole": lambda: Whole(_WHOLE),
-    # The output is a DTensor with the shape of the whole sequence, because models derive positions
-    # and masks from that shape.
-    "embedding_to_parts": lambda: RowwiseParallel(
-        input_layouts=_WHOLE, output_layouts=_PART, use_local_output=False
-    ),
     "norm_that_gathers": lambda: InOrder(
         SequenceParallel(sequence_dim=SEQUENCE_DIM),
         PrepareModuleOutput(output_layouts=_PART, desired_output_layouts=_WHOLE),

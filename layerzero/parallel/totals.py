@@ -1,16 +1,20 @@
-"""Totals: small tensors of a whole model, beyond the ranks that share its parameters."""
+"""Small tensors of a whole model: totals over all of its ranks, and equal buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from layerzero.comm.exchanges import gather_along, gather_small
+from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_small
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import make_shard_group
 from layerzero.flat.placement import ShardGroup
+from layerzero.flat.tensor_parallel import local_of
+from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 
 
@@ -60,3 +64,23 @@ class Totals:
     def _operation(self, name: str) -> Operation:
         self._num_operations += 1
         return Operation(name, "the model", self._num_operations)
+
+
+@remembers_failure
+@torch.no_grad()
+def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -> None:
+    """Broadcast the first rank's values: one message for each dtype along each axis.
+
+    Collective over the model's ranks; blocks the host.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        if buffer is not None:
+            by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
+    for dtype, alike in by_dtype.items():
+        flat = _flatten_dense_tensors([buffer.to(root.device) for buffer in alike])
+        name = f"buffers in {dtype}".replace("torch.", "")
+        broadcast_from_first(
+            flat, root.groups, partial(root.operations.next, "synchronisation", name)
+        )
+        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))

@@ -280,8 +280,7 @@ def _decoder_styles(
     layers = decoder.layers
     assert isinstance(layers, nn.ModuleList), "checked in _decoders"
     if isinstance(getattr(decoder, "embed_tokens", None), nn.Embedding):
-        in_parts = sequence_parallel and _enters_layers_at_once(decoder)
-        styles["embed_tokens"] = "embedding_to_parts" if in_parts else "rowwise_split_input"
+        styles["embed_tokens"] = "rowwise_split_input"
     for index, layer in enumerate(layers):
         inside = _layer_styles(layer, sequence_parallel)
         # Norms of whole sequences have whole gradients, without a style.
@@ -296,21 +295,6 @@ def _decoder_styles(
             )
         styles |= {"layers.0": "split_sequence", "norm": "norm_that_gathers"}
     return styles
-
-
-def _enters_layers_at_once(decoder: nn.Module) -> bool:
-    """Whether the embedding's output goes to the layers directly.
-
-    Any other module, such as a dropout or a position embedding, needs whole sequences.
-    """
-    known = {"embed_tokens", "layers", "norm"}
-    others = [module for name, module in decoder.named_children() if name not in known]
-    own = [parameter for parameter in decoder._parameters.values() if parameter is not None]
-    return not own and not any(
-        isinstance(inner, nn.modules.dropout._DropoutNd) or inner._parameters
-        for module in others
-        for inner in module.modules()
-    )
 
 
 def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero import ParallelManager, ShardingPlan, ZeRO3, checkpoint, shard_with_plan, units
+from layerzero import ParallelManager, ShardingPlan, ZeRO3, checkpoint, units
 from layerzero.experts.names import global_name, name_members, numbers_of
 from tests.distributed.test_experts import (
     EXPERTS,
@@ -235,9 +235,6 @@ def test_numbers_that_do_not_fit_are_refused_on_every_rank() -> None:
         with pytest.raises(error, match=message):
             ZeRO3(model, auto_wrap_policy=choose)
         assert not any("_layerzero" in key for m in model.modules() for key in vars(m))
-    plan = ShardingPlan.from_dict(PLAN)
-    with pytest.raises(ValueError, match=r"local_experts.*axes 'edp' and 'ep'"):
-        shard_with_plan(part_of(seeded(lambda: Model(LocalExperts)), 2), plan, expert_mesh=edp)
 
 
 class Layer(nn.Module):

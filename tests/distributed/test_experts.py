@@ -26,7 +26,6 @@ from tests.harness.checks import (
     assert_close_in_float64,
     assert_same_on_all_ranks,
     assert_same_parameters,
-    warns_on_first_rank,
 )
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
@@ -403,16 +402,6 @@ def test_a_plan_says_which_units_are_experts() -> None:
     model = part_of(seeded(Model), 2)
     with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\] needs expert_mesh"):
         shard_with_plan(model, plan)
-    with warns_on_first_rank("expert_mesh has no effect"):
-        shard_with_plan(part_of(seeded(Model), 1), ShardingPlan(), expert_mesh=mesh)
-
-
-@pytest.mark.slow
-@on_ranks(2, in_float64=True)
-def test_layers_with_experts_train_compiled() -> None:
-    model = wrapped(2)
-    model.layers[0].compile(backend="aot_eager")  # The other is what it is beside.
-    train(model, seeded(Model), 1)
 
 
 @on_ranks(4, in_float64=True)

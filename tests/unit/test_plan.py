@@ -10,22 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
 from layerzero.plan.patterns import NamePattern
 from layerzero.plan.resolve import resolve
-from layerzero.plan.shard import is_of_adapter
-from tests.harness.models import Block
-from tests.harness.plan_models import Layer, Model
-
-
-def plan(*patterns: str, **fields) -> ShardingPlan:
-    return ShardingPlan(apply_modules=patterns, **fields)
+from tests.harness.plan_models import Model
 
 
 def test_values_are_read_as_a_file_has_them() -> None:
@@ -37,6 +29,7 @@ def test_values_are_read_as_a_file_has_them() -> None:
             },
             "param_dtype": "torch.bfloat16",
             "reduce_dtype": "fp32",
+            "cast_forward_inputs": False,
             "cpu_offload": True,
             "act_ckpt": ["wrapped", {"preserve_rng_state": False}],
             "defaults": {"backward_prefetch": "backward_post", "timeout": 30, "outer": "shard"},
@@ -49,7 +42,7 @@ def test_values_are_read_as_a_file_has_them() -> None:
     assert offload == OffloadPolicy(params=True, pin_memory=False)
     assert read.apply_modules["head"] == {}
     assert read.mixed_precision == MixedPrecision(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     assert read.cpu_offload == OffloadPolicy(params=True)
     assert read.act_ckpt.arguments == {"preserve_rng_state": False}
@@ -63,30 +56,16 @@ class Mode(str, Enum):
     WRAPPED = "wrapped"
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "wrapped",
-        ("wrapped",),
-        ["wrapped", None],
-        ("wrapped", {}),
-        {"mode": "wrapped"},
-        ("wrapped", {"use_reentrant": False, "checkpoint_impl": CheckpointImpl.NO_REENTRANT}),
-        SimpleNamespace(mode=Mode.WRAPPED, cfg={}),
-        SimpleNamespace(mode="wrapped", cfg=None),
-        layerzero.ActivationCheckpointing(mode="wrapped"),
-    ],
-    ids=str,
-)
-def test_act_ckpt_has_many_forms(form) -> None:
+def test_act_ckpt_has_the_forms_of_finetuning_scheduler() -> None:
     expected = layerzero.ActivationCheckpointing(mode="wrapped")
-    assert ShardingPlan(act_ckpt=form).act_ckpt == expected
-    assert ShardingPlan(apply_modules={"a": {"act_ckpt": form}}).apply_modules == {
-        "a": {"act_ckpt": expected}
-    }
+    in_config = SimpleNamespace(mode=Mode.WRAPPED, cfg={})
+    for form in ("wrapped", ("wrapped",), ["wrapped", None], in_config, expected):
+        assert ShardingPlan(act_ckpt=form).act_ckpt == expected
+        module_plan = ShardingPlan(apply_modules={"a": {"act_ckpt": form}})
+        assert module_plan.apply_modules == {"a": {"act_ckpt": expected}}
 
 
-def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
+def test_what_fully_shard_takes_is_taken() -> None:
     own = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
@@ -101,23 +80,6 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
     assert ShardingPlan(defaults=own).defaults == expected
     read = ShardingPlan(cpu_offload=CPUOffloadPolicy(pin_memory=False)).cpu_offload
     assert read == expected["offload"]
-    for name, value, message in (
-        (
-            "reshard_after_forward",
-            2,
-            "of them zero3_size=2, outer='shard', reshard_after_forward='c",
-        ),
-        ("mesh", None, "pass the mesh to shard_with_plan"),
-        ("shard_placement_fn", None, "parameters are split as flat elements"),
-        ("ignored_params", set(), "use the plan's ignored_parameters"),
-        ("optional_modules", ["a"], "use the plan's optional"),
-        ("optional", True, "it is a field of the plan"),
-        ("mp_policy", fsdp.MixedPrecision(), "use layerzero.MixedPrecision, or FSDP2's"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            ShardingPlan(apply_modules={"a": {name: value}})
-    with pytest.raises(ValueError, match="mp_policy and mixed_precision are both given"):
-        ShardingPlan(defaults={"mp_policy": own["mp_policy"], "mixed_precision": None})
 
 
 @pytest.mark.parametrize(
@@ -125,41 +87,30 @@ def test_what_fully_shard_takes_is_taken_or_refused_with_ours_named() -> None:
     [
         ({"aply_modules": []}, r"unknown key 'aply_modules' \(value \[\]\); near.*'apply_modules'"),
         ({"apply_modules": "layers"}, "apply_modules: expected a list of patterns, got 'layers'"),
-        ({"apply_modules": [""]}, "expected a pattern, got ''; the whole model is always a unit"),
-        ({"apply_modules": ["a", "a"]}, "'a' occurs twice"),
+        ({"optional": "vision"}, "optional: expected a list of patterns, got 'vision'"),
+        ({"ep_plan": {"apply_modules": []}}, "ep_plan: expected a list of patterns"),
         ({"apply_modules": ["a[0]"]}, r"apply_modules: pattern 'a\[0\]': unexpected"),
         ({"apply_modules": {"a": {"param_type": "bf16"}}}, "'a': unknown option 'param_type'.*"
          "near matches: 'param_dtype'"),
-        ({"apply_modules": {"a": {"timeout": 3}}}, "'a': unknown option 'timeout' .value 3.; it "
-         "applies to the whole model: put it into defaults"),
-        ({"apply_modules": {"a": {"process_group": 1}}}, "pass the mesh to shard_with_plan"),
+        ({"apply_modules": {"a": {"timeout": 3}}}, "'a': unknown option 'timeout' .value 3."),
         ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
+        ({"apply_modules": {"a": {"mp_policy": fsdp.MixedPrecision()}}}, "'a': mixed_precision: "
+         "expected a MixedPrecision, FSDP2's MixedPrecisionPolicy"),
         ({"apply_modules": {"a": 3}}, "'a': expected a mapping of options, got 3"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
-        ({"reshard_after_forward": 8}, "got 8; use True for shards over all ranks, or over 8 "
-         "of them zero3_size=8, outer='shard', reshard_after_forward='compute_shard'"),
         ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*zero3_size=8"),
-        ({"broadcast_buffers": "no"}, "broadcast_buffers: expected True or False, got 'no'"),
-        ({"ep_plan": {"apply_modules": ["l.{*}"], "apply_efsdp_modules": ["l.{*}.mlp.experts"]}},
-         r"ep_plan: expected a list of patterns.*write ep_plan: \['l.\{\*\}.mlp.experts'\]"),
         ({"cast_forward_inputs": 1}, "cast_forward_inputs: expected True or False, got 1"),
         ({"pregather": "on"}, "pregather: expected True or False, got 'on'"),
+        ({"optional": ["a"], "pregather": True}, "pregather and optional=.'a'. are both given"),
         ({"num_to_forward_prefetch": -1}, "num_to_forward_prefetch: expected.*got -1"),
-        ({"num_to_backward_prefetch": True}, "num_to_backward_prefetch: expected.*got True"),
         ({"act_ckpt": "selective"}, r"act_ckpt: expected one of \['composable'.*got 'selective'"),
-        ({"act_ckpt": {"mode": "wrapped", "pin_memory": True}}, "'wrapped' has no argument 'pin_"),
-        ({"act_ckpt": ("wrapped", {"use_reentrant": True})}, "use_reentrant=True.*leave use_reen"),
-        ({"act_ckpt": ["wrapped", {"checkpoint_impl": CheckpointImpl.REENTRANT}]}, "reentrant re"),
-        ({"cpu_offload": {"pinned": True}}, "cpu_offload: unknown argument 'pinned'; near"),
-        ({"defaults": {"auto_wrap_policy": None}}, "apply_modules is the policy"),
+        ({"cpu_offload": {"pinned": True}}, "cpu_offload: .*unexpected keyword argument 'pinned'"),
+        ({"defaults": {"auto_wrap_policy": None}}, "defaults: unknown option 'auto_wrap_policy'"),
         ({"defaults": {"limit_all_gathers": 0}}, "at least 1 unit, got 0"),
-        ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "unknown argument 'dtype'"),
-        ({"defaults": {"offload": {}, "cpu_offload": True}}, "are both given"),
-        ({"param_dtype": "bf16", "defaults": {"param_dtype": "fp16"}}, "param_dtype=torch.bfloat16 "
-         "and, in defaults, param_dtype=torch.float16 are both given"),
-        ({"param_dtype": "bf16", "defaults": {"mixed_precision": {}}}, "are both given"),
-        ({"num_to_forward_prefetch": 2, "defaults": {"forward_prefetch": 1}}, "are both given"),
-        ({"num_to_backward_prefetch": 2, "defaults": {"backward_prefetch": None}}, "both given"),
+        ({"defaults": {"optional_mean": "some"}}, "expected 'all' or 'participants', got 'some'"),
+        ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "mixed_precision: .*'dtype'"),
+        ({"defaults": {"backward_prefetch": "pre"}}, "expected a BackwardPrefetch.*got 'pre'"),
+        ({"defaults": {"timeout": 1e11}}, "defaults: timeout: expected a positive timedelta of at"),
     ],
     ids=str,
 )  # fmt: skip
@@ -168,7 +119,7 @@ def test_what_a_plan_may_not_say_is_refused_with_the_value(fields, message) -> N
         ShardingPlan.from_dict(fields)
 
 
-def test_a_plan_is_read_from_yaml(tmp_path) -> None:
+def test_a_plan_is_read_from_yaml(tmp_path, monkeypatch) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "plan.yaml"
     path.write_text(
@@ -181,126 +132,17 @@ def test_a_plan_is_read_from_yaml(tmp_path) -> None:
         apply_modules={"layers.{*}": {"reshard_after_forward": False}, "*.attn": {}},
         param_dtype=torch.bfloat16,
     )
-    path.write_text("apply_modules: ['layers.{*}']\npregather: maybe\n")
-    with pytest.raises(TypeError, match=r"plan\.yaml: pregather: expected True or False"):
-        ShardingPlan.from_yaml(path)
-    path.write_text("apply_modules:\n  a: {}\n  b: {}\n  a: {param_dtype: bf16}\n")
-    with pytest.raises(ValueError, match=r"plan\.yaml: line 4: the key 'a' occurs twice"):
-        ShardingPlan.from_yaml(path)
-    path.write_text("apply_modules:\n- *.attn\n")
-    with pytest.raises(ValueError, match=r"(?s)plan\.yaml: not YAML.*starts with '\*'"):
-        ShardingPlan.from_yaml(path)
-    path.write_text("param_dtype: !!python/object/apply:os.getcwd []\n")
-    with pytest.raises(ValueError, match="not YAML"):
-        ShardingPlan.from_yaml(path)
-
-
-@pytest.mark.parametrize("seconds", [0, 1e11, float("inf"), float("nan")])
-def test_timeouts_that_no_backend_has_are_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="timeout: expected"):
-        ShardingPlan.from_dict({"defaults": {"timeout": seconds}})
-
-
-def test_without_pyyaml_the_error_says_what_to_do(tmp_path, monkeypatch) -> None:
+    for text, error, message in (
+        ("pregather: maybe", TypeError, r"plan\.yaml: pregather: expected True or False"),
+        ("apply_modules:\n- *.attn\n", ValueError, r"(?s)plan\.yaml: not YAML.*starts with '\*'"),
+        ("param_dtype: !!python/object/apply:os.getcwd []\n", ValueError, "not YAML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(error, match=message):
+            ShardingPlan.from_yaml(path)
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ImportError, match=r"plan\.yaml: reading YAML needs PyYAML: pip install"):
-        ShardingPlan.from_yaml(tmp_path / "plan.yaml")
-
-
-def lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines()]
-
-
-def table(text: str) -> dict[str, list[str]]:
-    """Pattern -> [field, matched, used, ...] of the table in `explain`."""
-    start = next(i for i, line in enumerate(lines(text)) if line.startswith("pattern"))
-    rows = [line.split() for line in lines(text)[start + 1 :] if line]
-    return {row[0]: row[1:] for row in rows if row[0] != "problem:"}
-
-
-def test_explain_shows_the_units_and_what_each_pattern_matched() -> None:
-    text = plan("embed", "layers.{*}", "layers.{1-2}.attn", "head").explain(Model())
-    assert lines(text)[:2] == [
-        "8 units of Model",
-        "units prefetched along recorded orders: 1 in forward, 1 in backward",
-    ]
-    rows = table(text)
-    block = sum(p.numel() for p in Block().parameters())
-    assert rows["layers.{1-2}.attn"][:4] == ["apply_modules", "2", "2", str(2 * block)]
-    whole = sum(p.numel() for p in Layer().parameters())
-    assert rows["layers.{*}"][3] == str(3 * whole - 2 * block)
-    assert "problem" not in text
-
-
-def test_a_later_pattern_wins_and_ignored_wins_over_all() -> None:
-    text = plan(
-        "layers.{*}", "layers.2", "layers.0.attn", ignored_modules=["layers.0.attn"]
-    ).explain(Model())
-    rows = table(text)
-    assert rows["layers.{*}"][1:3] == ["3", "2"]
-    assert "not 'layers.2': taken by 'layers.2'" in text
-    assert "not 'layers.0.attn': ignored" in text
-    assert "problem: apply_modules: 'layers.0.attn' has no effect" in text
-
-
-@pytest.mark.parametrize(
-    ("patterns", "outermost"),
-    [
-        (["layers.{*}", "layers.0", "head"], ["layers.0", "layers.1", "layers.2", "head"]),
-        (["layers.{*}", "layers.{*}.experts.{*}"], ["layers.0", "layers.1", "layers.2"]),
-        (["layers.{*}", "layers.0", "*experts.{*}"], ["layers.0", "layers.1", "layers.2"]),
-        (["layers.0", "layers.0.attn"], ["layers.0"]),
-        (["re:layers.0(.attn)?"], ["layers.0"]),
-        # Members take the place of a unit around a series.
-        (["layers.0", "layers.0.experts.{*}"], ["layers.0.experts.0", "layers.0.experts.1"]),
-    ],
-)
-def test_the_outermost_units_are_recomputed_but_for_one_around_a_series(
-    patterns, outermost
-) -> None:
-    found = resolve(plan(*patterns), Model()).outermost_units()
-    assert [unit.fqn for unit in found] == outermost
-
-
-def test_optional_modules_are_the_outermost_that_have_units() -> None:
-    text = plan(
-        "layers.{*}.attn", "head", optional=["layers*", "layers.1", "re:head|embed"]
-    ).explain(Model())
-    rows = table(text)
-    assert rows["layers*"][:3] == ["optional", "40", "1"]
-    assert "'layers'; not 'layers.0', 'layers.0.attn'" in text and ": inside 'layers'" in text
-    assert rows["layers.1"][:3] == ["optional", "1", "1"]
-    assert rows["re:head|embed"][1:3] == ["2", "1"]
-    assert "'head'; not 'embed': no unit at or under it" in text
-    assert "problem" not in text
-
-
-def test_optional_patterns_are_read_as_a_file_has_them() -> None:
-    read = ShardingPlan.from_dict(
-        {"optional": ["vision_tower", "audio.{*}"], "defaults": {"optional_mean": "participants"}}
-    )
-    assert read.optional == ("vision_tower", "audio.{*}")
-    assert read.defaults == {"optional_mean": "participants"}
-    assert ShardingPlan.from_dict({"optional": None}).optional == ()
-    for fields, message in (
-        ({"optional": ["a"], "pregather": True}, "pregather and optional=.'a'. are both given"),
-        ({"optional": "vision"}, "optional: expected a list of patterns, got 'vision'"),
-        ({"optional": ["a", "a"]}, "optional: 'a' occurs twice"),
-        ({"optional": ["a{"]}, "optional: pattern 'a{': unexpected"),
-        ({"optional": [""]}, "optional: expected a pattern, got ''"),
-        ({"defaults": {"optional_mean": "some"}}, "expected 'all' or 'participants', got 'some'"),
-        ({"defaults": {"optional_modules": ["a"]}}, "use the plan's optional"),
-        ({"apply_modules": {"a": {"optional_mean": "all"}}}, "it applies to the whole model"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            ShardingPlan.from_dict(fields)
-
-
-def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
-    text = plan("*attn", r"re:layers\.\d+\.experts\.0", "re:head").explain(Model())
-    rows = table(text)
-    assert rows["*attn"][1:3] == ["3", "3"]
-    assert rows[r"re:layers\.\d+\.experts\.0"][1:3] == ["3", "3"]
+        ShardingPlan.from_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -311,69 +153,33 @@ def test_wildcards_cross_dots_and_expressions_match_whole_names() -> None:
         ({"ignored_modules": ["hed"]}, "ignored_modules: 'hed' matches no module; near.*'head'"),
         ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
         ({"optional": ["hed"]}, "optional: 'hed' matches no module; near matches: 'head'"),
-        ({"apply_modules": ["head"], "optional": ["head", "embed"]}, "optional: 'embed' matches "
-         "'embed', but no unit is at or under them"),
-        ({"apply_modules": ["head"], "ignored_modules": ["head"], "optional": ["head"]},
-         "optional: 'head' matches 'head', but no unit"),
-        ({"apply_modules": ["layers*"], "optional": ["layers.{*}.act"]}, "matches 'layers.0.act'"),
-        ({"apply_modules": ["head"], "hook_modules": {"embed": "head"}}, "hook_modules: 'embed' "
-         "matches 'embed', but no unit"),
         ({"apply_modules": ["head"], "ep_plan": ["embed"]}, "ep_plan: 'embed' matches 'embed', "
          "but no unit: list them in apply_modules"),
-        ({"ep_plan": ["hed"]}, "ep_plan: 'hed' matches no module; near matches: 'head'"),
-        ({"apply_modules": ["layers.{*}.bank"], "hook_modules": {"layers.{*}.bank": "layer.{*}"}},
-         "'layers.0.bank' would be gathered by 'layer.0', but no such module exists; near "
-         "matches: 'layers.0'"),
-        ({"apply_modules": ["layers.{*}.bank"], "hook_modules": {"*.bank": "layers"}},
-         "by 'layers', but it has no forward"),
-        ({"apply_modules": ["head"], "hook_modules": {"head": "head"}}, "the unit's own module"),
-        ({"apply_modules": ["head"], "hook_modules": ["embed"]}, "'embed' matches 'embed', but "
-         "gathers nothing"),
-        ({"apply_modules": {"layers.{*}.bank": {"act_ckpt": "wrapped"}},
-          "hook_modules": ["layers.{*}"]}, "act_ckpt on 'layers.0.bank', which has no forward"),
+        ({"apply_modules": ["head"], "hook_modules": ["embed"]}, "'embed' gathers nothing"),
+        ({"apply_modules": ["wrong.one", "head", "wrong.two"]}, r"(?s)'wrong.one'.*'wrong.two'"),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused(fields, message) -> None:
-    read, model = ShardingPlan.from_dict(fields), Model()
     with pytest.raises(ValueError, match=message):
-        read.validate(model)
-    assert "problem: " in read.explain(model)
-
-
-def test_all_errors_come_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)'wrong.one'.*'wrong.two'"):
-        plan("wrong.one", "head", "wrong.two").validate(Model())
-
-
-def freeze(module: nn.Module) -> nn.Module:
-    return module.requires_grad_(False)
+        ShardingPlan.from_dict(fields).validate(Model())
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"apply_modules": ["layers.0", "layers.{*}"]},
-         r"'layers\.0' has no effect \('layers\.0': taken by 'layers"),
+         r"'layers\.0' does not apply to 'layers\.0': later patterns match the same"),
         ({"apply_modules": ["layers.{*}.act", "head"]},
-         r"'layers\.\{\*\}\.act' has no effect.*no param"),
-        ({"apply_modules": ["layers*"]}, r"'layers\*' matches 'layers'.*has no forward"),
-        ({"apply_modules": ["re:layers"]}, r"'re:layers' matches 'layers', but a ModuleList has "
-         r"no forward.*such as 'layers.\{\*\}'"),
+         r"'layers\.\{\*\}\.act' does not apply to .*no param"),
+        ({"apply_modules": ["layers*"]}, r"does not apply to 'layers', .*no forward"),
+        ({"apply_modules": ["head"], "ignored_modules": ["head"]}, "'head': ignored"),
     ],
     ids=str,
 )  # fmt: skip
 def test_what_has_no_effect_or_is_left_out_is_warned_of(fields, message) -> None:
     with pytest.warns(UserWarning, match=message):
         ShardingPlan.from_dict(fields).validate(Model())
-
-
-def test_a_plan_that_fits_says_nothing() -> None:
-    model = Model()
-    freeze(model.head)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plan("layers.{*}", ignored_modules=["head"]).validate(model)
 
 
 class Stubborn(Model):
@@ -388,26 +194,27 @@ class Stubborn(Model):
 
 
 def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> None:
-    fields = {"apply_modules": ["layers.{*}"], "ignored_parameters": ["head.*"]}
-    ShardingPlan(**fields).validate(Stubborn())
-    own, other = (ShardingPlan(**fields).explain(make()) for make in (Stubborn, Model))
-    assert own.replace("Stubborn", "Model") == other
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *[(f"layers.0.{name}.weight", True) for name in (
-            "lora_A", "loraA", "LoraA", "LORA_down", "LoRA", "my_lora", "qlora", "gateLora", "lora",
-            "lora0", "w1_lora_B.default", "qLoRA", "adalora", "adalora_E", "AdaLoRA", "dyloraB",
-            "adaln_lora", "randlora_lambda")],
-        *[(f"{name}.weight", False) for name in (
-            "flora", "exploration", "floral", "adapter", "l.ora", "Flora", "FLORA",
-            "coloralpha", "lo_ra", "florae")],
-    ],
-)  # fmt: skip
-def test_adapters_are_known_by_a_word_of_their_name(name: str, expected: bool) -> None:
-    assert is_of_adapter(name) == expected
+    plan = ShardingPlan(
+        apply_modules=["layers.{*}", "*attn", r"re:layers\.\d+\.experts\.0", "layers.2"],
+        ignored_modules=["layers.0.attn"],
+        ignored_parameters=["head.*"],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan.validate(Stubborn())
+    for model in (Stubborn(), Model()):
+        found = resolve(plan, model)
+        assert [(unit.fqn, unit.pattern) for unit in found.units] == [
+            ("layers.0", "layers.{*}"),
+            ("layers.0.experts.0", r"re:layers\.\d+\.experts\.0"),
+            ("layers.1", "layers.{*}"),
+            ("layers.1.attn", "*attn"),
+            ("layers.1.experts.0", r"re:layers\.\d+\.experts\.0"),
+            ("layers.2", "layers.2"),
+            ("layers.2.attn", "*attn"),
+            ("layers.2.experts.0", r"re:layers\.\d+\.experts\.0"),
+        ]
+        assert [*map(id, found.ignored_parameters)] == [*map(id, model.head.parameters())]
 
 
 def slow_match(pattern: str, name: str, at: int = 0) -> bool:
@@ -444,23 +251,16 @@ def random_name(random_: random.Random) -> str:
 
 def test_random_patterns_match_what_a_slow_matcher_matches() -> None:
     random_ = random.Random(0)
-    num_patterns = num_matches = num_refused = 0
+    num_matches = 0
     for _ in range(1000):
         text = random_pattern(random_)
-        try:
-            pattern = NamePattern.parse(text)
-        except ValueError as error:
-            assert "whole run of digits" in str(error)
-            num_refused += 1
-            continue
-        num_patterns += 1
+        pattern = NamePattern.parse(text)
         for _ in range(12):
             name = random_name(random_)
             expected = slow_match(text, name)
             assert (pattern.match(name) is not None) == expected, (text, name)
             num_matches += expected
-    # The sweep says something only if it meets enough of each.
-    assert num_patterns > 500 and num_matches > 125 and num_refused > 25
+    assert num_matches > 125, "else the sweep says nothing"
 
 
 def test_every_range_matches_its_numbers_and_no_others() -> None:
@@ -499,10 +299,7 @@ def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others
     [
         ("layers.[0-3]", r"unexpected '\[' at 7; .*\{0-4\} a number in a range"),
         ("layers.{0,2}", r"unexpected '\{' at 7"),
-        ("layers.{4-0}", r"\{4-0\} is empty; write \{0-4\}"),
-        ("layers.{0-10000}", r"\{0-10000\} has more than 10000 numbers; write \{\*\}"),
-        ("layers.1{*}", r"'\{\*\}' at 8 is next to a digit"),
-        ("{*}{0-4}", r"'\{0-4\}' at 3 is next to a digit or another number"),
+        ("layers.{4-0}", r"unexpected '\{4-0\}' at 7"),
         ("re:(", "not a regular expression: missing \\)"),
         (7, "pattern: expected a string, got 7"),
     ],
@@ -511,29 +308,3 @@ def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others
 def test_what_is_no_pattern_is_refused(pattern: str, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         NamePattern.parse(pattern)
-
-
-@pytest.mark.parametrize(
-    ("owner", "template", "name", "filled"),
-    [
-        ("layers.{*}.experts", "layers.{*}.mlp", "layers.12.experts", "layers.12.mlp"),
-        ("layers.{0-3}.experts.{*}", "layers.{*}", "layers.2.experts.9", "layers.2"),
-        ("*.experts", "*", "a.b.experts", "a.b"),
-        ("bank", "head", "bank", "head"),
-        (r"re:(\w+)\.(?P<i>\d+)\.bank", r"\1.\g<i>", "layers.3.bank", "layers.3"),
-    ],
-)
-def test_wildcards_of_a_template_are_filled_in_order(owner, template, name, filled) -> None:
-    pattern = NamePattern.parse(owner)
-    match = pattern.match(name)
-    assert match is not None
-    assert NamePattern.parse(template).fill(match, pattern) == filled
-
-
-def test_a_template_with_more_wildcards_than_its_owner_is_refused() -> None:
-    pattern = NamePattern.parse("layers.{*}.experts")
-    with pytest.raises(ValueError, match=r"'layers.\{\*\}.\?' has more wildcards than 'layers"):
-        NamePattern.parse("layers.{*}.?").fill(pattern.match("layers.1.experts"), pattern)
-    regex = NamePattern.parse(r"re:layers\.(\d+)")
-    with pytest.raises(ValueError, match="refers to a group"):
-        NamePattern.parse(r"layers.\2").fill(regex.match("layers.1"), regex)
