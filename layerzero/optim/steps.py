@@ -2,8 +2,8 @@
 
 A model wrapped, or a `summon_full_params` left, since the last step may have made its parameters
 stale. After a collective failed `.grad` may be half written: the step is refused. Where the engine
-keeps something of the step (step/kept_step.py), the optimizer sees no gradient. That weights were
-written is counted after a step (decision 0026), where torch does not count it itself.
+keeps something of the step (step/kept_step.py), the optimizer sees no gradient. After a step its
+writes are counted (decision 0026).
 """
 
 from __future__ import annotations
@@ -82,10 +82,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 @_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # A step writes what has a gradient. torch's fused kernels (2.14) do not count that, nor do
+    # kernels of other libraries, which write through addresses.
     for group in optimizer.param_groups:
-        if group.get("fused"):  # torch's fused kernels do not count what they write (torch 2.14).
-            written = [parameter for parameter in group["params"] if parameter.grad is not None]
-            torch.autograd.graph.increment_version(written)
+        written = [parameter for parameter in group["params"] if parameter.grad is not None]
+        torch.autograd.graph.increment_version(written)
     for root in models_of(optimizer, _keeps_any):
         root.reducer.kept.after_step()
 
