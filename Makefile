@@ -76,10 +76,9 @@ soak: $(INSTALLED)
 		tests/ops/test_cuda_build.py tests/ops/test_cuda_emulation.py tests/integrations/test_megatron.py \
 		--slow --seeds $(SEEDS) $(ARGS)
 
-# Also writes the matrix into docs/reference/reliability.md, if all of its cells pass.
 faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py --every-fault --slow $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_checkpoint_safety.py \
+		tests/distributed/test_fault_matrix.py --every-fault --slow $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

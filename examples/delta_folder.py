@@ -47,22 +47,10 @@ class DeltaWriter:
     def write(self, step: int) -> int:
         """Write what changed since the last round; returns the bytes of the file.
 
-        `step` is greater than those before. If writing fails, the next round has every element.
+        `step` is greater than those before. If it fails on a rank, all ranks `write_full`, from
+        which readers begin again.
         """
-        lost_after = None
-
-        def changes() -> Iterator[Patch]:
-            nonlocal lost_after
-            for patch in self.stream.changes():
-                lost_after = patch.link.after if lost_after is None else lost_after
-                yield patch
-
-        try:
-            return self._write(changes(), step, CHANGES)
-        except BaseException:
-            if lost_after is not None:
-                self.stream.resend(lost_after)
-            raise
+        return self._write(self.stream.changes(), step, CHANGES)
 
     def write_full(self, step: int) -> int:
         """Write all values as they are now, for readers that begin here.

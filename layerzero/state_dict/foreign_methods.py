@@ -112,18 +112,12 @@ class _Saving(_StandIn):
             refuse_pieces(module, state_dict)
         if not is_sharded or state_dict is not None:
             return own(*args, **kwargs)
-        what = f"{type(module).__name__}.{_METHOD}"
-        how = "layerzero.integrations.transformers.save_pretrained(model, folder) on every rank"
-        if self._name:
-            what += f" of {self._name!r}"
-            how = (
-                "it on every rank inside `with model.summon_full_params(writeback=False):`, with "
-                "is_main_process=True on the first rank only"
-            )
         raise RuntimeError(
-            f"{what} would write this rank's shards instead of whole parameters; nothing was "
-            f"written. Call {how}; or pass state_dict=layerzero.checkpoint.get_model_state_dict("
-            "model, full=True, cpu_offload=True)"
+            f"{type(module).__name__}.{_METHOD} would write this rank's shards instead of whole "
+            "parameters; nothing was written. Call "
+            "layerzero.integrations.transformers.save_pretrained(model, folder) on every rank; or "
+            "pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
+            "cpu_offload=True), made on every rank"
         )
 
 

@@ -77,14 +77,6 @@ class Names:
         start, stop = info.range
         return start == 0 < stop and not any(extent_of(info).offsets)
 
-    def in_state_dict(self, model: nn.Module) -> dict[int, list[str]]:
-        """Names in `model.state_dict()`, which modules may change, keyed by id of the parameter."""
-        found: dict[int, list[str]] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            parameter = self._sharded_params.get(id(value), value)
-            found.setdefault(id(parameter), []).append(clean_name(name))
-        return found
-
 
 def name_among_all(model: nn.Module, name: str) -> str:
     """A name in the model, with global instead of local numbers of experts."""

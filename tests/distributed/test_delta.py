@@ -1,6 +1,5 @@
 """Patches of changed elements: receivers hold bit for bit what the model has."""
 
-import copy
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -255,7 +254,7 @@ def test_an_interrupted_round_is_repeated() -> None:
             for parameter in model.parameters():
                 parameter.add_(value)
 
-    for taken in (0, 1, 3):
+    for taken, then in ((0, 0.25), (1, -0.5), (3, 0.25), (3, 0.0)):
         for applied in (False, True):
             add(0.5)
             patches = stream.changes()
@@ -263,8 +262,8 @@ def test_an_interrupted_round_is_repeated() -> None:
                 patch = next(patches)
                 if number + 1 < taken or applied:
                     apply_delta(tensors, patch)
-            # Values return to what the snapshot has, and receivers may not have it.
-            add(-0.5 if taken == 1 else 0.25)
+            # Values return to what the snapshot has, or stay, and receivers may not have them.
+            add(then)
             for other in stream.changes():
                 apply_delta(tensors, other)
             with pytest.raises(RuntimeError, match="another round began"):
@@ -478,48 +477,16 @@ def test_patches_are_bounded_and_small() -> None:
 
 
 @on_ranks(1)
-def test_patches_of_another_stream_are_refused() -> None:
+def test_a_receiver_begins_with_the_weights_of_its_stream() -> None:
     torch.manual_seed(0)
     a, b = (ZeRO3(Mlp(depth), auto_wrap_policy={Block}) for depth in (1, 1))
-    streams = [DeltaStream(a), DeltaStream(b), DeltaStream(a)]
+    streams = [DeltaStream(a), DeltaStream(b)]
     tensors = expected(a)
     with torch.no_grad():
         for model in (a, b):
             for parameter in model.parameters():
                 parameter.add_(1)
-    first, other, again = ([*stream.changes()] for stream in streams)
-    copies = copy.deepcopy(tensors)
+    first, other = ([*stream.changes()] for stream in streams)
     with pytest.raises(DeltaError, match="do not hold the values that the model had"):
         apply_delta(tensors, other[0])
     apply_delta(tensors, first[0])
-    with pytest.raises(DeltaError, match="have not followed the sender's stream"):
-        apply_delta(tensors, again[0])
-    for patch in again:
-        apply_delta(copies, patch)
-    for patch in streams[1].full():
-        apply_delta(copies, patch)
-    with pytest.raises(DeltaError, match="have not followed the sender's stream"):
-        apply_delta(copies, again[0])
-
-
-@on_ranks(1)
-def test_a_sink_that_fails_has_everything_sent_again() -> None:
-    torch.manual_seed(0)
-    model = ZeRO3(Mlp(), auto_wrap_policy={Block})
-    stream = DeltaStream(model)
-    tensors = expected(model)
-
-    def change() -> list[Patch]:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-        return list(stream.changes())
-
-    for patch in change():
-        apply_delta(tensors, patch)
-    lost = change()
-    stream.resend(after=lost[0].link.after)
-    for patch in stream.changes():
-        apply_delta(tensors, patch)
-    for name, value in expected(model).items():
-        assert_bitwise(tensors[name], value, name)

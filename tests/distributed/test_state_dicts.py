@@ -98,39 +98,6 @@ def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
 MODELS = [Tagged, TiedAcrossUnits, OddShapes, FrozenParts, MixedDtypes]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
-def test_full_state_dicts_go_out_and_in(world_size: int) -> None:
-    for make in MODELS:
-        model, optimizer = build(make, in_groups=True)
-        train(model, optimizer)
-        expected = _full(model)
-        full = get_model_state_dict(model, full=True)
-        assert_same_parameters(full, expected, what=make.__name__)
-        state = get_optimizer_state_dict(model, optimizer, full=True)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert state["state"].keys() == trained, make.__name__
-        for name in trained:
-            assert state["state"][name]["step"] == 2
-            assert state["state"][name]["exp_avg"].shape == expected[name].shape
-
-        # An ordinary model takes them, and so does another wrapped one, saved in between.
-        plain = make()
-        plain.load_state_dict(full)
-        file = io.BytesIO()
-        torch.save(plain.state_dict(), file)
-        file.seek(0)
-        other, other_optimizer = build(make, 1, in_groups=True, zero3_size=1)
-        other.load_state_dict(torch.load(file))
-        assert_same_parameters(_full(other), expected, what=make.__name__)
-        set_optimizer_state_dict(other, other_optimizer, state)
-        again = get_optimizer_state_dict(other, other_optimizer, full=True)
-        assert_same_optimizer(again, state)
-        train(model, optimizer, 1)
-        train(other, other_optimizer, 1)
-        assert_same_parameters(_full(other), _full(model), what=make.__name__)
-
-
 @on_ranks(2)
 def test_one_rank_may_have_all_values() -> None:
     model, optimizer = build(Tagged, in_groups=True)

@@ -7,14 +7,10 @@ from itertools import product
 
 FAULTS = {
     "SIGKILL": "error",
-    "SIGSEGV": "error",
     "SIGSTOP, SIGCONT in time": "recovery",
     "SIGSTOP, SIGCONT too late": "error",
-    "GIL held briefly": "recovery",
-    "GIL held too long": "error",
     "a socket closed": "error",
     "abort() of the group": "either",
-    "a message half sent": "error",
     "disk full": "refused",
 }
 """How a cell with the fault must end. "refused": as CheckpointError, and the run goes on."""
@@ -37,7 +33,6 @@ PLACES = (
 POSITIONS = ("first", "last", "random", "store")
 SECONDS = ("", "two at once", "one while the first is diagnosed")
 """Whether a second rank fails, too."""
-FATAL = ("SIGKILL", "SIGSEGV")
 WORLD_SIZE = 3
 
 
@@ -82,37 +77,12 @@ class Cell:
         return FAULTS[self.fault]
 
 
-def meaning(fault: str, place: str) -> str | None:
-    """Why a fault cannot strike at a place; None: it can."""
-    if fault == "disk full" and place != "save: file":
-        return "writes no file"
-    at_files = place.endswith("file") or place.endswith("new group")
-    if fault == "a message half sent" and (at_files or place == "between steps"):
-        return "sends no message"
-    return None
-
-
 def all_cells() -> list[Cell]:
     cells = [
         Cell(fault, place, position)
         for fault, place, position in product(FAULTS, PLACES, POSITIONS)
-        if meaning(fault, place) is None
+        if fault != "disk full" or place == "save: file"
     ]
-    for second, fault, place in product(SECONDS[1:], FAULTS, PLACES):
-        is_told = FAULTS[fault] == "error" and meaning(fault, place) is None
-        if is_told and (second == "two at once" or fault in FATAL):
-            cells.append(Cell(fault, place, "random", second))
-    return cells
-
-
-def some_cells() -> list[Cell]:
-    """Each fault, and each place, once or twice."""
-    faults = list(FAULTS)
-    chosen = []
-    for number, place in enumerate(PLACES):
-        fits = [fault for fault in faults if meaning(fault, place) is None]
-        chosen.append(Cell("SIGKILL", place, POSITIONS[number % 4]))
-        chosen.append(Cell(fits[number % len(fits)], place, POSITIONS[(number + 1) % 4]))
-    chosen.append(Cell("disk full", "save: file", "random"))
-    chosen += [Cell("SIGKILL", "gather", "random", second) for second in SECONDS[1:]]
-    return list(dict.fromkeys(chosen))
+    return cells + [
+        Cell("SIGKILL", place, "random", second) for second, place in product(SECONDS[1:], PLACES)
+    ]

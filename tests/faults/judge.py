@@ -6,9 +6,8 @@ import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from tests.faults.cells import FATAL, Cell
+from tests.faults.cells import Cell
 from tests.faults.live import Outcome, live
 from tests.harness.ranks import run_ranks
 
@@ -16,42 +15,26 @@ GRACE_S = 7.0
 """Added to the timeout: the time within which every survivor must have ended."""
 _PATIENCE_S = 60.0
 """For a run without a fault."""
-_SIGNALS = {"SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV}
 
 
-class Verdict(NamedTuple):
-    cell: Cell
-    how: str
-    """"error", "recovery" or "refused", of all survivors alike."""
-    seconds: float
-    """Until the last survivor had ended, from the first strike."""
-    problems: tuple[str, ...]
-    half_sent: bool | None
-    """Whether a large message was half sent at the strike; None: there was none."""
-
-
-def run_cell(cell: Cell) -> Verdict:
+def problems_of(cell: Cell) -> list[str]:
     """Strike some ranks of a group, and judge what the others say."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
-        dead = {rank: int(_SIGNALS[cell.fault]) for rank in cell.victims if cell.fault in FATAL}
+        killed = cell.victims if cell.fault == "SIGKILL" else ()
+        dead = dict.fromkeys(killed, int(-signal.SIGKILL))
         try:
             outcomes = run_ranks(
                 cell.world_size, live, cell, folder, True, timeout=60.0, expect_exit=dead
             )
         except AssertionError as error:
-            return Verdict(cell, "none", 0.0, (str(error),), None)
+            return [str(error)]
         struck = {path.name for path in folder.glob("struck-*")}
-        halves = [path.read_text() == "True" for path in folder.glob("half-*")]
     survivors = [each for each in outcomes if each and each.rank not in cell.victims]
     problems = list(_problems(cell, outcomes, survivors))
     if len(struck) != len(cell.victims):
         problems.append(f"struck only {sorted(struck)}")
-    seconds = max(each.seconds for each in survivors)
-    hows = {each.how for each in survivors}
-    return Verdict(
-        cell, "/".join(sorted(hows)), seconds, tuple(problems), any(halves) if halves else None
-    )
+    return problems
 
 
 def _problems(cell: Cell, outcomes: list[Outcome | None], survivors: list[Outcome]) -> list[str]:

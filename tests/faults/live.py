@@ -13,7 +13,7 @@ import layerzero
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.watch import diagnosis, watchdog
 from tests.faults.cells import Cell
-from tests.faults.strikes import Silent, Strike
+from tests.faults.strikes import Strike
 from tests.harness.served_store import serve_store
 
 _WIDTH = 512
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
     rank: int
     how: str
-    """"error", "refused" (CheckpointError), "recovery", or "silent"."""
+    """"error", "refused" (CheckpointError), or "recovery"."""
     seconds: float
     """From the first strike to the end of it; for a rank that was stopped, from its return."""
     text: str
@@ -108,15 +108,12 @@ def live(cell: Cell, folder: Path, is_struck: bool) -> Outcome:
         how, text = "refused", str(error)
     except CollectiveError as error:
         how, text = "error", str(error)
-    except Silent:
-        how = "silent"
     except Exception as error:
         how, text = "other error", f"{type(error).__name__}: {error}"
     end = time.monotonic()
     if how == "refused":
         assert run is not None
         run.step()
-    (folder / f"ended-{rank}").touch()
     return Outcome(rank, how, end - _began(cell, folder), text, tuple(run.losses if run else ()))
 
 

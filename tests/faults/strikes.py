@@ -4,14 +4,14 @@ All of it happens on the struck rank alone, inside its own call: the others neve
 timing, so there is no race between the test and what it tests.
 """
 
-import ctypes
+import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,7 @@ import torch.distributed as dist
 
 from layerzero.comm import new_groups, pending
 from layerzero.comm.gloo import messages
-from tests.faults import links
-from tests.faults.cells import FATAL, Cell
-
-_LARGE_NBYTES = 100_000
-"""From here on a message can be cut in the middle; a smaller one is in a single packet."""
+from tests.faults.cells import Cell
 
 
 class Strike:
@@ -66,62 +62,45 @@ class Strike:
     def _at_exchange(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         verb, unit = _OPERATIONS[self._cell.place]
         operation = args[3]
-        if self._is_done or operation.verb != verb or unit not in operation.unit:
-            return original(*args, **kwargs)
-        nbytes = max(tensor.nbytes for tensor in args[1])
-        return self._in_message(lambda: original(*args, **kwargs), nbytes)
-
-    def _in_message(self, send: Callable[[], Any], nbytes: int) -> Any:
-        """Strike when a message is on its way: a part of it sent, or of its header."""
-        is_cut = self._cell.fault in (*FATAL, "a message half sent")
-        if nbytes < _LARGE_NBYTES:
-            if is_cut:
-                links.send_part_of_a_header()
-                self.now()
-            handle = send()
+        if operation.verb == verb and unit in operation.unit:
             self.now()
-            return handle
-        links.slow_down()
-        handle = send()
-        is_half = links.wait_until_half_sent()
-        (self._folder / f"half-{dist.get_rank()}").write_text(str(is_half))
-        self.now()
-        links.speed_up()
-        return handle
+        return original(*args, **kwargs)
 
     def _stop(self, seconds: float) -> None:
         wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
         with subprocess.Popen(["/bin/sh", "-c", wake], stdout=subprocess.DEVNULL):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def _hold(self, seconds: float) -> None:
-        """A thread keeps the interpreter's lock: a call of `PyDLL` does not let go of it."""
-        usleep = ctypes.PyDLL(None).usleep
-        thread = threading.Thread(target=usleep, args=(int(seconds * 1e6),))
-        thread.start()
-        thread.join()
-
     def _close(self) -> None:
-        links.speed_up()
-        links.close_one(dist.get_rank())
+        """Cut one connection to another rank in both directions; the process lives on."""
+        found = [each for each in _sockets() if _store_port() not in _ports(each)]
+        found[dist.get_rank() % len(found)].shutdown(socket.SHUT_RDWR)
 
     def _abort(self) -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
             group.abort()
 
-    def _stay_silent(self) -> None:
-        """The connections stay open, and nothing more comes."""
-        links.stall()
-        others = [r for r in range(self._cell.world_size) if r not in self._cell.victims]
-        deadline = time.monotonic() + 60.0
-        while time.monotonic() < deadline:
-            if all((self._folder / f"ended-{rank}").exists() for rank in others):
-                raise Silent
-            time.sleep(0.05)
+
+def _sockets() -> Iterator[socket.socket]:
+    """Connected TCP sockets of this process: gloo hides them, so they are found among its files."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found = socket.socket(fileno=os.dup(int(name)))
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    found.getpeername()  # A listening socket has none.
+                    yield found
 
 
-class Silent(Exception):
-    """The others have ended; this rank has nothing left to do."""
+def _ports(each: socket.socket) -> tuple[int, int]:
+    return each.getsockname()[1], each.getpeername()[1]
+
+
+def _store_port() -> int | None:
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
 
 
 def _fill() -> None:
@@ -130,14 +109,10 @@ def _fill() -> None:
 
 _FAULTS: dict[str, Callable[[Strike], object]] = {
     "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSEGV": lambda _: ctypes.string_at(0),
     "SIGSTOP, SIGCONT in time": lambda strike: strike._stop(strike.brief_s),
     "SIGSTOP, SIGCONT too late": lambda strike: strike._stop(strike.long_s),
-    "GIL held briefly": lambda strike: strike._hold(strike.brief_s),
-    "GIL held too long": lambda strike: strike._hold(strike.long_s),
     "a socket closed": Strike._close,
     "abort() of the group": Strike._abort,
-    "a message half sent": Strike._stay_silent,
     "disk full": lambda _: _fill(),
 }
 _CALLS: dict[str, tuple[Any, str]] = {

@@ -381,12 +381,6 @@ def test_shards_are_read_from_any_place_of_a_file(tmp_path: Path) -> None:
         assert bytes_of(tensor) == contents[transfer.file][begin : begin + tensor.nbytes]
 
 
-def test_blocks_are_aligned_for_disks_and_huge_pages() -> None:
-    for nbytes in (1, PAGE_NBYTES, BATCH_NBYTES):
-        memory = pages(nbytes)
-        assert memory.shape == (nbytes,) and memory.data_ptr() % (2 * MIB) == 0
-
-
 def _fails_with(error: int) -> Callable[..., int]:
     def call(*arguments: Any) -> int:
         ctypes.set_errno(error)

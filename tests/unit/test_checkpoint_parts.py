@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import zlib
 from pathlib import Path
@@ -280,16 +281,6 @@ def test_names_of_new_folders_are_on_the_disk(
     assert len(synced) == 2, "what was there before is not synced again"
 
 
-def test_what_a_killed_run_left_is_removed_and_never_read(tmp_path: Path) -> None:
-    kept = _committed(tmp_path, 1)
-    _, partial = folder.prepare(tmp_path, 2)
-    assert folder.resolve(tmp_path) == kept
-    step, again = folder.prepare(tmp_path, None)
-    assert step == 2
-    assert again == partial
-    assert not list(again.iterdir())
-
-
 @pytest.mark.parametrize("state", ["writing", "replaced", "removed"])
 def test_a_folder_of_ours_without_a_manifest_is_no_folder_of_weights(
     state: str, tmp_path: Path
@@ -304,9 +295,21 @@ def test_a_folder_of_ours_without_a_manifest_is_no_folder_of_weights(
     assert list(open_source(partial.rename(tmp_path / "weights")).tensors["model"]) == ["w"]
 
 
-def test_a_checkpoint_that_was_being_replaced_is_still_found(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_still_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _committed(tmp_path, 1, "old")
-    path.rename(tmp_path / ".replaced-step-00000001")  # killed between the two renames
+    _, partial = folder.prepare(tmp_path, 1)
+    rename = os.rename
+
+    def killed(old: Path, new: Path) -> None:
+        if old == partial:
+            raise KeyboardInterrupt  # Between the two renames.
+        rename(old, new)
+
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(os, "rename", killed)
+        folder.commit(partial)
     assert (folder.resolve(tmp_path) / folder.MANIFEST).read_text() == "old"
     folder.prepare(tmp_path, 2)
     assert (path / folder.MANIFEST).read_text() == "old"

@@ -20,8 +20,8 @@ def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
     had when the stream was made. Nothing is written if an error is raised.
 
     Args:
-        tensors: by the names of the model's state dict; each of the original shape, or flattened,
-            on any device, contiguous or not; in the patch's dtype, or in one that holds all its
+        tensors: by the names of `named_parameters`; each of the original shape, or flattened, on
+            any device, contiguous or not; in the patch's dtype, or in one that holds all its
             values. A tied parameter needs one of its names, and tensors under all of them are
             written.
         patch: as `DeltaStream` yielded it, on any device.
@@ -56,7 +56,7 @@ def _named(
     if not found:
         raise DeltaError(
             f"{patch.where}: unknown name, none of the {len(tensors)} tensors is called "
-            f"{' or '.join(map(repr, names))}; expected the names of the model's state dict"
+            f"{' or '.join(map(repr, names))}; expected the names of named_parameters()"
         )
     return found
 

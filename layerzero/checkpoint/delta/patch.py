@@ -77,7 +77,7 @@ class Patch:
     """New values of some elements of one tensor. Can be pickled; `to_bytes` needs no pickle.
 
     Attributes:
-        name: the tensor's name in the model's state dict, of a tied parameter the first one.
+        name: the tensor's name in the model, of a tied parameter the first one.
         indices: [n] int64, rising: positions in the flattened original tensor.
         values: [n] in the stream's dtype; in the tensor's own if that is not floating-point.
         shape: shape of the original tensor.

@@ -34,7 +34,7 @@ class Piece:
     """Elements [start, start + numel) of the flattened block `extent`, at `offset` in a chunk."""
 
     names: tuple[str, ...]
-    """In the state dict; the first one, and then the others of a tied parameter."""
+    """As in `named_parameters`; the first one, and then the others of a tied parameter."""
     extent: Extent
     start: int
     numel: int
@@ -70,26 +70,19 @@ def sources_of(model: nn.Module, root: RootState, names: Names, buffers: bool) -
     Raises:
         NotImplementedError: an ignored parameter is more than its elements (a DTensor, say).
     """
-    in_state_dict = names.in_state_dict(model)
-
-    def names_of(tensor: torch.Tensor) -> tuple[str, ...]:
-        return tuple(in_state_dict.get(id(tensor), ())) or names.of(tensor) or ()
-
     for handle in names.handles:
-        yield from _of_handle(handle, names, names_of)
+        yield from _of_handle(handle, names)
     axes = [*root.groups, *root.tensor_parallel_groups]
     if not (all(axis.is_first for axis in axes) if axes else is_first_rank()):
         return
-    for parameter, _ in names.unsharded():
-        _refuse_subclass(parameter, names_of(parameter))
-        yield from _of_whole(parameter.detach(), names_of(parameter))
+    for parameter, found in names.unsharded():
+        _refuse_subclass(parameter, found)
+        yield from _of_whole(parameter.detach(), found)
     for buffer, found in named_buffers(model) if buffers else ():
-        yield from _of_whole(buffer, names_of(buffer) or found)
+        yield from _of_whole(buffer, found)
 
 
-def _of_handle(
-    handle: FlatParamHandle, names: Names, names_of: Callable[[torch.Tensor], tuple[str, ...]]
-) -> Iterator[Source]:
+def _of_handle(handle: FlatParamHandle, names: Names) -> Iterator[Source]:
     """The runs of neighbouring pieces that this rank sends, as a source each."""
     ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
     shards = zip(ranges, map(info_of, handle.sharded_params), handle.sharded_params, strict=True)
@@ -100,7 +93,7 @@ def _of_handle(
         run = list(group)
         begin = run[0][0].offset
         pieces = [
-            Piece(names_of(p), extent_of(info), own.start, own.numel, own.offset - begin)
+            Piece(names.of(p) or (), extent_of(info), own.start, own.numel, own.offset - begin)
             for own, info, p in run
         ]
         end = begin + pieces[-1].offset + pieces[-1].numel

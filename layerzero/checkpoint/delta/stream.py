@@ -132,17 +132,6 @@ class DeltaStream:
         self._refresh("DeltaStream.full")
         return self._full()
 
-    def resend(self, after: int) -> None:
-        """Treat patches with numbers above `after` as lost: the next round sends every element.
-
-        For a sink that fails after it has taken a whole round. Not collective.
-        """
-        for chunk in self._chunks:
-            chunk.forget(slice(0, chunk.numel))
-        self._pending = None
-        self._counted = min(self._counted, after)
-        self.round += 1
-
     @property
     def snapshot_nbytes(self) -> int:
         """Bytes of the snapshot."""
