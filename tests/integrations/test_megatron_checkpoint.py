@@ -68,26 +68,28 @@ from tests.integrations.megatron_ranks import (
     zero3,
 )
 
-MODELS: dict[str, dict[str, Any]] = {
-    "tied": {},
-    "untied, gated, layers by name": dict(
-        untied=True,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        hetereogenous_dist_checkpoint=True,
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tied": ({}, dict(zero3_size=1)),
+    "untied, gated, layers by name": (
+        dict(
+            untied=True,
+            gated_linear_unit=True,
+            add_bias_linear=False,
+            hetereogenous_dist_checkpoint=True,
+        ),
+        dict(zero3_size=1, outer="replicate"),
     ),
-    "experts": dict(
-        num_moe_experts=2,
-        moe_ffn_hidden_size=24,
-        gated_linear_unit=True,
-        add_bias_linear=False,
+    "experts": (
+        dict(
+            num_moe_experts=2,
+            moe_ffn_hidden_size=24,
+            gated_linear_unit=True,
+            add_bias_linear=False,
+        ),
+        {},
     ),
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "tied": {"layered": dict(zero3_size=1)},
-    "untied, gated, layers by name": {"replicated": dict(zero3_size=1, outer="replicate")},
-    "experts": {"one shard group": {}},
-}
+"""Settings of models, and of the engine around each."""
 
 
 def _folder(root: str, name: str) -> str:
@@ -288,27 +290,23 @@ def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_
 ) -> None:
     root = str(tmp_path)
     with megatron_on_cpu():
-        for kind, options in MODELS.items():
+        for kind, (options, engine_options) in MODELS.items():
             theirs = ddp(gpt(seed=3, **options)).module
-            before = _folder(root, kind)
+            before, after = _folder(root, kind), _folder(root, f"{kind} ours")
             dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
-            for way, engine_options in ENGINES[kind].items():
-                model = zero3(gpt(seed=4, **options), **engine_options)
-                _load_model(model, before)
-                _assert_same(_full(model), _full(theirs))
-                model = zero3(gpt(seed=5, **options), **engine_options)
-                load_model_state_dict(model, theirs.state_dict())  # full tensors
-                _assert_same(_full(model), _full(theirs))
-
-                model = zero3(gpt(seed=5, **options), **engine_options)
-                after = _folder(root, f"{kind} {way}")
-                entries = sharded_state_dict(model)
-                assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
-                dist_checkpointing.save({"model": entries}, after)
-                assert _described(after) == _described(before)
-                back = ddp(gpt(seed=4, **options)).module
-                _load_plain(back, after)
-                _assert_same(_full(back), _full(model))
+            model = zero3(gpt(seed=4, **options), **engine_options)
+            _load_model(model, before)
+            _assert_same(_full(model), _full(theirs))
+            model = zero3(gpt(seed=5, **options), **engine_options)
+            entries = sharded_state_dict(model)
+            assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
+            dist_checkpointing.save({"model": entries}, after)
+            assert _described(after) == _described(before)
+            back = ddp(gpt(seed=4, **options)).module
+            _load_plain(back, after)
+            _assert_same(_full(back), _full(model))
+            load_model_state_dict(model, theirs.state_dict())  # full tensors
+            _assert_same(_full(model), _full(theirs))
 
 
 @on_ranks(2)

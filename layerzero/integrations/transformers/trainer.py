@@ -93,8 +93,7 @@ class ZeRO3Trainer(Trainer):
         self._options = dict(zero3 or {})
         self._extra: Any = None
         self._in_checkpoint = False
-        self._was_given = isinstance(model, ZeRO3)
-        if self._was_given:
+        if isinstance(model, ZeRO3):
             make_ready(model)
             model = model.module
         super().__init__(model, *positional, **named)
@@ -118,12 +117,9 @@ class ZeRO3Trainer(Trainer):
             self.sharded_model = self._shard_alike(model, args, args.bf16 and inside is None)
         unit = get_unit(inside or self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
-        by_trainer = before is not None and not self._was_given
-        differs = args.bf16 != (computes == torch.bfloat16) and (args.bf16 or by_trainer)
-        if differs and dist.get_rank() == 0:
+        if args.bf16 and computes != torch.bfloat16 and dist.get_rank() == 0:
             _logger.warning(
-                "bf16=%s has no effect: the model was sharded before, and computes in %s",
-                args.bf16,
+                "bf16=True has no effect: the model was sharded before, and computes in %s",
                 computes or "the dtype of its weights",
             )
         module = self.sharded_model.module
