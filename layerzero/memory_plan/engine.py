@@ -24,7 +24,6 @@ from layerzero.flat.placement import ShardGroup
 from layerzero.memory_budget.learner import LateStream
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.memory_plan.arguments import Prepared
-from layerzero.state_dict import module_state
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
@@ -45,7 +44,7 @@ class PlannedModel(ZeRO3):
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count)
-        parts = Parts(make_root=make, name_in_state_dicts=module_state.install)
+        parts = Parts(make_root=make, name_in_state_dicts=lambda unit: None)
         builder = Builder(plan, topology, arguments, parts, materializer, digests)
         root = builder.join(builder.build_units())
         materializer.fill_the_rest(module)

@@ -19,8 +19,6 @@ KINDS = (
     *("reduction buffers", "activations", "module buffers", "whole parameters"),
     *("optimizer temporaries", "other"),
 )
-_ALWAYS = 7
-"""So many of `KINDS` are in every plan, and in its table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +101,16 @@ def plan_memory(
     checked = _batch(batch)
     prepared = prepare(module, world_size, arguments)
     rank = planned_rank(prepared)
-    usage = PlannedRank(prepared, rank, optimizer).run(checked)
-    present = [
-        kind
-        for index, kind in enumerate(KINDS)
-        if index < _ALWAYS or usage.resting.get(kind) or usage.peak.get(kind)
-    ]
+    planned = PlannedRank(prepared, rank, optimizer)
+    planned.run(checked)
+    resting, peak = planned.resting, planned.peak
     return MemoryPlan(
-        resting_bytes=sum(usage.resting.values()),
-        peak_bytes=sum(usage.peak.values()),
-        by_kind={kind: (usage.resting.get(kind, 0), usage.peak.get(kind, 0)) for kind in present},
-        peak_unit=usage.moment[0],
-        peak_moment=usage.moment[1],
-        padding_bytes=usage.padding,
+        resting_bytes=sum(resting.values()),
+        peak_bytes=sum(peak.values()),
+        by_kind={kind: (resting.get(kind, 0), peak.get(kind, 0)) for kind in KINDS},
+        peak_unit=planned.moment[0],
+        peak_moment=planned.moment[1],
+        padding_bytes=planned.padding(),
         world_size=world_size,
         zero3_size=prepared.arguments.zero3_size or world_size,
         device=prepared.device,

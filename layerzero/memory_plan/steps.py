@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,21 +27,15 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 Optimizer = str | int | float
 
 
-class Usage(NamedTuple):
-    """Memory of one rank, in bytes."""
-
-    resting: dict[str, int]
-    """By kind, between steps."""
-    peak: dict[str, int]
-    """By kind, at the moment of the peak."""
-    moment: tuple[str, str]
-    """The unit, and the part of the step."""
-    padding: int
-    """Of the main shards, beyond an even split of the parameters."""
-
-
 class PlannedRank:
     """One rank of a planned world: its model, and the count of what it holds."""
+
+    resting: dict[str, int]
+    """Bytes between steps, by kind."""
+    peak: dict[str, int]
+    """Bytes at the moment of the peak, by kind."""
+    moment: tuple[str, str]
+    """The unit and the part of the step of the peak."""
 
     def __init__(self, prepared: Prepared, rank: int, optimizer: Optimizer) -> None:
         self._count = StorageCount()
@@ -52,7 +46,7 @@ class PlannedRank:
             self.model = PlannedModel(prepared, topology_of(prepared, rank), self._count)
             self._mark_engine()
 
-    def run(self, batch: Batch) -> Usage:
+    def run(self, batch: Batch) -> None:
         """Run a first step, then the one that is planned.
 
         Raises:
@@ -66,10 +60,10 @@ class PlannedRank:
             gc.collect(_YOUNG)
             self._count.restart()
             self._step(optimizer, args, kwargs)
-            at_peak, moment = sums(self._count.at_peak()), self._count.peak_moment
+            self.peak, self.moment = sums(self._count.at_peak()), self._count.peak_moment
             del args, kwargs
             gc.collect(_YOUNG)
-            return Usage(self._count.by_kind(), at_peak, moment, self._padding())
+            self.resting = self._count.by_kind()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         parameters = [each for each in self.model.parameters() if each.requires_grad]
@@ -133,7 +127,8 @@ class PlannedRank:
         mark(model.buffers(), "module buffers")
         mark((each for each in model.parameters() if get_info(each) is None), "whole parameters")
 
-    def _padding(self) -> int:
+    def padding(self) -> int:
+        """Bytes of the main shards beyond an even split of the parameters."""
         return sum(
             handle.main_shard.nbytes
             - sum(handle.layout.numels) * handle.main_shard.itemsize // handle.layout.group_size

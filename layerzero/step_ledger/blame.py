@@ -10,14 +10,13 @@ else for that previous reduction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from layerzero.step_ledger.records import (
     HOST_BOUND,
     PEER_LATE,
     PREVIOUS,
-    TRANSFER,
     Hop,
     Job,
     Record,
@@ -85,9 +84,6 @@ def explain(record: Record, wait: Wait, peers: LastPeers) -> list[Segment]:
             cut.until(min(max(same, default=0.0), hop.arrived), PREVIOUS)
         cut.until(hop.arrived, base)
     cut.until(wait.end, base)
-    if base == TRANSFER:
-        known = sum(each.seconds for each in cut.segments if each.reason == HOST_BOUND)
-        return _charge_host(cut.segments, _host_delay(record, wait, reductions) - known)
     return cut.segments
 
 
@@ -117,35 +113,3 @@ def _in_flight_before(record: Record, index: int) -> list[Job]:
                 break  # They end in order.
             found.append(other)
     return found[::-1]
-
-
-def _host_delay(record: Record, wait: Wait, reductions: Sequence[Job]) -> float:
-    """Seconds by which the host issued a gather after it could, or did not run in a wait."""
-    job, asleep = record.jobs[wait.job], _overlap(record.silent, wait.begin, wait.end)
-    if job.kind == "reduction":
-        return asleep
-    could = max([job.asked_on_host, *(each.end for each in reductions)])
-    delay = silent = 0.0
-    for hop in sorted(job.hops, key=lambda hop: hop.called):
-        delay += max(hop.called - could, 0.0)
-        silent += _overlap(record.silent, job.asked_on_host, hop.called)
-        could = max(could, hop.arrived)
-    return max(delay, silent) + asleep
-
-
-def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    return sum(max(min(end, b) - max(begin, a), 0.0) for a, b in spans)
-
-
-def _charge_host(segments: Sequence[Segment], delay: float) -> list[Segment]:
-    """Give `delay` seconds of transfers to the host: without it they would have begun earlier."""
-    charged = []
-    for segment in segments:
-        if segment.reason == TRANSFER and delay > 0:
-            middle = min(segment.begin + delay, segment.end)
-            delay -= middle - segment.begin
-            charged.append(segment._replace(reason=HOST_BOUND, end=middle))
-            segment = segment._replace(begin=middle)
-        if segment.seconds > 0:
-            charged.append(segment)
-    return charged

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -59,19 +59,12 @@ class DeviceClock:
         return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
 
 
-class Reading(NamedTuple):
-    """Offset of this rank's clock to that of the first rank of all, at one time, in seconds."""
-
-    at: float
-    offset: float
-    error: float
-    """Bound on the error of the offset."""
-
-
 def read_clock(
     groups: Sequence[ShardGroup], operations: Operations, device: torch.device
-) -> Reading:
-    """See Note [Offset of two clocks]. Collective over each group; blocks the host.
+) -> tuple[float, float]:
+    """Seconds by which this rank's clock is ahead of the first rank's, and a bound on their error.
+
+    See Note [Offset of two clocks]. Collective over each group; blocks the host.
 
     Args:
         groups: inner first; together they connect all ranks.
@@ -97,4 +90,4 @@ def read_clock(
         if not group.is_first:
             offset = theirs + (upper + lower) / 2
             error = error_of_first + (upper - lower) / 2
-    return Reading(host_s(), offset, error)
+    return offset, error

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from layerzero.step_ledger.blame import LastPeers, Segment, explain
-from layerzero.step_ledger.records import PEER_LATE, REASONS, Hop, Record
+from layerzero.step_ledger.records import PEER_LATE, REASONS, Record
 
 Intervals = list[tuple[float, float]]
 
@@ -36,19 +36,6 @@ class UnitRow:
 
 
 @dataclass(frozen=True)
-class GroupRow:
-    """One process group of `Ledger.groups`: means of one step on this rank."""
-
-    ranks: tuple[int, ...]
-    verbs: tuple[str, ...]
-    """What ran over it."""
-    bytes: float
-    """Bytes that this rank sent over it."""
-    seconds: float
-    """Time in which a collective was under way on it: issued by every rank, not yet arrived."""
-
-
-@dataclass(frozen=True)
 class RankRow:
     """One rank of `Ledger.ranks`: means of one step."""
 
@@ -61,7 +48,7 @@ class RankRow:
     waited_for_ms: float
     """Time that other ranks, together, waited for this rank to issue a collective."""
     clock_error_ms: float
-    """Bound on the error of its clock's offset to the first rank's."""
+    """Bound on the error of its clock's offset to the first rank's as the block began."""
 
 
 class Explained:
@@ -70,9 +57,9 @@ class Explained:
     def __init__(self, records: Mapping[int, Record]) -> None:
         """`records`: by rank, on one clock."""
         self.records = records
-        self.peers = LastPeers(records)
+        peers = LastPeers(records)
         self.segments: dict[int, list[list[Segment]]] = {
-            rank: [explain(record, wait, self.peers) for wait in record.waits]
+            rank: [explain(record, wait, peers) for wait in record.waits]
             for rank, record in records.items()
         }
 
@@ -114,24 +101,6 @@ class Explained:
             for each in itertools.chain(*self.segments[rank]):
                 found[each.reason] += each.seconds * record.ms_per_step / len(self.records)
         return found
-
-    def group_rows(self, rank: int) -> list[GroupRow]:
-        record = self.records[rank]
-        num_steps = max(record.num_steps, 1)
-        by_group: dict[tuple[int, ...], list[Hop]] = defaultdict(list)
-        for job in record.jobs:
-            for hop in job.hops:
-                by_group[hop.ranks].append(hop)
-        rows = []
-        for ranks, hops in sorted(by_group.items()):
-            sent = sum(hop.nbytes * (len(ranks) - 1) / len(ranks) for hop in hops)
-            # Issued by every rank, and not arrived.
-            under_way = [
-                (max(hop.issued, self.peers.of(hop, rank)[0]), hop.arrived) for hop in hops
-            ]
-            verbs = tuple(sorted({hop.verb for hop in hops}))
-            rows.append(GroupRow(ranks, verbs, sent / num_steps, length(under_way) / num_steps))
-        return rows
 
     def rank_rows(self) -> list[RankRow]:
         waited_for: dict[int, float] = defaultdict(float)

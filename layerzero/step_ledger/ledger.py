@@ -17,12 +17,12 @@ from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.groups import own_rank
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
-from layerzero.step_ledger.clocks import Reading, read_clock
-from layerzero.step_ledger.figures import Explained, GroupRow, RankRow, UnitRow
+from layerzero.step_ledger.clocks import read_clock
+from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
-from layerzero.step_ledger.text import advise, as_text
+from layerzero.step_ledger.text import as_text
 from layerzero.step_ledger.trace import write_trace
 
 
@@ -93,19 +93,9 @@ class Ledger:
         return self._all.reasons()
 
     @property
-    def groups(self) -> list[GroupRow]:
-        """What this rank sent over each process group, and how long that took."""
-        return self._all.group_rows(self._rank)
-
-    @property
     def ranks(self) -> list[RankRow]:
         """One row for each rank."""
         return self._all.rank_rows()
-
-    @property
-    def advice(self) -> str:
-        """One sentence: what to change for the reason that costs most, and what that costs."""
-        return advise(self._all, self._rank)
 
     def __str__(self) -> str:
         if self._explained is None:
@@ -115,11 +105,9 @@ class Ledger:
     def save(self, path: str | Path) -> None:
         """Write all ranks' timelines as JSON, which <https://ui.perfetto.dev> opens.
 
-        One process for each rank, one track for each lane, and a flow from each gather to the
-        forward or backward that used it. Not collective: any rank can write all.
+        One process for each rank, one track for each lane. Not collective: any rank can write all.
         """
-        about = {"step_ms": self.step_ms, "num_steps": self.num_steps, "advice": self.advice}
-        write_trace(self._all, path, about)
+        write_trace(self._all, path, {"step_ms": self.step_ms, "num_steps": self.num_steps})
 
     def plot(self, path: str | Path) -> None:
         """Draw this rank's step of median length. Not collective.
@@ -154,11 +142,8 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         raise ValueError(f"ledger: expected a ZeRO3 module, got {type(model).__name__}")
     root = root_of(unit)
     _check(root)
-    groups = root.groups
     result = Ledger()
-    before = read_clock(groups, root.operations, root.device)
-    recorder = Recorder(root, own_rank())
-    recorder.begin()
+    recorder = Recorder(root, own_rank(), *read_clock(root.groups, root.operations, root.device))
     try:
         yield result
         root.check_between_steps("ledger: left inside forward or backward; leave it after the step")
@@ -169,9 +154,10 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         raise RuntimeError(
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
-    after = read_clock(groups, root.operations, root.device)
-    records = _merge(root, recorder.record, before, after)
-    result.complete(records, [(unit.label, unit.fqn) for unit in ordered_units(model)])
+    result.complete(
+        _of_all_ranks(root, recorder.record),
+        [(unit.label, unit.fqn) for unit in ordered_units(model)],
+    )
 
 
 def _check(root: RootState) -> None:
@@ -185,21 +171,13 @@ def _check(root: RootState) -> None:
         )
 
 
-def _merge(root: RootState, record: Record, before: Reading, after: Reading) -> dict[int, Record]:
-    """The records of all ranks, on the clock of the first one. Collective over each group; blocks
-    the host.
-
-    Args:
-        before, after: taken on entering and on leaving; the clock is taken to drift evenly between.
-    """
-    own = zlib.compress(json.dumps([asdict(record), before, after]).encode(), 1)
+def _of_all_ranks(root: RootState, record: Record) -> dict[int, Record]:
+    """The records of all ranks. Collective over each group; blocks the host."""
+    own = zlib.compress(json.dumps(asdict(record)).encode(), 1)
     name = partial(root.operations.next, "ledger", "the model")
     payloads = gather_bytes(own, root.groups, name, root.device)
-    records = {}
-    for text, *readings in (json.loads(zlib.decompress(each)) for each in payloads):
-        found = _moved(_read(text), *(Reading(*reading) for reading in readings))
-        records[found.rank] = found
-    return records
+    records = (_read(json.loads(zlib.decompress(each))) for each in payloads)
+    return {each.rank: each for each in records}
 
 
 def _read(text: dict[str, Any]) -> Record:
@@ -208,16 +186,3 @@ def _read(text: dict[str, Any]) -> Record:
     for name, kind in (("jobs", Job), ("waits", Wait), ("slices", Slice)):
         text[name] = [kind(**each) for each in text[name]]
     return Record(**text)
-
-
-def _moved(record: Record, first: Reading, last: Reading) -> Record:
-    """The record on the clock of the first rank."""
-    elapsed = last.at - first.at
-    slope = (last.offset - first.offset) / elapsed if elapsed > 0 else 0.0
-
-    def moved(seconds: float) -> float:
-        return seconds - (first.offset + slope * (seconds - first.at))
-
-    record.resolve(moved, moved)
-    record.clock_error = max(first.error, last.error)
-    return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 from layerzero.step_ledger.figures import Explained
@@ -91,12 +92,13 @@ def draw(explained: Explained, rank: int, path: str | Path) -> None:
 
 
 def step_spans(record: Record) -> list[tuple[float, float]]:
-    """Begin and end of each step: a step begins with the first forward after the last one."""
-    begins = sorted(s.begin for s in record.slices if s.phase == "forward" and not s.unit)
-    ends = record.step_ends or [s.end for s in record.slices if s.phase == "forward" and not s.unit]
-    spans, start = [], record.begin
-    for end in sorted(ends):
-        following = next((begin for begin in begins if begin >= end), record.end)
-        spans.append((start, following))
-        start = following
-    return spans
+    """Begin and end of each step: a step begins with the first forward after a backward, if there
+    are any."""
+    passes = sorted((s for s in record.slices if not s.unit), key=lambda s: s.begin)
+    before = {s.phase for s in passes} - {"forward"} or {"forward"}
+    begins = [
+        following.begin
+        for last, following in pairwise(passes)
+        if following.phase == "forward" and last.phase in before
+    ]
+    return list(pairwise([record.begin, *begins, record.end])) if passes else []

@@ -7,8 +7,6 @@ each collective says when it was issued and when it arrived, on whatever thread 
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import torch
@@ -35,18 +33,19 @@ from layerzero.step_ledger.records import (
     Wait,
 )
 
-_BEAT_S = 0.005
 _PRESENCE = "gradient presence"
 """Verb of the exchange that ends a backward: which parameters had a gradient on any rank."""
 
 
 class Recorder(Extension):
-    """Records from `begin` to `end`."""
+    """Records until `end`."""
 
     record: Record
 
-    def __init__(self, root: RootState, rank: int) -> None:
+    def __init__(self, root: RootState, rank: int, offset: float, error: float) -> None:
+        """`offset`, `error`: of `read_clock`."""
         self._root = root
+        self._offset = offset
         self._on_device = root.streams.are_apart
         self.clock: DeviceClock | HostClock = (
             DeviceClock(root.device) if self._on_device else HostClock()
@@ -64,27 +63,20 @@ class Recorder(Extension):
         """Index of the job of the exchange of gradient presence."""
         self._jobs: dict[tuple[JobKind, str], int] = {}
         """Index of the last job of each kind and unit."""
-        self._gathered: dict[str, int] = {}
-        """Index of the gather of each unit that was waited for, and is not used yet."""
         self._last_reduced = ""
         self._wait_begin: Any = None
-        self._running: dict[tuple[Phase, str], tuple[Any, int | None]] = {}
+        self._running: dict[tuple[Phase, str], Any] = {}
         self._steps: dict[int, int] = {}
         self._parameters = {id(p) for unit in root.units for p in unit.sharded_params}
-        self._stop = threading.Event()
-        self.record = Record(rank, 0.0, 0.0)
-
-    def begin(self) -> None:
-        """Join the model, and start the clock."""
-        self._root.extensions.add(self)
-        self._root.operations.time_by = self._timer_of
+        self._is_over = False
+        root.extensions.add(self)
+        root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
-        if not self._on_device:
-            threading.Thread(target=self._beat, name="layerzero-ledger-beat", daemon=True).start()
-        self.record.begin = self.clock.now()
+        self.record = Record(rank, self.clock.now(), None, clock_error=error)
 
     def end(self) -> None:
-        """Leave the model, and resolve all times. Blocks the host on a device."""
+        """Leave the model; all times are then on the first rank's clock. Blocks the host on a
+        device."""
         self.record.end = self.clock.now()
         self.abandon()
         if isinstance(self.clock, DeviceClock):
@@ -92,27 +84,15 @@ class Recorder(Extension):
                 stream.drain_handle().wait()
             self.clock.finish()
         self.record.num_optimizer_steps = max(self._steps.values(), default=0)
-        self.record.resolve(self.clock.seconds)
+        self.record.resolve(self.clock.seconds, self._offset)
 
     def abandon(self) -> None:
         """Leave the model. Can be called again."""
-        if not self._stop.is_set():
-            self._stop.set()
+        if not self._is_over:
+            self._is_over = True
             self._root.extensions.remove(self)
             self._root.operations.time_by = None
             self._step_hook.remove()
-
-    def _beat(self) -> None:
-        """Note when this thread did not run though it should have: another one had the GIL, or the
-        process had no core. The engine's threads did not run then, either."""
-        last = host_s()
-        while not self._stop.is_set():
-            time.sleep(_BEAT_S)
-            now = host_s()
-            # A thread in pure Python gives the GIL away after 5 ms, by default.
-            if now - last > 3 * _BEAT_S:
-                self.record.silent.append((last + _BEAT_S, now))
-            last = now
 
     @_disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,7 +123,6 @@ class Recorder(Extension):
             self._refused.discard(unit)
             job = self._jobs.get(("gather", unit))
             if job is not None and self.record.jobs[job].hops:
-                self._gathered[unit] = job
                 self._waited(job, job)
         elif action == "wait_for_reduce":
             job = self._jobs.get(("reduction", unit))
@@ -161,15 +140,13 @@ class Recorder(Extension):
             self._phase = "between"
             if self._root.reducer.requires_sync:
                 self.record.num_backwards += 1
-                self.record.step_ends.append(host_s())
 
     def before_abort(self, error: BaseException | None) -> None:
         self._asked = self._reducing = self._presence = None
         self._prefetches = False
 
     def _ask(self, kind: JobKind, unit: str, cause: str) -> int:
-        job = Job(kind, unit, self._phase, self.clock.now(), cause, host_s())
-        self.record.jobs.append(job)
+        self.record.jobs.append(Job(kind, unit, self.clock.now(), cause))
         return len(self.record.jobs) - 1
 
     def _waited(self, job: int, blocker: int) -> None:
@@ -213,13 +190,12 @@ class Recorder(Extension):
 
     def _start(self, phase: Phase, unit: str) -> None:
         if (phase, unit) not in self._running:
-            self._running[phase, unit] = self.clock.now(), self._gathered.pop(unit, None)
+            self._running[phase, unit] = self.clock.now()
 
     def _close(self, phase: Phase, unit: str) -> None:
-        running = self._running.pop((phase, unit), None)
-        if running is not None:
-            begin, job = running
-            self.record.slices.append(Slice(phase, unit, begin, self.clock.now(), job))
+        begin = self._running.pop((phase, unit), None)
+        if begin is not None:
+            self.record.slices.append(Slice(phase, unit, begin, self.clock.now()))
 
 
 class _HopTimer:

@@ -55,11 +55,9 @@ class Job:
     kind: JobKind
     unit: str
     """Label of the unit."""
-    phase: Phase
     asked: Stamp
     cause: str
     """Reason of a wait for it that nothing else explains: one of `REASONS`."""
-    asked_on_host: float = 0.0
     hops: list[Hop] = field(default_factory=list)
 
     @property
@@ -96,8 +94,6 @@ class Slice:
     """Label of the unit; "" for the pass of the whole model."""
     begin: Stamp
     end: Stamp
-    job: int | None = None
-    """Index of the gather that it used."""
 
 
 @dataclass(slots=True)
@@ -114,10 +110,6 @@ class Record:
     num_backwards: int = 0
     """Backward passes that reduced gradients."""
     num_optimizer_steps: int = 0
-    step_ends: list[float] = field(default_factory=list)
-    """Ends of these backward passes, or of forwards if there are none, on the host's clock."""
-    silent: list[tuple[float, float]] = field(default_factory=list)
-    """Times in which no Python thread of the process ran but one."""
     clock_error: float = 0.0
     """Bound on the error of its clock's offset to the first rank's, in seconds."""
 
@@ -133,18 +125,20 @@ class Record:
         """Milliseconds of a step for each second of the block."""
         return 1e3 / max(self.num_steps, 1)
 
-    def resolve(self, seconds: Any, moved: Callable[[float], float] = float) -> None:
-        """Replace all times: stamps by `seconds`, times of the host by `moved`. Forgets collectives
+    def resolve(self, seconds: Callable[[Stamp], float], offset: float) -> None:
+        """Replace stamps by `seconds`, and subtract `offset` from all times. Forgets collectives
         that never arrived."""
+
+        def moved(stamp: Stamp) -> float:
+            return seconds(stamp) - offset
+
         for job in self.jobs:
-            job.asked, job.asked_on_host = seconds(job.asked), moved(job.asked_on_host)
+            job.asked = moved(job.asked)
             job.hops = [hop for hop in job.hops if hop.arrived is not None]
             for hop in job.hops:
-                hop.called, hop.issued = moved(hop.called), seconds(hop.issued)
-                hop.arrived = seconds(hop.arrived)
-                hop.done = hop.arrived if hop.done is None else seconds(hop.done)
+                hop.called, hop.issued = hop.called - offset, moved(hop.issued)
+                hop.arrived = moved(hop.arrived)
+                hop.done = hop.arrived if hop.done is None else moved(hop.done)
         spans: list[Any] = [self, *self.waits, *self.slices]
         for span in spans:
-            span.begin, span.end = seconds(span.begin), seconds(span.end)
-        self.step_ends = [moved(end) for end in self.step_ends]
-        self.silent = [(moved(begin), moved(end)) for begin, end in self.silent]
+            span.begin, span.end = moved(span.begin), moved(span.end)

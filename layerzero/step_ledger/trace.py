@@ -1,8 +1,8 @@
 """A ledger as a file in Chrome's trace format, which Perfetto opens.
 
 Each rank is a process with one track a lane: compute, gathers, reductions. Names are those of the
-profiler's ranges (docs/howto/profile.md). A flow leads from each gather to the forward or backward
-that used it. Times are microseconds from the beginning of the block, on the first rank's clock.
+profiler's ranges (docs/howto/profile.md). Times are microseconds from the
+beginning of the block, on the first rank's clock.
 """
 
 from __future__ import annotations
@@ -52,36 +52,19 @@ def _of_rank(explained: Explained, rank: int) -> Iterator[Event]:
         yield event("thread_name", "M", lane, args={"name": lane})
         yield event("thread_sort_index", "M", lane, args={"sort_index": index})
     causes = {id(w): s for w, s in zip(record.waits, explained.segments[rank], strict=True)}
-    gathers: dict[int, Span] = {}
-    for span in spans(record):
-        lane, what, begin, end = span
+    for lane, what, begin, end in spans(record):
         args: dict[str, Any] = {}
         if isinstance(what, Job):
-            gathers[id(what)] = span
             name = f"{_JOBS[what.kind]}({what.unit})"
             args = {"bytes": what.nbytes, "asked_us": us(what.asked)}
-            for hop in what.hops:
-                last, peer = explained.peers.of(hop, rank)
-                args[f"{hop.verb} #{hop.number}"] = {
-                    "ranks": list(hop.ranks),
-                    "issued_us": us(hop.issued),
-                    "last_peer": peer,
-                    "last_peer_issued_us": us(last),
-                    "arrived_us": us(hop.arrived),
-                }
         elif isinstance(what, Wait):
             job = record.jobs[what.blocker]
             name = f"wait_for_{_JOBS[job.kind]}({job.unit})"
             args = {"reasons_ms": [[s.reason, s.seconds * 1e3] for s in causes[id(what)]]}
         else:
             name = f"{what.phase}({what.unit or 'model'})"
-        at, length = us(begin), max(end - begin, 0.0) * 1e6
-        yield event(f"LayerZeRO3.{name}", "X", lane, ts=at, dur=length, args=args)
-        used = what.job if isinstance(what, Slice) else None
-        if used is not None and (gather := gathers.get(id(record.jobs[used]))):
-            name, number = "gather to its use", rank << 32 | used
-            yield event(name, "s", gather.lane, ts=us(gather.begin), id=number)
-            yield event(name, "f", lane, ts=at, bp="e", id=number)
+        length = max(end - begin, 0.0) * 1e6
+        yield event(f"LayerZeRO3.{name}", "X", lane, ts=us(begin), dur=length, args=args)
 
 
 def spans(record: Record) -> Iterator[Span]:

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 41_370,
+    "": 41_129,
     "flat": 2_666,
     "step": 4_319,
     "comm": 1_468,

@@ -1,5 +1,5 @@
-"""Waits are cut where their cause changes, clocks of ranks are brought together, spans add up, and
-the advice names what to change for the reason that costs most."""
+"""Waits are cut where their cause changes, clocks of ranks are brought together, and spans add
+up."""
 
 import itertools
 
@@ -16,24 +16,21 @@ from layerzero.step_ledger.records import (
     TRANSFER,
     Hop,
     Job,
-    JobKind,
-    Phase,
     Record,
     Slice,
     Wait,
 )
-from layerzero.step_ledger.text import advise
 from tests.harness.checks import of_floats
 
 
 def _gather(number: int, asked: float, called: float, arrived: float, cause: str = TRANSFER) -> Job:
     hop = Hop(number, "all-gather", (0, 1), 100, called, called, arrived, arrived)
-    return Job("gather", f"unit {number}", "forward", asked, cause, asked, [hop])
+    return Job("gather", f"unit {number}", asked, cause, [hop])
 
 
 def _reduction(number: int, asked: float, called: float, arrived: float, done: float) -> Job:
     hop = Hop(number, "reduce-scatter", (0, 1), 100, called, called, arrived, done)
-    return Job("reduction", f"unit {number}", "backward", asked, TRANSFER, asked, [hop])
+    return Job("reduction", f"unit {number}", asked, TRANSFER, [hop])
 
 
 def _causes(record: Record, wait: int = 0, peer: Record | None = None) -> list[tuple[str, float]]:
@@ -92,16 +89,6 @@ def test_a_reduction_waits_for_the_one_before_it_and_at_the_end_for_itself() -> 
     assert _causes(record, 1, peer) == [(TRANSFER, 2)]
 
 
-def test_a_host_that_did_not_run_is_the_reason() -> None:
-    jobs = [_gather(7, 1, 1, 9)]
-    record = Record(0, 0, 100, jobs, [Wait(0, 0, 3, 9)], silent=[(4, 6)])
-    assert sorted(_causes(record)) == [(HOST_BOUND, 2), (TRANSFER, 4)]
-    # It was silent before the thread could issue the gather.
-    jobs = [_reduction(5, 0, 0, 3, 5), _gather(7, 1, 5, 9)]
-    record = Record(0, 0, 100, jobs, [Wait(1, 1, 5, 9)], silent=[(2, 5)])
-    assert sorted(_causes(record)) == [(HOST_BOUND, 3), (TRANSFER, 1)]
-
-
 def test_a_device_waits_for_the_host_and_for_reductions_of_the_same_group() -> None:
     gather = _gather(7, 2, 5, 9)
     gather.hops[0].issued = 6.0  # The lane comes to it after the host has queued it.
@@ -130,58 +117,7 @@ def test_figures_are_means_of_a_step() -> None:
         "exposed gathers": 4000,
         "exposed reductions": 0,
     }
-    (group,) = explained.group_rows(0)
-    assert (group.bytes, group.seconds) == (50, 6)
 
 
 def test_spans_are_united() -> None:
     assert length([(0, 2), (1, 3), (5, 6)]) == 4
-
-
-def _job(kind: JobKind, number: int, at: float, end: float, cause: str, phase: Phase) -> Job:
-    verb = "all-gather" if kind == "gather" else "reduce-scatter"
-    hop = Hop(number, verb, (0, 1), 8_000_000, at, at, end, end)
-    return Job(kind, f"blocks.{number}", phase, at, cause, at, [hop])
-
-
-def _forward(*gathers: tuple[float, float, float, float], cause: str = TRANSFER) -> Record:
-    """One step of a forward alone. Each gather: asked, arrived, wait begins, wait ends."""
-    end = gathers[-1][3] + 1
-    jobs = [
-        _job("gather", number, asked, arrived, cause, "forward")
-        for number, (asked, arrived, _, _) in enumerate(gathers)
-    ]
-    waits = [Wait(i, i, begin, done) for i, (_, _, begin, done) in enumerate(gathers)]
-    return Record(0, 0, end, jobs, waits, [Slice("forward", "", 0, end)], num_forwards=1)
-
-
-def _advice(record: Record, **peers: Record) -> str:
-    records = {0: record, **{int(name[1:]): peer for name, peer in peers.items()}}
-    return advise(Explained(records), 0)
-
-
-def test_the_change_for_the_reason_that_costs_most_is_named() -> None:
-    even = [(max(i - 1, 0) * 4, i * 4 + 4, i * 4 + 1, i * 4 + 4) for i in range(5)]
-    assert "compute is too short to hide the transfers" in _advice(_forward(*even))
-    for cause, text in (
-        (ISSUED_LATE, "have units gathered ahead"),
-        (LIMITER, "raise `limit_all_gathers`: "),
-        (HOST_BOUND, "keep the host free"),
-    ):
-        assert _advice(_forward((0, 9, 0, 9), cause=cause)).startswith(text)
-    jobs = [
-        _job("reduction", 6, 1, 9, TRANSFER, "backward"),
-        _job("reduction", 5, 2, 10, TRANSFER, "backward"),
-    ]
-    record = Record(0, 0, 11, jobs, [Wait(1, 0, 2, 9)], num_backwards=1)
-    assert "divide units into smaller ones, blocks.6 first" in _advice(record)
-    peer = _forward((7, 9, 7, 9))
-    peer.rank = 1
-    assert _advice(_forward((0, 9, 0, 9)), r1=peer).startswith("give rank 1 less work")
-
-
-def test_there_may_be_nothing_to_change() -> None:
-    assert _advice(Record(0, 0, 1)) == "run at least one step inside the block"
-    record = _forward((0, 0.1, 0.05, 0.1))
-    record.end = 100.0
-    assert _advice(record) == "nothing to change: 50 ms of a step of 100000 ms are exposed"
