@@ -98,13 +98,10 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
         return
     num_heads, rest = divmod(projection.out_features, head_dim)
     if rest or num_heads % tp_size:
-        config = getattr(model, "config", None)
-        names = ("num_attention_heads", "num_key_value_heads")
-        details = [f"{key}={getattr(config, key)}" for key in names if hasattr(config, key)]
         raise ValueError(
             f"{name}: tp_size={tp_size} does not divide its {projection.out_features / head_dim:g} "
-            f"heads (out_features={projection.out_features}, head_dim={head_dim}"
-            f"{''.join(', ' + each for each in details)}); choose a tp_size that divides them"
+            f"heads (out_features={projection.out_features}, head_dim={head_dim}); choose a "
+            "tp_size that divides them"
         )
 
 

@@ -134,8 +134,9 @@ class _Resolver:
             for fqn in self.match("apply_modules", text):
                 module = self._modules[fqn]
                 matched[id(module)] = ResolvedUnit(fqn, module, text, options)
-        hook_of = {fqn: text for text in hooks for fqn in self.match("hook_modules", text)}
-        hook_of = {fqn: text for fqn, text in hook_of.items() if has_forward(self._modules[fqn])}
+        found = {text: self.match("hook_modules", text) for text in hooks}
+        pairs = ((fqn, text) for text, fqns in found.items() for fqn in fqns)
+        hook_of = {fqn: text for fqn, text in pairs if has_forward(self._modules[fqn])}
         used = set[str]()
         skipped: dict[str, dict[str, list[str]]] = {text: {} for text in patterns}
         for fqn, module in self._modules.items():
@@ -153,10 +154,12 @@ class _Resolver:
             else:
                 skipped[unit.pattern].setdefault(reason, []).append(fqn)
         self._warn(skipped)
-        for text in set(hook_of.values()) - used:
-            self.result.errors.append(
-                f"hook_modules: {text!r} gathers nothing: expected modules with units inside them"
-            )
+        for text in found:
+            if found[text] and text not in used:
+                self.result.errors.append(
+                    f"hook_modules: {text!r} gathers nothing: expected modules with a forward, and "
+                    "units inside them"
+                )
 
     def _reason_against(self, unit: ResolvedUnit) -> str | None:
         """Why a matched module does not become a unit; None if it does."""

@@ -197,8 +197,8 @@ def test_heads_and_styles_that_do_not_fit_are_named() -> None:
     odd = transformers.LlamaConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
     one = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     for config, message in (
-        (odd, r"q_proj: tp_size=2 does not divide its 3 heads.*num_attention_heads=3"),
-        (one, r"k_proj: tp_size=2 does not divide its 1 heads.*num_key_value_heads=1"),
+        (odd, "q_proj: tp_size=2 does not divide its 3 heads"),
+        (one, "k_proj: tp_size=2 does not divide its 1 heads"),
     ):
         for plan in ("auto", "llama"):
             with pytest.raises(ValueError, match=message):
