@@ -121,12 +121,9 @@ def all_to_all(
 def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int = 0
 ) -> Pending:
-    """Broadcast from group rank `source`, in place. Collective; does not block the host.
-
-    Where messages carry names, a rank passes the value on only in `wait` of the handle.
-    """
+    """Broadcast from group rank `source`, in place. Collective; does not block the host."""
     if messages_carry_names(group, tensor.device):
-        return messages.broadcast_down_a_tree(tensor, group, operation, source)
+        return messages.broadcast(tensor, group, operation, source)
     global_rank, process_group = group.ranks[source], group.process_group
     sent = tensor if tensor.dtype in SENT_BY_ALL else tensor.view(-1).view(torch.uint8)
     has_work = group.backend not in ON_CURRENT_STREAM

@@ -182,29 +182,16 @@ def exchange_in_place(
     return parts, exchange(parts, own, group, operation, num_steps=num_steps)
 
 
-def broadcast_down_a_tree(
+def broadcast(
     tensor: torch.Tensor, group: ShardGroup, operation: Operation, source: int
 ) -> Pending:
-    """The rank at place p, counted from the source, sends to p + 2**k for each 2**k above p.
+    """Send `tensor` from group rank `source` to each of the others, which write it.
 
     gloo's own broadcast waits on a thread of gloo, which a peer that dies amid a message blocks
     until the timeout of the group; destroying the group then waits for that thread.
     """
-    size, place = group.size, (group.rank - source) % group.size
-    nothing = tensor.new_empty(0)
-
-    def with_ranks(places: Sequence[int]) -> list[torch.Tensor]:
-        ranks = {(place + source) % size for place in places}
-        return [tensor if rank in ranks else nothing for rank in range(size)]
-
-    first = 1 << place.bit_length()
-    steps = [first << k for k in range(size.bit_length())]
-    receivers = with_ranks([place + step for step in steps if place + step < size])
-    if place == 0:
-        return exchange([nothing] * size, receivers, group, operation, tensor.nbytes)
-    senders = with_ranks([place - (first >> 1)])
-    pending = exchange(senders, [nothing] * size, group, operation, tensor.nbytes)
-    pending.then(
-        lambda: exchange([nothing] * size, receivers, group, operation, tensor.nbytes).wait()
-    )
-    return pending
+    nothing = [tensor.new_empty(0)] * group.size
+    if group.rank == source:
+        return exchange(nothing, [tensor] * group.size, group, operation, tensor.nbytes)
+    incoming = [*nothing[:source], tensor, *nothing[source + 1 :]]
+    return exchange(incoming, nothing, group, operation, tensor.nbytes)
