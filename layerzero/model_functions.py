@@ -86,11 +86,10 @@ def _units_to_prefetch(by: Unit, modules: Sequence[nn.Module]) -> list[Unit]:
         unit = module._layerzero_unit if isinstance(module, UnitMethods) else get_unit(module)
         if unit is None:
             raise ValueError(
-                f"{by.label}: modules to prefetch must be units of the same model, got "
-                f"{type(module).__name__}"
+                f"{by.label}: modules to prefetch must be units, got {type(module).__name__}"
             )
         units.append(unit)
-    root_of(by).expect_lists(len(units))
+    root_of(by).scheduler.make_room_for(len(units))
     return units
 
 

@@ -46,12 +46,12 @@ class Operation:
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"
 
-    def tag(self, nbytes: int, piece: int = 0) -> int:
+    def tag(self, nbytes: int) -> int:
         """See Note [A message carries its name] in messages.py.
 
-        In [2**30, 2**31), clear of small user tags. `piece`: number of the message of a pair.
+        In [2**30, 2**31), clear of small user tags.
         """
-        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}/{piece}"
+        name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 
 

@@ -153,15 +153,6 @@ class GradientLayout:
             if first < last:
                 yield ShardRange(param, start + first, start + last, offset + first - begin)
 
-    def chunk(self, rank: int) -> tuple[ShardRange, ...]:
-        """One range per trainable parameter, in order, with offsets in the chunk of `rank`.
-
-        (index, 0, 0, 0) if the rank owns nothing of it.
-        """
-        own = self.runs_in(rank * self.chunk_numel, self.chunk_numel)
-        owned = {run.param: run for run in own}
-        return tuple(owned.get(index, ShardRange(index, 0, 0, 0)) for index in self.trainable)
-
 
 def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[ShardRange]]:
     """Return (chunk_numel, segments) without the frozen parameters.

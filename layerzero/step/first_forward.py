@@ -1,5 +1,4 @@
-"""Checks before the first forward of a model only, of values that a load should have brought and of
-prefetch lists set before their units belonged to one model."""
+"""Checks before the first forward of a model only, of values that a load should have brought."""
 
 from __future__ import annotations
 
@@ -21,16 +20,7 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
 
     Raises:
         RuntimeError: on every rank, if a parameter or buffer has no value yet.
-        ValueError: a prefetch list names units of another model.
     """
-    for unit in every:
-        for other in (*(unit.forward_prefetch or ()), *(unit.backward_prefetch or ())):
-            if other not in every:
-                raise ValueError(
-                    f"{unit.label}: modules to prefetch must be units of the same model, got "
-                    f"{other.label} of another model; wrap a module that contains both, or remove "
-                    "it from the list"
-                )
     waiting = [unit for unit in every if unit.awaits_values]
     # `to_empty`, too, leaves units without values, but may be called on some ranks alone.
     own = [handle.placement for unit in waiting if unit.was_built_empty for handle in unit.handles]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from layerzero.comm.pending import Operation
 from layerzero.comm.streams import CommStream, Event, InlineStream, Waitable
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
@@ -168,8 +167,15 @@ class Reduction:
         if given is not None:
             chunk, started = given, stream.drain_handle()
         else:
-            out = result if is_only_hop else None
-            chunk, started = self._first_hop(groups[0], operations[0], scales[0], out)
+            chunk, started = transport.reduce_scatter(
+                gradients.buffer,
+                groups[0],
+                operations[0],
+                scales[0],
+                options.deterministic,
+                None if placement.world is None else placement.world_slices,
+                result if is_only_hop else None,
+            )
         if is_only_hop:
             # The ordinary case: no work depends on the result of the only hop. `stream.run` would
             # block the host until it is done, where there are neither streams nor a thread.
@@ -210,21 +216,6 @@ class Reduction:
         if context.extensions.reduced and isinstance(stream, InlineStream):
             return InlineStream.run(stream, hops, gradients.free_buffer)  # Not on a thread.
         return stream.run(hops, gradients.free_buffer)
-
-    def _first_hop(
-        self, group: ShardGroup, operation: Operation, scale: float, out: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Waitable]:
-        """Start reducing the full buffer.
-
-        Returns:
-            This rank's chunk, and what its users wait for.
-        """
-        gradients, placement = self.handle.gradients, self.handle.placement
-        order = None if placement.world is None else placement.world_slices
-        deterministic = self.unit.options.deterministic
-        return self._context.transport.reduce_scatter(
-            gradients.buffer, group, operation, scale, deterministic, order, out
-        )
 
     def _reduced_by_extension(self, group: ShardGroup, scales: list[float]) -> torch.Tensor | None:
         """The chunk that the first hop leaves, if an extension runs that; adapts the scales."""

@@ -135,16 +135,7 @@ class RootState:
                 handle.share_placement(placements)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
-                self.expect_lists(max(map(len, lists)))
-
-    def expect_lists(self, depth: int) -> None:
-        """Make room for prefetch lists of up to this length.
-
-        The first forward checks the lists: their units may belong to one model only once an outer
-        wrapper has joined them.
-        """
-        self.has_forward_checks = True
-        self.scheduler.make_room_for(depth)
+                self.scheduler.make_room_for(max(map(len, lists)))
 
     @property
     def is_wrapped(self) -> bool:

@@ -88,7 +88,7 @@ class Structure:
             what: the operation that follows, for the message.
 
         Raises:
-            RuntimeError: parameters were added, removed, renamed or replaced; names them.
+            RuntimeError: parameters were added, removed or replaced; names them.
         """
         if self.first_values is not None:
             self.end_first_values()
@@ -149,17 +149,10 @@ class Structure:
         shown_now = self._named_parameters(self._modules(self._root))
         now = {name: own.get(id(shown), shown) for name, shown in shown_now}
         before = self._named
-        came = {name: each for name, each in now.items() if name not in before}
-        gone = {name: each for name, each in before.items() if name not in now}
-        new_names = {id(each): name for name, each in came.items()}
-        moved = {name: new_names[id(each)] for name, each in gone.items() if id(each) in new_names}
+        came = [name for name in now if name not in before]
+        gone = [name for name in before if name not in now]
         replaced = [n for n, each in now.items() if n in before and before[n] is not each]
-        parts = {
-            "added": [name for name in came if name not in moved.values()],
-            "removed": [name for name in gone if name not in moved],
-            "replaced": replaced,
-            "renamed": [f"{name} -> {new}" for name, new in moved.items()],
-        }
+        parts = {"added": came, "removed": gone, "replaced": replaced}
         return "; ".join(f"{what} {some(names)}" for what, names in parts.items() if names)
 
     def _modules(

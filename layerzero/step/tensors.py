@@ -1,7 +1,7 @@
 """Finds and replaces tensors inside the inputs and outputs of modules.
 
 Containers are tuples (also named ones), lists, mappings and dataclasses, nested in any way. Other
-objects are opaque, except that `find_tensors` searches attributes, including `__slots__`.
+objects are opaque, except that `find_tensors` searches the attributes in their `__dict__`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,6 @@ def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
     elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
         for item in getattr(value, "__dict__", {}).values():
             yield from find_tensors(item, depth - 1)
-        for item in _in_slots(value):
-            yield from find_tensors(item, depth - 1)
-
-
-def _in_slots(value: Any) -> Iterator[Any]:
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{cls.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__"):
-                yield getattr(value, name, None)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -69,7 +69,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
         "replaced blocks.0.up.weight.*blocks.2.down.bias",
     ),
-    "adapters": (_adapt, "added blocks.0.up.down.weight.*renamed blocks.0.up.weight -> "),
+    "adapters": (_adapt, "added .*blocks.0.up.down.weight.*removed blocks.0.up.weight"),
     "a module beside": (lambda model: model.add_module("extra", Block()), "added extra.up.we"),
     "a parameter replaced": (_replace_parameter, "replaced blocks.0.up.weight"),
     "a parameter registered": (
@@ -96,7 +96,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: parametrize.register_parametrization(
             model.blocks[0].up, "weight", nn.Identity(), unsafe=True
         ),
-        "renamed blocks.0.up.weight -> blocks.0.up.parametrizations.weight.original",
+        "added blocks.0.up.parametrizations.weight.original.*removed blocks.0.up.weight",
     ),
 }
 

@@ -391,16 +391,6 @@ def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
     assert later > 4 and first == 3
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_first_pass_may_run_out_of_memory_at_any_operation(
-    ranks: KeptRanks, autocast: bool
-) -> None:
-    for settings in SETTINGS:
-        found = ranks(2, _first_passes, settings, [*range(1, 170)], autocast, timeout=1800)
-        assert found[0] > 100
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_pass_may_run_out_of_memory_at_any_operation(

@@ -465,10 +465,6 @@ def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
 
 
-def _own(name: str) -> Any:
-    return batches_of(CASES[name], dist.get_world_size(), steps=1)[0][dist.get_rank()]
-
-
 @on_ranks(4)
 def test_bytes_halve_with_their_dtype_on_each_hop() -> None:
     """Those of gradients, and those of parameters."""
@@ -487,31 +483,3 @@ def test_bytes_halve_with_their_dtype_on_each_hop() -> None:
     wide_sums = sent(MixedPrecision(param_dtype=low, reduce_dtype=float32))
     gradients = full - sent(MixedPrecision(param_dtype=float32, reduce_dtype=low))
     assert wide_sums == both + gradients
-
-
-@on_ranks(4)
-def test_units_have_settings_of_their_own() -> None:
-    inner = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    module = seeded(Mlp)
-    module.blocks[1] = ZeRO3(module.blocks[1], mixed_precision=inner, zero3_size=2)
-    model = ZeRO3(
-        module,
-        auto_wrap_policy={Block},
-        zero3_size=1,
-        reshard_after_forward=lambda _, fqn: fqn != "blocks.0",
-    )
-    seen = {
-        unit.fqn: (
-            unit.options.reshard_after_forward,
-            unit.handles[0].full.dtype,
-            unit.handles[0].placement.shard_group.size,
-        )
-        for unit in inner_units(model)
-    }
-    assert seen == {
-        "": (True, torch.float32, 1),
-        "blocks.0": (False, torch.float32, 1),
-        "blocks.1": (True, torch.bfloat16, 2),
-        "blocks.2": (True, torch.float32, 1),
-    }
-    forward_backward(model, _own("mlp"))

@@ -110,24 +110,6 @@ def test_offloading_changes_no_bit() -> None:
     run_mirrored(1, 4, _in_layers)
 
 
-@pytest.mark.soak
-@on_ranks(4, timeout=300)
-def test_offloading_changes_no_bit_on_real_ranks() -> None:
-    for layers in LAYERS.values():
-        _same_as_without([*POLICIES], layers, RUNS, 3)
-
-
-@pytest.mark.soak
-@on_ranks(6, timeout=300)
-def test_offloading_changes_no_bit_on_six_ranks(in_full: bool) -> None:
-    runs = [("unused_parts", "sharded"), ("frozen_parts", "unsharded")]
-    more = (("zero1", 2), ("replicate", 3), ("shard", 2)) if in_full else ()
-    modes = ("zero1", 3), ("replicate", 2), ("shard", 3), *more
-    for number, (mode, zero3_size) in enumerate(modes):
-        some = runs if in_full else [runs[number % 2]]
-        _same_as_without(["both"], {"zero3_size": zero3_size, "outer": mode}, some, 2)
-
-
 def _what_is_where() -> None:
     with simulated_device() as device:
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True, grads=True))

@@ -243,17 +243,6 @@ def test_module_hooks_of_the_user_run_once_a_call_and_see_full_parameters() -> N
     assert calls == 2 * expected
 
 
-class Slotted:
-    __slots__ = ("__hidden", "shown")
-
-    def __init__(self, hidden: Tensor, shown: list[Tensor]) -> None:
-        self.__hidden = hidden
-        self.shown = shown
-
-    def total(self) -> Tensor:
-        return self.__hidden + self.shown[0]
-
-
 class Streaming(nn.Module):
     """Yields, with a state that goes from step to step."""
 
@@ -264,8 +253,6 @@ class Streaming(nn.Module):
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
 
     def forward(self, x: Tensor) -> Any:
-        if self.kind == "slots":
-            return Slotted(self.block(x) * self.scale, [x * self.scale])
         if self.kind == "map":
             return map(lambda part: self.block(part) * self.scale, [x, 2 * x])
         return self._stream(x)
@@ -284,15 +271,12 @@ class Consumer(nn.Module):
         self.between = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.stream(x)
-        if isinstance(parts, Slotted):
-            return self.between(parts.total())
-        return sum((self.between(part) for part in parts), torch.zeros(()))
+        return sum((self.between(part) for part in self.stream(x)), torch.zeros(()))
 
 
 @on_ranks(2)
-def test_generators_and_objects_with_slots_are_outputs() -> None:
-    for kind in ("slots", "map", "generator"):
+def test_generators_are_outputs() -> None:
+    for kind in ("map", "generator"):
         for units in ((Streaming, Block), (Streaming,), (Block,), ()):
             trained_alike(partial(Consumer, kind), *units)
 

@@ -16,7 +16,7 @@ from tests.harness.internals import Unit, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
-from tests.harness.reference import batches_of, forward_backward, full_parameters, seeded
+from tests.harness.reference import batches_of, forward_backward, seeded
 
 DEPTH = 5
 
@@ -182,7 +182,7 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
     with timeline() as seen:
         loss.backward()
     assert seen[:3] == ["g3", "g2", "u4"]
-    with pytest.raises(ValueError, match="units of the same model"):
+    with pytest.raises(ValueError, match="modules to prefetch must be units"):
         first.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
@@ -244,8 +244,6 @@ def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
     blocks = module.blocks
     blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
     blocks[4].set_modules_to_backward_prefetch([blocks[3], blocks[2]])
-    with pytest.raises(ValueError, match=r"the root unit of another model; wrap a module"):
-        blocks[0](batch())  # They belong to models of their own until then.
     model = ZeRO3(module)
     for _ in range(2):
         with timeline() as seen:
@@ -254,12 +252,6 @@ def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
         with timeline() as seen:
             loss.backward()
         assert seen[:3] == ["g3", "g2", "u4"]
-    other = wrapped()
-    units(model)[0].set_modules_to_forward_prefetch([other.module.blocks[0]])
-    with pytest.raises(ValueError, match=r"units of the same model, got blocks\.0 of another"):
-        model(batch(), ALL)
-    units(model)[0].set_modules_to_forward_prefetch([])
-    model(batch(), ALL)
 
 
 EVERY_UNIT = ["blocks.0", "blocks.1", "blocks.2", ""]
@@ -321,32 +313,12 @@ def test_pregathered_units_are_used_by_the_next_forward() -> None:
 
 
 @on_ranks(2)
-def test_each_unit_of_a_policy_may_be_unsharded() -> None:
-    model, plain = zero3(lambda: Mlp(3), Block), seeded(lambda: Mlp(3))
-    values = full_parameters(model)
-
-    def run(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if not isinstance(model, ZeRO3):
-            return forward_backward(model, batch)
-        with recorded_operations(model) as operations:
-            handles = [unit.unshard(async_op=True) for unit in units(model)]
-            for handle in handles:
-                handle.wait()
-        assert names(operations) == sorted(EVERY_UNIT)
-        assert model.module.blocks[2].up.weight.dim() == 2
-        with recorded_operations(model) as operations:
-            loss = forward_backward(model, batch)
-        assert len(names(operations)) == len(EVERY_UNIT) - 1
-        assert all(unit.state.name == "SHARDED" for unit in units(model))
-        return loss
-
-    assert_trains_alike(model, plain, run=run)
+def test_a_unit_unsharded_by_hand_is_reduced_where_it_was_used_outside_its_forward() -> None:
+    model = zero3(lambda: Mlp(3), Block)
     unit = next(unit for unit in units(model) if unit.fqn == "blocks.1")
     unit.unshard()
-    assert unit.module.up.weight.shape == values["blocks.1.up.weight"].shape
-    # Used outside its forward: its gradient is reduced as any other.
     unit.module.up.weight.square().sum().backward()
     unit.reshard()
-    assert unit.module.up.weight.dim() == 1
-    assert unit.module.up.weight.grad is not None
-    assert model.module.blocks[0].up.weight.shape[-1] != WIDTH
+    weight = unit.module.up.weight
+    assert weight.dim() == 1
+    assert_bitwise(weight.grad, 2 * weight.detach())

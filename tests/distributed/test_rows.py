@@ -24,7 +24,7 @@ from layerzero.checkpoint import (
     set_optimizer_state_dict,
 )
 from layerzero.flat import rows
-from layerzero.optim import AdamW, WholeTensorOptimizer, decay_groups, global_norm
+from layerzero.optim import AdamW, decay_groups
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import sharded
 from tests.harness.internals import inner_units
@@ -112,28 +112,6 @@ def test_training_has_the_bits_of_elements() -> None:
         _trains_alike(case, layouts=["elements", "rows(2)" if case == "mlp" else "rows"])
 
 
-@on_ranks(4, timeout=120)
-def test_layers_train_alike() -> None:
-    """Sums are sent, or stay; in one of two hops both."""
-    for outer, accumulation in (
-        ("zero1", "unsharded"),
-        ("zero1", "sharded"),
-        ("replicate", "sharded"),
-        ("shard", "unsharded"),
-    ):
-        options = {"outer": outer, "accumulation": accumulation}
-        _trains_alike("transformer", layouts=LAYOUTS[:2], zero3_size=2, **options)
-
-
-@on_ranks(1)
-def test_one_rank_has_whole_parameters() -> None:
-    model = sharded(CASES["transformer"], layout="rows")
-    for parameter in model.parameters():
-        assert parameter.shape == parameter.layerzero.shape
-    loss_of(model(_batch(CASES["transformer"], 0))).backward()
-    _check_shapes(model)
-
-
 @on_ranks(2)
 def test_rules_by_ndim_are_as_people_expect() -> None:
     for case in MODELS:
@@ -156,55 +134,6 @@ def test_rules_by_ndim_are_as_people_expect() -> None:
         weight = model.head.weight
         weight.data = weight.data.flatten().clone()
         model(_batch(CASES["transformer"], 0))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_whole_tensor_optimizers_have_the_same_bits(world_size: int) -> None:
-    case, found = CASES["transformer"], []
-    for own in LAYOUTS:
-        model = sharded(case, layout=own)
-        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
-        rest = [p for p in model.parameters() if p.layerzero.ndim != 2]
-        optimizers = [WholeTensorOptimizer(matrices, Muon, lr=0.02), AdamW(rest, lr=0.01)]
-        for step in range(3):
-            loss_of(model(_batch(case, step))).backward()
-            if own != "elements":
-                _check_shapes(model)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append(full_parameters(model))
-        assert_same_parameters(found[-1], found[0], what=f"{own}: parameter")
-        own_norm = global_norm(model.parameters())
-        assert own_norm.isfinite()
-
-
-@on_ranks(2)
-def test_full_parameters_are_shown_and_written_back() -> None:
-    case = CASES["transformer"]
-    model, expected = sharded(case, layout="rows"), full_parameters(sharded(case))
-    assert_same_parameters(full_parameters(model), expected)
-    loss_of(model(_batch(case, 0))).backward()
-    for rank0_only in (False, True):
-        with model.summon_full_params(with_grads=True, rank0_only=rank0_only):
-            if not rank0_only or dist.get_rank() == 0:
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(1)
-                        parameter.grad.mul_(2)
-        _check_shapes(model)
-    now = full_parameters(model)
-    assert_same_parameters(now, {name: value + 1 + 1 for name, value in expected.items()})
-    other = sharded(case)
-    loss_of(other(_batch(case, 0))).backward()
-    grads = {name: each * 4 for name, each in full_gradients(other).items() if each is not None}
-    assert_same_parameters(full_gradients(model), grads, what="gradient of")
-    unit = units(model)[1]
-    unit.unshard()
-    for name, parameter in unit.module.named_parameters():
-        assert parameter.shape == now[f"{unit.fqn}.{name}"].shape
-    unit.reshard()
 
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> list[Any]:
