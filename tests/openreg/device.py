@@ -28,7 +28,7 @@ def build_parts(folder: Path) -> Path:
     return folder / f"{_NAME}.so"
 
 
-def register(library: Path, resizes: bool = True) -> None:
+def register(library: Path) -> None:
     """Bring in the device, a backend for it, and storages that change size, in a rank's process."""
     importlib.import_module("torch_openreg")
     parts = _load(library)
@@ -48,8 +48,7 @@ def register(library: Path, resizes: bool = True) -> None:
         else:
             resize(storage, nbytes)
 
-    if resizes:
-        torch.UntypedStorage.resize_ = resize_
+    torch.UntypedStorage.resize_ = resize_
 
 
 def own_device() -> str:
