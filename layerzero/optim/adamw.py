@@ -66,6 +66,8 @@ class AdamW(torch.optim.AdamW):
     """What the next step multiplies gradients by, of `clip_grad_norm_`: [1] float32; None: 1."""
     _is_shown: bool
     """Whether `state` shows all states; those of 8 bits only if somebody asked."""
+    counts_writes = True
+    """Increments versions where it writes; see optim/steps.py."""
 
     def __init__(
         self,

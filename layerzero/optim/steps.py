@@ -83,8 +83,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 @_disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # A step writes what has a gradient. torch's fused kernels (2.14) do not count that, nor do
-    # kernels of other libraries, which write through addresses.
-    for group in optimizer.param_groups:
+    # kernels of other libraries, which write through addresses. Our own optimizers do.
+    for group in () if hasattr(optimizer, "counts_writes") else optimizer.param_groups:
         written = [parameter for parameter in group["params"] if parameter.grad is not None]
         torch.autograd.graph.increment_version(written)
     for root in models_of(optimizer, _keeps_any):

@@ -28,12 +28,10 @@ ALLOWED = {
     "build/device.py": "a comparison, in a message",
     "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
     "graph_capture.py": "the name of torch's class",
-    "integrations/lightning/arguments.py": "the name of an accelerator of Lightning, in a message",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
     "ops/__init__.py": "the kernels that csrc/ has",
     "ops/native.py": "the kernels that csrc/ has",
-    "parallel/context.py": "torch has that attention for CUDA alone",
-    "step/module_guards.py": "names of options of torch.compile",
+    "parallel/manager.py": "torch has that attention for CUDA alone",
     "wrapper.py": "names of methods of nn.Module",
 }
 

@@ -60,6 +60,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     owned: dict[str, nn.Parameter]
     needs_all_units = True
     """Refused by `step_in_backward`."""
+    counts_writes = True
+    """Increments versions where it writes; see optim/steps.py."""
 
     def __init__(
         self,
