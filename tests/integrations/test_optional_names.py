@@ -1,6 +1,5 @@
 """Adapters take `optional_modules` by name, and pass the modules on to `ZeRO3`."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -57,16 +56,10 @@ def _lightning() -> None:
     with recorded_regions() as found:
         for strategy in (zero3_strategy(**by_name), zero3_strategy(plan=in_plan)):
             trainer(strategy, max_epochs=1, limit_train_batches=1).fit(seeded(), rows())
-        strategy = zero3_strategy(auto_wrap_policy=None, **by_name)
-        strategy.use_plan(ShardingPlan(**blocks), "a callback")
-        trainer(strategy, max_epochs=1, limit_train_batches=1).fit(seeded(), rows())
-    assert found == [({"blocks.1": "blocks.1"}, "participants")] * 3
+    assert found == [({"blocks.1": "blocks.1"}, "participants")] * 2
     strategy = zero3_strategy(auto_wrap_policy=None, **by_name)
     with pytest.raises(ValueError, match="optional_modules is given, but a callback has a plan"):
         strategy.use_plan(ShardingPlan(**blocks, optional=["blocks.0"]), "a callback")
-    with pytest.raises(ValueError, match="'block_1' matches no module; near matches"):
-        wrong = zero3_strategy(optional_modules=["block_1"])
-        trainer(wrong, max_epochs=1).fit(seeded(), rows())
 
 
 def test_lightning() -> None:
@@ -89,12 +82,8 @@ def _transformers(folder: str) -> None:
         sharded_trainer(build("llama"), folder, zero3=options).train()
         as_if_launched(True)
         prepare(Accelerator(cpu=True), build("llama"), optional_mean="participants", **options)
-        as_if_launched(True)
-        own = {"optional_modules": ["blocks.{0-1}"], "auto_wrap_policy": {Block}}
-        prepare(Accelerator(cpu=True), _Model(), **own)
     layer = {"model.layers.1": "model.layers.1"}
-    blocks = {name: name for name in ("blocks.0", "blocks.1")}
-    assert found == [(layer, "all"), (layer, "participants"), (blocks, "all")]
+    assert found == [(layer, "all"), (layer, "participants")]
 
 
 def test_transformers_and_accelerate(tmp_path: Any) -> None:
@@ -116,19 +105,11 @@ def _megatron() -> None:
             with pytest.raises(NotImplementedError, match="optional_modules with 2 pipeline st"):
                 ZeRO3DataParallel(config, _ddp(), make(), optional_modules=optional)
             return
+        given = {"optional_modules": optional, "optional_mean": "participants"}
         with recorded_regions() as found:
-            for model in (make(), example.Float16Module(config, make())):
-                config.no_sync_func = None
-                ZeRO3DataParallel(
-                    config,
-                    _ddp(),
-                    model,
-                    optional_modules=optional,
-                    optional_mean="participants",
-                )
-        for (regions, mean), prefix in zip(found, ("", "module."), strict=True):
-            layers = [f"{prefix}decoder.layers.{i}" for i in (0, 1)]
-            assert (regions, mean) == (dict(zip(layers, layers, strict=True)), "participants")
+            ZeRO3DataParallel(config, _ddp(), example.Float16Module(config, make()), **given)
+        layers = [f"module.decoder.layers.{i}" for i in (0, 1)]
+        assert found == [(dict(zip(layers, layers, strict=True)), "participants")]
 
     _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], run)
     _on_megatrons_ranks([*SMALL, "--pipeline", "2"], run)
@@ -148,10 +129,5 @@ def test_options_of_megatron() -> None:
     for model in (Chunk(), Around()):
         chunk = model.module if isinstance(model, Around) else model
         assert for_module(read, model)["optional_modules"] == [chunk.vision_model]
-    with pytest.raises(ValueError, match="'vison' matches no module; near matches: 'vision_model'"):
-        for_module(read_options({"optional_modules": ["vison"]}), Chunk())
     with pytest.raises(ValueError, match="options: optional_modules: pattern"):
         read_options({"optional_modules": ["a["]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert for_module(read_options({"optional_modules": []}), Chunk())["optional_modules"] == []
