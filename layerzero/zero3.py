@@ -125,8 +125,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         optional_modules: modules that a rank may skip while other ranks run them. In each forward,
             any rank may call any of the units at or under them, or none: ranks agree before each
             gather, and one that skips a unit takes part in its gathers and reductions with nothing
-            of its own (docs/howto/optional_modules.md). The same modules on every rank; those of
-            ZeRO3 modules inside stay optional.
+            of its own (docs/howto/optional_modules.md). The same modules on every rank.
         on_nonfinite: what becomes of a step with a gradient that is infinite or NaN, decided by all
             ranks together: "raise": the backward raises FloatingPointError and changes nothing;
             "skip": the step changes neither parameters nor optimizer state; None: no check. A check

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,6 @@ from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.steps import models_of
-
-ScalerCall = Literal["unscale_", "step", "update"]
-InJoin = Callable[..., AbstractContextManager[None]]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -40,9 +35,6 @@ class GradScaler(torch.amp.GradScaler):
         timeout: timeout of the collective; None: as for `ZeRO3`.
         **options: passed to `torch.amp.GradScaler`.
     """
-
-    in_join: InJoin | None = None
-    """What a join that has this scaler puts around (scaler, call, optimizer, new_scale)."""
 
     def __init__(
         self,
@@ -65,22 +57,22 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             CollectiveError: a rank did not take part within the timeout.
+            NotImplementedError: the model is inside a `layerzero.join`.
         """
         if not self.is_enabled():
             return
-        with self._with_ranks_of_join("unscale_", optimizer):
-            super().unscale_(optimizer)
-            found: dict[torch.device, torch.Tensor]
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            if not found:
-                # No gradient here, but other ranks may have some, and all take part.
-                assert self._scale is not None, "unscale_ has set the scale up"
-                found[self._scale.device] = torch.zeros((), device=self._scale.device)
-            device = next(iter(found))
-            here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
-            anywhere = self._agree(here, optimizer)
-            for found_inf in found.values():
-                found_inf.copy_(anywhere)
+        super().unscale_(optimizer)
+        found: dict[torch.device, torch.Tensor]
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:
+            # No gradient here, but other ranks may have some, and all take part.
+            assert self._scale is not None, "unscale_ has set the scale up"
+            found[self._scale.device] = torch.zeros((), device=self._scale.device)
+        device = next(iter(found))
+        here = torch.stack([found_inf.to(device) for found_inf in found.values()]).amax()
+        anywhere = self._agree(here, optimizer)
+        for found_inf in found.values():
+            found_inf.copy_(anywhere)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """For an optimizer that unscales in the pass of its step: no pass over the gradients."""
@@ -94,6 +86,8 @@ class GradScaler(torch.amp.GradScaler):
     def _agree(self, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         # On the device of the scale, which the group supports; gradients may be on the host.
         assert self._scale is not None, "a loss was scaled"
+        for _ in models_of(optimizer, lambda root: root.join is not None):
+            refuse_scaler(optimizer)
         found_inf = found_inf.to(self._scale.device)
         for root in models_of(optimizer, lambda root: root.reducer.kept.is_skipping):
             # An overflow that `on_nonfinite="skip"` has found: no gradient is left to show it.
@@ -114,52 +108,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
-        if not self.is_enabled():
-            return super().step(optimizer, *args, **kwargs)
-        with self._with_ranks_of_join("step", optimizer):
-            if not isinstance(optimizer, AdamW):
-                stage = self._per_optimizer_states[id(optimizer)]["stage"]
-                if stage is torch.amp.grad_scaler.OptState.READY:
-                    # Optimizers that unscale themselves would check only this rank's shards.
-                    self.unscale_(optimizer)
-            return super().step(optimizer, *args, **kwargs)
-
-    def _with_ranks_of_join(
-        self,
-        call: ScalerCall,
-        optimizer: torch.optim.Optimizer | None,
-        new_scale: float | None = None,
-    ) -> AbstractContextManager[None]:
-        """A context around a call, in which the ranks of a join take part together.
-
-        Raises:
-            NotImplementedError: the model is in a join that does not have this scaler.
-        """
-        if self.in_join is not None:
-            return self.in_join(self, call, optimizer, new_scale)
-        if optimizer is not None:
-            for _ in models_of(optimizer, lambda root: root.join is not None):
-                refuse_scaler(optimizer)
-        return nullcontext()
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if not self.is_enabled():
-            return
-        number = None if new_scale is None else float(new_scale)
-        with self._with_ranks_of_join("update", None, number):
-            super().update(new_scale)
+        if self.is_enabled() and not isinstance(optimizer, AdamW):
+            stage = self._per_optimizer_states[id(optimizer)]["stage"]
+            if stage is torch.amp.grad_scaler.OptState.READY:
+                # Optimizers that unscale themselves would check only this rank's shards.
+                self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
-    """Refuse gradient scaling in a join that does not have the scaler.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Refuse gradient scaling in a join."""
     raise NotImplementedError(
-        f"{type(optimizer).__name__}: a gradient scaler that the join does not have, so ranks "
-        "without batches would not scale; pass a layerzero.GradScaler to layerzero.join, or train "
-        "in bfloat16 (MixedPrecision)"
+        f"{type(optimizer).__name__}: a gradient scaler inside a join, where ranks without batches "
+        "would not scale; train in bfloat16 (MixedPrecision)"
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +18,6 @@ from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Hold, ShardState, Unit
-from layerzero.watch.diagnosis import CollectiveError
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -135,18 +132,8 @@ class OptionalUnits(AgreedReductions, Extension):
     def _enter(self, unit: Unit) -> None:
         """Gather the region of a unit with all ranks, after what others want before it."""
         request = self._request_of[unit]
-        try:
-            while (chosen := self._exchange.agree(request)) != request:
-                self._gather(chosen, is_used=False)
-        except CollectiveError as error:
-            if self.places.exchanges:
-                raise
-            # This rank alone asked; the others answer only if they leave the known path, too.
-            raise CollectiveError(
-                f"{error}\n{unit.label}: this optional module was called at a place of the forward "
-                "where it never was before, while others went on as they did before; call it "
-                "between the same modules in every step"
-            ) from error
+        while (chosen := self._exchange.agree(request)) != request:
+            self._gather(chosen, is_used=False)
         self._gather(request, is_used=True)
 
     def _leave_place(self, gather: int | None) -> None:
@@ -190,15 +177,13 @@ class OptionalUnits(AgreedReductions, Extension):
 
         It does if an output requires grad. A checkpoint may run the forward again in backward: one
         that is not reentrant has hooks on what autograd saves; one that is reentrant runs it inside
-        a `torch.autograd.Function`, without gradients.
+        a `torch.autograd.Function`, where forward-mode derivatives are off.
         """
-        if not self._makes_graph:
-            return False
-        if _top_saved_tensors_hooks(True) is not None:
-            return True
-        if torch.is_grad_enabled():
-            return any(tensor.requires_grad for tensor in find_tensors(outputs))
-        return _is_inside_function()
+        return self._makes_graph and (
+            _top_saved_tensors_hooks(True) is not None
+            or not torch._C._is_fwd_grad_enabled()
+            or (torch.is_grad_enabled() and any(t.requires_grad for t in find_tensors(outputs)))
+        )
 
     def before_backward(self, order: tuple[int, ...]) -> None:
         self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -287,16 +272,3 @@ def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> b
         unit.wait_for_unshard()
         unit.show_unsharded()
     return is_kept
-
-
-def _is_inside_function() -> bool:
-    """Whether the forward of a `torch.autograd.Function` written in Python is running."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount:
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, torch.autograd.function.BackwardCFunction):
-                return True
-        frame = frame.f_back
-    return False

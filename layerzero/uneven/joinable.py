@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from layerzero.comm.new_groups import new_group
 from layerzero.notices import warn_once
-from layerzero.optim.scaler import GradScaler
+from layerzero.optional.optional_units import exchange_of
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
-
-if TYPE_CHECKING:
-    from layerzero.uneven.running_join import RunningJoin
+from layerzero.uneven.negotiation import Negotiation
+from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.running_join import RunningJoin
 
 _SCHEDULERS = LRScheduler, ReduceLROnPlateau
 _GROUP, _EXCHANGE = "_join_group", "_join_exchange"
@@ -35,16 +34,14 @@ def hook_of(
     """Implements `ZeRO3.join_hook`."""
     model_ref = weakref.ref(model)
 
-    def notify() -> Any:
-        return Join.notify_join_context(model_ref())  # type: ignore[arg-type]
-
-    def is_enabled() -> bool:
-        joinable = model_ref()
-        return joinable is not None and _takes_part(joinable)
-
     _ = model.join_process_group  # Made here, where all ranks come.
-    averages = not divide_by_initial_world_size
-    join = enter(model, [*optimizers], (), averages, notify=notify, is_enabled=is_enabled)
+    join = enter(
+        model,
+        [*optimizers],
+        averages_active=not divide_by_initial_world_size,
+        notify=lambda: Join.notify_join_context(model_ref()),  # type: ignore[arg-type]
+        is_enabled=lambda: (own := model_ref()) is not None and own._join_config.enable,
+    )
     hook = _Hook(join)
     join.state.hook = weakref.ref(hook)
     return hook
@@ -65,13 +62,8 @@ def group_of(root: RootState) -> dist.ProcessGroup:
 class _Hook(JoinHook):
     def __init__(self, join: RunningJoin) -> None:
         self._join = join
-        self._is_first = True
 
     def main_hook(self) -> None:
-        if self._is_first:
-            # Torch counts calls of this, of which a step has several.
-            warnings.filterwarnings("ignore", message="Detected uneven input skew")
-            self._is_first = False
         self._join.follow_next()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -82,9 +74,8 @@ class _Hook(JoinHook):
 @contextmanager
 def join(
     model: Any,
-    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau | GradScaler,
+    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau,
     divide_by_initial_world_size: bool = True,
-    throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
     """A context around a loop over batches, of which ranks may have different numbers.
 
@@ -98,29 +89,26 @@ def join(
 
     Args:
         model: the outermost `ZeRO3` module.
-        others: every optimizer of the model, and the learning-rate schedulers and gradient scalers
-            (`layerzero.GradScaler`) used inside, in the same order on every rank. A scheduler gets
-            the state of those on the last rank to run out of batches.
+        others: every optimizer of the model, and the learning-rate schedulers used inside, in the
+            same order on every rank. A scheduler gets the state of those on the last rank to run
+            out of batches.
         divide_by_initial_world_size: whether gradients are means over all ranks. False: means over
             those that were not out of batches. (Without effect with gradient_reduction="sum".)
-        throw_on_early_termination: raise on all ranks as soon as one runs out of batches.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or ranks have different optimizers.
         NotImplementedError: the model has tensor-parallel parameters or experts, or a gradient
-            scaler that was not passed is used inside.
-        RuntimeError: the model is in a join already; a rank raised inside (then on all others);
-            ranks came to different calls; or `throw_on_early_termination`.
+            scaler is used inside.
+        RuntimeError: the model is in a join already; or ranks came to different calls.
     """
     if not isinstance(model, Joinable) or get_unit(model) is None:  # type: ignore[arg-type]
         raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
     schedulers = [each for each in others if isinstance(each, _SCHEDULERS)]
-    scalers = [each for each in others if isinstance(each, GradScaler)]
     for each in others:
-        if not isinstance(each, (torch.optim.Optimizer, *_SCHEDULERS, GradScaler)):
+        if not isinstance(each, (torch.optim.Optimizer, *_SCHEDULERS)):
             raise TypeError(
-                "join: expected optimizers, learning-rate schedulers and layerzero.GradScaler, got "
+                "join: expected optimizers and learning-rate schedulers, got "
                 f"{type(each).__module__}.{type(each).__name__}"
             )
     if not schedulers and any("initial_lr" in g for each in optimizers for g in each.param_groups):
@@ -128,13 +116,7 @@ def join(
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
             "it to layerzero.join, too: on ranks that run out of batches it would fall behind"
         )
-    running = enter(
-        model,
-        optimizers,
-        scalers,
-        averages_active=not divide_by_initial_world_size,
-        throws=throw_on_early_termination,
-    )
+    running = enter(model, optimizers, averages_active=not divide_by_initial_world_size)
     is_last = True
     try:
         yield
@@ -143,9 +125,6 @@ def join(
         running.finish(is_last)
         if schedulers:
             _copy_states(schedulers, is_last, model.join_process_group)
-    except BaseException as error:
-        running.raise_everywhere(error)
-        raise
     finally:
         running.leave()
 
@@ -164,7 +143,6 @@ def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup)
 def enter(
     model: Joinable,
     optimizers: Sequence[torch.optim.Optimizer],
-    scalers: Sequence[GradScaler],
     averages_active: bool,
     **options: Any,
 ) -> RunningJoin:
@@ -174,11 +152,6 @@ def enter(
         ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
         RuntimeError: the model is inside another join.
     """
-    from layerzero.optional.optional_units import exchange_of
-    from layerzero.uneven.negotiation import Negotiation
-    from layerzero.uneven.optimizers import JoinedOptimizers
-    from layerzero.uneven.running_join import RunningJoin
-
     unit = get_unit(model)  # type: ignore[arg-type]
     assert unit is not None, "a ZeRO3 module"
     root = root_of(unit)
@@ -192,26 +165,11 @@ def enter(
     state = Negotiation(
         operations=root.operations,
         exchange=root.__dict__[_EXCHANGE],
-        optimizers=JoinedOptimizers(optimizers, scalers),
+        optimizers=JoinedOptimizers(optimizers),
         averages_active=averages_active,
         **options,
     )
     return RunningJoin(root, state)
-
-
-def _takes_part(model: Joinable) -> bool:
-    """Whether the model is in an enabled join.
-
-    Raises:
-        NotImplementedError: it is not the first of several.
-    """
-    config = model._join_config
-    if config.enable and not config.is_first_joinable:
-        raise NotImplementedError(
-            "join: several models in one join; join the one whose batches are uneven, or make them "
-            "one module"
-        )
-    return bool(config.enable)
 
 
 def _check(unit: Unit, root: RootState) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -10,12 +9,7 @@ from typing import Any, NoReturn
 from layerzero.optional.exchange import Exchange
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.requests import OUT, RAISED, WIDTH, Kind, Request
-from layerzero.watch.diagnosis import CollectiveError
-
-
-class EndedByPeer(RuntimeError):
-    """Another rank's error ended the join."""
+from layerzero.uneven.requests import OUT, WIDTH, Kind, Request
 
 
 @dataclass(kw_only=True, eq=False)
@@ -27,8 +21,6 @@ class Negotiation:
     optimizers: JoinedOptimizers
     averages_active: bool
     """Whether gradients are means over the ranks that are not out of batches."""
-    throws: bool = False
-    """Whether to raise on all ranks once some are out."""
     notify: Callable[[], Any] = lambda: None
     """Function called before each exchange while this rank is not out; in torch's Join its
     `notify_join_context`."""
@@ -73,41 +65,32 @@ class Negotiation:
             whether all ranks have it.
 
         Raises:
-            RuntimeError: on every rank: one raised, or ranks came to different calls.
+            RuntimeError: on every rank: ranks came to different calls.
         """
         looks = is_last or (
             self.num_active < self.num_ranks and request.kind in (Kind.BACKWARD, Kind.REDUCE)
         )
-        rows = self._bring(request, is_last, looks)
+        optimizers = self.optimizers
+        notified = None if request == OUT else self.notify()
+        row = [self.exchange.rank, *map(int, request), int(is_last)]
+        rows = self.exchange([*row, *optimizers.gradient_states(looks), *optimizers.options()])
+        if notified is not None:
+            notified.wait()
         requests = [Request(*row[1 : 1 + WIDTH]) for row in rows]
         running = [each for each in requests if each != OUT]
         self.num_active, self.num_ranks = len(running), len(requests)
         if request == OUT and not is_last:
             self._follow_optimizers([row[1 + WIDTH :] for row in rows], requests)
         chosen = min(running, default=None)
-        if chosen == RAISED:
-            self.has_ended = True
-            texts = self.exchange.texts(what if request == RAISED else None)
-            rank, text = next(iter(texts.items()))
-            raise EndedByPeer(f"rank {rank} left the join with an error: {text}")
         if chosen is not None:
             # What every rank with batches left must do together.
             if chosen.kind >= Kind.FORWARD and any(each != chosen for each in running):
                 self._end(what, "ranks of a join came to different calls", request)
-            if OUT in requests and self.throws:
-                error = "throw_on_early_termination: some ranks are out of batches"
-                self._end(what, error, request)
             if OUT in requests and chosen.kind == Kind.CALL:
                 error = "a call inside a join needs every rank, but some have no batches"
                 self._end(what, error, request)
         self.is_common = all(each == chosen for each in requests)
         return chosen
-
-    def raise_everywhere(self, error: Exception) -> None:
-        """This rank leaves the join with an error: raise on the others, too. Collective."""
-        first_line = (str(error).splitlines() or [""])[0]
-        with contextlib.suppress(CollectiveError, EndedByPeer):
-            self.choose(RAISED, f"{type(error).__name__}: {first_line}")
 
     def compare_lists(self) -> None:
         """Compare the optimizers. Collective.
@@ -115,36 +98,13 @@ class Negotiation:
         Raises:
             ValueError: ranks have different ones.
         """
-        own = len(self.optimizers.all), len(self.optimizers.options()), len(self.optimizers.scalers)
+        own = len(self.optimizers.all), len(self.optimizers.options())
         rows = self.exchange([self.exchange.rank, *own])
         if any(row[1:] != rows[0][1:] for row in rows):
-            texts = [
-                f"rank {rank}: {count} optimizers with {options} numbers in their groups, "
-                f"{scaler_count} scalers"
-                for rank, count, options, scaler_count in rows
-            ]
             raise ValueError(
-                f"join: optimizers differ between ranks: {'; '.join(texts)}. Pass the same to each"
+                "join: optimizers differ between ranks; pass the same to each. By rank, with their "
+                f"number and that of options in their groups: {rows}"
             )
-
-    def _bring(self, request: Request, is_last: bool, looks: bool) -> list[list[int]]:
-        """Exchange this rank's request, and its optimizers as they are now. Collective.
-
-        Args:
-            looks: see `JoinedOptimizers.gradient_states`.
-
-        Returns:
-            Every rank's row, in rank order: the rank, its request, `is_last`, `gradient_states` and
-            `options`.
-        """
-        notified = None if request == OUT else self.notify()
-        row = [self.exchange.rank, *map(int, request), int(is_last)]
-        rows = self.exchange(
-            [*row, *self.optimizers.gradient_states(looks), *self.optimizers.options()]
-        )
-        if notified is not None:
-            notified.wait()
-        return rows
 
     def _follow_optimizers(self, rows: Sequence[list[int]], requests: Sequence[Request]) -> None:
         """This rank is out: its options and gradients are as those of ranks that are not.

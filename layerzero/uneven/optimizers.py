@@ -1,4 +1,4 @@
-"""JoinedOptimizers: how optimizers and scalers of a rank without batches follow the others'."""
+"""JoinedOptimizers: how optimizers of a rank without batches follow the others'."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.optim.in_backward import whole_groups
-from layerzero.optim.scaler import GradScaler, ScalerCall
-from layerzero.uneven.requests import Kind, Request, bits_of, number_of
+from layerzero.uneven.requests import bits_of, number_of
 
-_SCALING: dict[ScalerCall, Kind] = {
-    "unscale_": Kind.UNSCALE,
-    "step": Kind.SCALED_STEP,
-    "update": Kind.UPDATE,
-}
 _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
 
 class JoinedOptimizers:
-    """The optimizers and gradient scalers of one join, in the same order on every rank."""
+    """The optimizers of one join, in the same order on every rank."""
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], scalers: Sequence[GradScaler]
-    ) -> None:
-        self.all, self.scalers = tuple(optimizers), tuple(scalers)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.all = tuple(optimizers)
 
     def options(self) -> list[int]:
         """The options of all param groups, each as the bits of a float64."""
@@ -64,31 +56,6 @@ class JoinedOptimizers:
         for optimizer, found in zip(self.all, zip(*states, strict=True), strict=False):
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
-
-    def scaler_request(
-        self,
-        scaler: torch.amp.GradScaler,
-        call: ScalerCall,
-        optimizer: int,
-        new_scale: float | None,
-    ) -> Request:
-        """A call that this rank wants to make next; `optimizer` is its index in `all`."""
-        index = next(i for i, each in enumerate(self.scalers) if each is scaler)
-        which = index * max(len(self.all), 1) + optimizer
-        bits = 0 if new_scale is None else bits_of(new_scale)
-        return Request(_SCALING[call], which, first=new_scale is not None, second=bits)
-
-    def follow_scaler(self, request: Request, device: torch.device) -> None:
-        """Make the call that another rank makes."""
-        index, optimizer = divmod(request.which, max(len(self.all), 1))
-        scaler = self.scalers[index]
-        scaler.scale(torch.zeros((), device=device))  # Sets it up, if this rank never scaled.
-        if request.kind == Kind.UNSCALE:
-            scaler.unscale_(self.all[optimizer])
-        elif request.kind == Kind.SCALED_STEP:
-            scaler.step(self.all[optimizer])
-        else:
-            scaler.update(number_of(request.second) if request.first else None)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

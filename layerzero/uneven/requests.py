@@ -17,23 +17,18 @@ class Kind(enum.IntEnum):
         kind._value_, kind.text = value, text
         return kind
 
-    RAISED = 0, "an error"
-    BACKWARD = 1, "backward"
-    MICRO_FORWARD = 2, "a forward inside no_sync"
-    EVALUATION = 3, "a forward without gradients"
-    FORWARD = 4, "a forward"
-    CLIP = 5, "clip_grad_norm_"
-    REDUCE = 6, "reduce_gradients"
-    STEP = 7, "optimizer.step"
-    UNSCALE = 8, "scaler.unscale_"
-    SCALED_STEP = 9, "scaler.step"
-    UPDATE = 10, "scaler.update"
-    CALL = 11, "another collective call"
+    BACKWARD = 0, "backward"
+    MICRO_FORWARD = 1, "a forward inside no_sync"
+    EVALUATION = 2, "a forward without gradients"
+    FORWARD = 3, "a forward"
+    CLIP = 4, "clip_grad_norm_"
+    REDUCE = 5, "reduce_gradients"
+    STEP = 6, "optimizer.step"
+    CALL = 7, "another collective call"
     """Ranks without batches cannot take part in it."""
-    OUT = 12, "out of batches"
+    OUT = 8, "out of batches"
 
 
-SCALING = (Kind.UNSCALE, Kind.SCALED_STEP, Kind.UPDATE)
 FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
 FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
 """What ranks without a batch for it follow collective by collective."""
@@ -45,22 +40,21 @@ class Request(NamedTuple):
     kind: int
     which: int = 0
     """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
-    the join's list; of a scaler and its optimizer, see `JoinedOptimizers.scaler_request`."""
+    the join's list."""
     is_training: int = False
     """Of a forward: whether its module is in training mode."""
     requires_sync: int = True
     """Of a backward: whether gradients are reduced."""
-    first: int = 0
-    """`bits_of(max_norm)`; or whether a scaler has a new scale."""
-    second: int = 0
-    """`bits_of(norm_type)`; or that of the new scale."""
+    max_norm: int = 0
+    """`bits_of` that of `clip_grad_norm_`."""
+    norm_type: int = 0
+    """The same."""
 
     def __str__(self) -> str:
         return Kind(self.kind).text
 
 
 WIDTH = len(Request(0))
-RAISED = Request(Kind.RAISED)
 OUT = Request(Kind.OUT)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
-from layerzero.optim.scaler import ScalerCall, refuse_scaler, scaler_that_calls
+from layerzero.optim.scaler import refuse_scaler, scaler_that_calls
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
@@ -29,13 +28,11 @@ from layerzero.uneven.requests import (
     FOLLOWED,
     FORWARDS,
     OUT,
-    SCALING,
     Kind,
     Request,
     bits_of,
     number_of,
 )
-from layerzero.watch.diagnosis import CollectiveError
 
 _FIRST = int(Hold.FIRST_OF_FORWARD)
 _OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
@@ -71,8 +68,6 @@ class RunningJoin(Extension):
                 join.come_to_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
 
         self._step_hook = register_optimizer_step_pre_hook(before_step)
-        for scaler in state.optimizers.scalers:
-            scaler.in_join = self.scaler_call
 
     def leave(self) -> None:
         """The join is over, with or without an error. Not collective; may be called again."""
@@ -83,8 +78,6 @@ class RunningJoin(Extension):
         self._step_hook.remove()
         self._run_together()
         root.extensions.remove(self)
-        for scaler in self.state.optimizers.scalers:
-            scaler.in_join = None
 
     @property
     def is_open(self) -> bool:
@@ -97,7 +90,7 @@ class RunningJoin(Extension):
             what: the call, in messages.
 
         Raises:
-            RuntimeError: on every rank: another rank raised, or ranks came to different calls.
+            RuntimeError: on every rank: ranks came to different calls.
         """
         if self.state.is_idle:
             return
@@ -128,19 +121,6 @@ class RunningJoin(Extension):
         """
         self.state.choose(OUT, is_last=is_last)
 
-    def raise_everywhere(self, error: BaseException) -> None:
-        """This rank leaves the join with an error: raise on the others, too, which wait for it.
-
-        Not for an interrupt, and not after a failed collective: the others may be gone.
-        """
-        is_raised = self.state.has_ended or self._root.operations.failure is not None
-        if is_raised or not isinstance(error, Exception) or isinstance(error, CollectiveError):
-            return
-        if self._context.in_backward:
-            with contextlib.suppress(CollectiveError):
-                self._root.abort(error)
-        self.state.raise_everywhere(error)
-
     def _follow(self, runs: bool) -> Follower:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
@@ -164,12 +144,6 @@ class RunningJoin(Extension):
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
         if is_outermost and self._follower is not None and not self._context.in_backward:
             self._follower.finish()
-
-    def before_abort(self, error: BaseException | None) -> None:
-        """Raise on ranks that follow, too."""
-        if self._follower is not None and self._follower.is_open:
-            self.state.exchange.report(error or RuntimeError("a backward pass failed"))
-            self._follower.is_open = False
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
         if self._follower is not None:
@@ -208,9 +182,15 @@ class RunningJoin(Extension):
         """Before `optimizer.step`, of any optimizer of the process."""
         if self.state.is_following or self.state.is_abandoned or is_narrowed(optimizer):
             return
-        index = self._index_of(optimizer)
-        if index is None:
-            return
+        if all(each is not optimizer for each in self.state.optimizers.all):
+            own = {id(sharded) for unit in self._units for sharded in unit.sharded_params}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step inside a join that does not have this "
+                    "optimizer, so ranks without batches would not step: pass every optimizer of "
+                    "the model to layerzero.join"
+                )
+            return  # It is of another model.
         if closure is not None:
             raise NotImplementedError(
                 f"{type(optimizer).__name__}.step(closure) inside a join: ranks without batches "
@@ -219,51 +199,12 @@ class RunningJoin(Extension):
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
             refuse_scaler(optimizer)
-        self.come_to(Request(Kind.STEP, index))
-
-    @contextlib.contextmanager
-    def scaler_call(
-        self,
-        scaler: torch.amp.GradScaler,
-        call: ScalerCall,
-        optimizer: torch.optim.Optimizer | None,
-        new_scale: float | None,
-    ) -> Iterator[None]:
-        """Around a call of one of the join's scalers."""
-        index = 0 if optimizer is None else self._index_of(optimizer)
-        if self.state.is_following or index is None:
-            yield
-            return
-        self.come_to(self.state.optimizers.scaler_request(scaler, call, index, new_scale))
-        # All ranks do the same now, so nothing inside is a request of its own.
-        self.state.is_following = True
-        try:
-            yield
-        finally:
-            self.state.is_following = False
-
-    def _index_of(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """The optimizer's index in the join's list; None: it is of another model.
-
-        Raises:
-            RuntimeError: it is of this model, and the join does not have it.
-        """
-        found = (i for i, each in enumerate(self.state.optimizers.all) if each is optimizer)
-        index = next(found, None)
-        if index is None:
-            own = {id(sharded) for unit in self._units for sharded in unit.sharded_params}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}.step inside a join that does not have this "
-                    "optimizer, so ranks without batches would not step: pass every optimizer of "
-                    "the model to layerzero.join"
-                )
-        return index
+        self.come_to(Request(Kind.STEP, self.state.optimizers.all.index(optimizer)))
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`."""
-        first, second = bits_of(max_norm), bits_of(norm_type)
-        self.come_to(Request(Kind.CLIP, unit.index, first=first, second=second))
+        options = {"max_norm": bits_of(max_norm), "norm_type": bits_of(norm_type)}
+        self.come_to(Request(Kind.CLIP, unit.index, **options))
 
     def before_call(self, what: str) -> None:
         """See `RootState.before_call`."""
@@ -295,8 +236,6 @@ class RunningJoin(Extension):
                     self._follow_clip(request)
                 elif request.kind == Kind.REDUCE:
                     on_request.reduce_waiting(root)
-                elif request.kind in SCALING:
-                    state.optimizers.follow_scaler(request, root.device)
                 elif request.kind == Kind.STEP:
                     state.optimizers.all[request.which].step()
         except BaseException as error:
@@ -334,5 +273,5 @@ class RunningJoin(Extension):
         module = self._units[request.which].module
         units = self._root.units_inside(module)
         whole = [each for each in module.parameters() if get_info(each) is None]
-        max_norm, norm_type = number_of(request.first), number_of(request.second)
+        max_norm, norm_type = number_of(request.max_norm), number_of(request.norm_type)
         clip_grad_norm_(Clipped(self._root, units, whole), max_norm, norm_type)

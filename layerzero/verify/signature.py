@@ -27,10 +27,10 @@ from layerzero.optim.sharded_params import owners
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
+from layerzero.verify.wire import MODULUS, signed
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
-_MODULUS = 1 << 64
 _BLOCK = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -81,16 +81,12 @@ def _gather(root: RootState, whole: list[tuple[str, torch.Tensor]], optimizer: O
         total += _elements(tensor.detach(), 0, fqn)
         for key, value in states.pop(id(tensor), []):
             total += _any(value, fqn, key)
-    return f"{total % _MODULUS:016x}"
+    return f"{total % MODULUS:016x}"
 
 
 def _add_up(root: RootState, own: int, groups: Sequence[ShardGroup], name: Name) -> int:
-    return sum(gather_along(_tensor(own, root.device), groups, name).view(-1).tolist())
-
-
-def _tensor(value: int, device: torch.device) -> torch.Tensor:
-    value %= _MODULUS
-    return torch.tensor([value - _MODULUS if value >= _MODULUS // 2 else value], device=device)
+    own_sum = torch.tensor([signed(own)], device=root.device)
+    return sum(gather_along(own_sum, groups, name).view(-1).tolist())
 
 
 def _states_by_parameter(

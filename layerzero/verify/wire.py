@@ -27,7 +27,7 @@ from layerzero.step.operations import Operations
 _WHAT = "the model"
 _MAX_KEPT = 4096
 """Collectives of a group between two checks; older ones are not compared."""
-_MODULUS = 1 << 64
+MODULUS = 1 << 64
 
 
 Checksums = torch.Tensor | list[int]
@@ -130,8 +130,8 @@ class Wire:
                 sent[peer] += factor * to_peer[peer]
                 received[peer] += factor * from_peer[peer]
         return (
-            torch.tensor([_signed(each) for each in sent], device=self._device),
-            torch.tensor([_signed(each) for each in received]),
+            torch.tensor([signed(each) for each in sent], device=self._device),
+            torch.tensor([signed(each) for each in received]),
         )
 
     def _rows(self, group: ShardGroup) -> list[tuple[int, list[int], list[int]]]:
@@ -190,6 +190,6 @@ def _text(operation: Operation, source: int, target: int) -> str:
     )
 
 
-def _signed(value: int) -> int:
-    value %= _MODULUS
-    return value - _MODULUS if value >= _MODULUS // 2 else value
+def signed(value: int) -> int:
+    value %= MODULUS
+    return value - MODULUS if value >= MODULUS // 2 else value

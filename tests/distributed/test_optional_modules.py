@@ -1,5 +1,5 @@
-"""Modules that a rank may skip: every pattern, what it costs, what is still an error, reentrant
-checkpoints, and stages of torch's own pipelines."""
+"""Modules that a rank may skip: every pattern, what it costs, what is still an error, and reentrant
+checkpoints."""
 
 import copy
 import itertools
@@ -12,29 +12,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import slow_waits
-from tests.harness.checks import assert_bitwise, assert_close_in_float64, named
+from tests.harness.checks import assert_bitwise, named
 from tests.harness.internals import inner_units
-from tests.harness.optional_models import (
+from tests.harness.optional_runs import (
+    SIMPLE,
     WIDTH,
     Backbone,
     Block,
-    Call,
-    Failure,
+    Model,
+    Plan,
     Region,
+    Run,
     Sample,
     Slot,
     TextBlock,
     loss_of,
 )
-from tests.harness.optional_runs import SIMPLE, Model, Plan, Run
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations
@@ -54,8 +52,8 @@ def three_regions(by_block: bool = True) -> Model:
     """A text block and three optional regions; all of them are units, perhaps with the regions'
     blocks."""
     torch.manual_seed(0)
-    slots = [Slot([Region(1, norm=True)]), Slot([Region(2)])]
-    module = Backbone(slots, [TextBlock(Slot([Region(1, norm=True)]))])
+    slots = [Slot("0", [Region(1, norm=True)]), Slot("1", [Region(2)])]
+    module = Backbone(slots, [TextBlock(Slot("inside 0", [Region(1, norm=True)]))])
     units = {"text.0", "slots.0.regions.0", "text.0.slot.regions.0"}
     blocks = {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
     units |= blocks if by_block else {REGIONS[2]}
@@ -68,15 +66,10 @@ class Draw:
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, enters: tuple[bool, ...], way: str = "used") -> Sample:
-        calls = {
-            place: (Call(0, order, way, self._rows()),) if enter else ()
-            for place, order, enter in zip(PLACES, ((0,), (0,), (1, 0)), enters, strict=True)
-        }
-        return Sample(self._rows(), calls)
-
-    def _rows(self) -> Tensor:
-        return torch.randn(2, WIDTH, generator=self._generator)
+    def __call__(self, enters: tuple[bool, ...]) -> Sample:
+        places = [place for place, enter in zip(PLACES, enters, strict=True) if enter]
+        rows = torch.randn(2, WIDTH, generator=self._generator)
+        return Sample(rows, enters=frozenset(places))
 
 
 @pytest.mark.slow
@@ -117,19 +110,34 @@ def test_ranks_may_end_a_forward_in_different_units() -> None:
             run.step(IN_FLIGHT, samples, exact=True)
 
 
+class TwoOrders(nn.Module):
+    """A required block, and two that a checkpoint runs in the order of the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.first, self.second = Block(), Block(), Block()
+
+    def forward(self, sample: tuple[Tensor, str]) -> Tensor:
+        x, order = self.text(sample[0]), sample[1]
+        return checkpoint(self._run, x, order, use_reentrant=False) if order else x
+
+    def _run(self, x: Tensor, order: str) -> Tensor:
+        for name in order.split():
+            x = getattr(self, name)(x)
+        return x
+
+
 @on_ranks(2)
 def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
-    """Only the second block of the region is a unit: where the first one runs last, the checkpoint
-    recomputes before the gradient of any unit's output."""
+    """Only the second block is a unit: where the first one runs last, the checkpoint recomputes
+    before the gradient of any unit's output."""
     torch.manual_seed(0)
-    module = Backbone([Slot([Region(2)], recomputes=True), None], [TextBlock()])
-    unit = "slots.0.regions.0.blocks.1"
-    run = Run(Model(module, {"text.0", unit}, [unit]), torch.float32, timeout=TIMEOUT)
+    model: Any = Model(TwoOrders(), {"text", "second"}, ["second"])
+    run: Any = Run(model, torch.float32, timeout=TIMEOUT)
     generator = torch.Generator().manual_seed(0)
-    for order in [(0, 1)] * 3 + [(1, 0)] * 3:
-        calls: list[dict[str, tuple[Call, ...]]] = [{}, {"0": (Call(0, order),)}]
-        samples = [Sample(torch.randn(2, WIDTH, generator=generator), each) for each in calls]
-        run.step(SIMPLE, [samples], exact=True)
+    for order in ["first second"] * 3 + ["second first"] * 3:
+        rows = torch.randn(2, 2, WIDTH, generator=generator)
+        run.step(SIMPLE, [[(rows[0], ""), (rows[1], order)]], exact=True)
 
 
 class Cost:
@@ -216,27 +224,6 @@ def _names(enters: Sequence[bool]) -> tuple[str, ...]:
 
 
 @on_ranks(2)
-def test_required_units_cost_the_same_where_the_last_unit_is_optional() -> None:
-    """Required units are gathered in backward as if all ranks had skipped all regions."""
-    for limit in (True, 1):
-        model = three_regions()
-        model.units.update(model.module.end_in_slot())
-        optional = _wrapped(model, optional_modules=_regions(model), limit_all_gathers=limit)
-        draw, rank = Draw(), dist.get_rank()
-        alone = EVERYBODY if rank else NOBODY
-        for _ in range(2):
-            for own in (NOBODY, EVERYBODY):
-                nobody = Cost(optional, draw(NOBODY))
-                loss_of(optional(draw(own))).backward()
-        for own, some in ((NOBODY, False), (EVERYBODY, True), (alone, True)):
-            cost = Cost(optional, draw(own))
-            number = len(nobody.backward)
-            assert cost.backward[:number] == nobody.backward
-            assert all(verb == "reduce-scatter" for verb, _ in cost.backward[number:])
-            assert cost.num_exchanges == ([6, 1] if some else [3, 0])
-
-
-@on_ranks(2)
 def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     """In steps whose places are known."""
     group = make_plain_group(TIMEOUT)
@@ -287,8 +274,7 @@ def _fails_apart() -> dict[str, str]:
     """Messages of steps that one rank does otherwise, by how many went well before, and how."""
     slow_waits.LONGEST_PAUSE_S = 0.1
     messages, rank = {}, dist.get_rank()
-    ways: list[tuple[int, list[int] | None]] = [(0, [1, 0, 2]), (3, [0, 2, 1]), (3, [0, 1])]
-    for steps, route in [*ways, (0, None), (3, None)]:
+    for steps, route in ((0, [1, 0, 2]), (3, [0, 1]), (3, None)):
         # Each case on a group of its own: a failure leaves the connections of a group unusable.
         group = dist.new_group(timeout=PARTING_TIMEOUT)
         torch.manual_seed(0)
@@ -336,21 +322,24 @@ def test_ranks_that_part_fail_at_once_and_by_name() -> None:
 
 @on_ranks(2)
 def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_right() -> None:
-    """One rank cannot read its image: every rank raises, and the next step is as if it had not."""
-    rank = dist.get_rank()
-    for group in ({}, {"process_group": make_plain_group(TIMEOUT)}):
-        run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT, **group), Draw()
-        for place, known in itertools.product(range(3), (False, True)):
-            enters = tuple(each == place for each in range(3))
-            if known:
-                run.step(SIMPLE, [[draw(enters), draw(NOBODY)]], exact=True)
-            bad = draw(enters, "fails"), draw(NOBODY)
-            expected = Failure if rank == 0 else RuntimeError
-            text = "no image" if rank == 0 else "rank 0 raised between or inside .*: Failure"
-            with pytest.raises(expected, match=text):
-                run.model(bad[rank])
-                run.model(draw(NOBODY))  # at the latest
-            run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
+    def fail(*_: object) -> None:
+        raise KeyError("no image")
+
+    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT), Draw()
+    rank, modules = dist.get_rank(), dict(run.model.named_modules())
+    for place, known in itertools.product(range(3), (False, True)):
+        enters = tuple(each == place for each in range(3))
+        if known:
+            run.step(SIMPLE, [[draw(enters), draw(NOBODY)]], exact=True)
+        bad = draw(enters), draw(NOBODY)
+        expected = KeyError if rank == 0 else RuntimeError
+        text = "no image" if rank == 0 else "rank 0 raised between or inside .*: KeyError"
+        hook = modules[REGIONS[place]].register_forward_pre_hook(fail)
+        with pytest.raises(expected, match=text):
+            run.model(bad[rank])
+            run.model(draw(NOBODY))  # at the latest
+        hook.remove()
+        run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
 
 
 @pytest.mark.slow
@@ -435,52 +424,3 @@ def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
     # In backward ranks find that no gradient of the tower exists.
     assert found["without gradients, True"] == 2
     assert found["without gradients, False"] == 3
-
-
-MICRO_BATCHES = 4
-
-
-@pytest.mark.slow
-@on_ranks(4, timeout=120, in_float64=True)
-def test_stages_of_torchs_pipelines_may_have_towers_that_ranks_skip() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for schedule_class, per_rank in ((ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2)):
-        _train_stages(mesh, schedule_class, per_rank)
-
-
-def _train_stages(mesh: DeviceMesh, schedule_class: type[Any], per_rank: int) -> None:
-    place, num_stages = mesh["pp"].get_local_rank(), 2 * per_rank
-    torch.manual_seed(0)
-    whole = nn.Sequential(*(Part() for _ in range(num_stages)))
-    twin = copy.deepcopy(whole)
-    group = mesh["pp"].get_group()
-    models = {index: sharded(whole[index], mesh["dp"]) for index in range(place, num_stages, 2)}
-    stages = [
-        PipelineStage(model, index, num_stages, torch.device("cpu"), group=group)
-        for index, model in models.items()
-    ]
-    schedule = schedule_class(
-        stages if per_rank > 1 else stages[0], MICRO_BATCHES, loss_fn=F.mse_loss
-    )
-    parts = [*models.values(), twin]
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in parts]
-    for step in range(3):
-        torch.manual_seed(step)
-        batches = torch.randn(2, 2, 2 * MICRO_BATCHES, WIDTH)
-        x, target = batches[mesh["dp"].get_local_rank()]
-        if place == 0:
-            schedule.step(x)
-        else:
-            schedule.step(target=target, losses=[])
-        for batch in batches:
-            pairs = zip(*(each.chunk(MICRO_BATCHES) for each in batch), strict=True)
-            for given, wanted in pairs:
-                (F.mse_loss(twin(given), wanted) / MICRO_BATCHES / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    # Micro-batches are summed on each rank first, those of one process one after the other.
-    for index, model in models.items():
-        with model.summon_full_params():
-            for name, other in twin[index].named_parameters():
-                assert_close_in_float64(model.get_parameter(name).detach(), other.detach(), name)

@@ -1,34 +1,183 @@
-"""Random runs of models with optional regions, each beside one process on all ranks' batches."""
+"""Models with optional regions, and runs of them beside one process on all ranks' batches.
+
+A text backbone with slots before, between, inside and after its blocks. A slot holds regions; a
+sample says which slots its rank enters, or has a seed that draws which, how often, and how.
+"""
 
 import contextlib
 import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, ZeRO3
 from layerzero.flat.parameter_info import get_info
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
-from tests.harness.optional_models import (
-    WAYS,
-    WIDTH,
-    Backbone,
-    Call,
-    Failure,
-    Region,
-    Sample,
-    Slot,
-    TextBlock,
-    loss_of,
-)
 
+WIDTH = 6
 STEPS = 5
+WAYS = ("lost", "detached", "no_grad", "part")
+"""The result of a region is not used; is used without its gradient; is computed without autograd;
+is that of one block, called alone. Else it is added to the backbone's."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one rank gives to one forward."""
+
+    rows: Tensor
+    """[rows, WIDTH]"""
+    seed: int | None = None
+    enters: frozenset[str] = frozenset()
+    """Without a seed: names of the slots that are entered once."""
+
+    def times(self, slot: str) -> int:
+        if self.seed is None:
+            return int(slot in self.enters)
+        return random.Random(f"{self.seed} {slot}").choice([0, 0, 1, 1, 2, 3])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Region(nn.Module):
+    """Some blocks in the order that the seed draws, perhaps with a region between them."""
+
+    def __init__(
+        self,
+        depth: int = 2,
+        *,
+        norm: bool = False,
+        inner: "Region | None" = None,
+        projects: bool = False,
+        recomputes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.inner = inner
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.projector = nn.Linear(WIDTH, WIDTH) if projects else None
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor, seed: str = "") -> Tensor:
+        rng, blocks = random.Random(seed), [*self.blocks]
+        if seed and rng.random() < 0.4:
+            blocks = rng.sample(blocks, rng.randint(1, len(blocks)))
+        for place, block in enumerate(blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            if place == 0 and self.inner is not None:
+                for number in range(rng.randrange(3)):
+                    x = x + self.inner(x, f"{seed} {number}")
+        x = self.norm(x)
+        return x if self.projector is None else self.projector(x)
+
+
+class Slot(nn.Module):
+    def __init__(self, name: str, regions: Sequence[Region], recomputes: bool = False) -> None:
+        super().__init__()
+        self.name, self.recomputes = name, recomputes
+        self.regions = nn.ModuleList(regions)
+
+    def forward(self, x: Tensor, sample: Sample) -> Tensor:
+        for number in range(sample.times(self.name)):
+            seed = "" if sample.seed is None else f"{sample.seed} {self.name} {number}"
+            rng = random.Random(seed)
+            region: Any = rng.choice([*self.regions])
+            way = rng.choice(WAYS) if seed and rng.random() < 0.35 else "used"
+            source = sample.rows if seed and rng.random() < 0.5 else x
+            with torch.set_grad_enabled(torch.is_grad_enabled() and way != "no_grad"):
+                if way == "part":
+                    y = rng.choice([*region.blocks])(source)
+                elif self.recomputes:
+                    y = checkpoint(region, source, seed, use_reentrant=False)
+                else:
+                    y = region(source, seed)
+            if way != "lost":
+                x = x + torch.tanh(y.detach() if way == "detached" else y)
+        return x
+
+
+class TextBlock(nn.Module):
+    """Runs on every rank; may have a slot inside."""
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 5)
+        self.slot = slot
+        self.down = nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor, sample: Sample | None = None) -> Tensor:
+        y = torch.tanh(self.up(x))
+        if self.slot is not None:
+            x = self.slot(x, sample)
+        return x + self.down(y)
+
+
+class Backbone(nn.Module):
+    def __init__(
+        self, slots: Sequence[Slot | None], text: Sequence[TextBlock], recomputes: bool = False
+    ) -> None:
+        """
+        Args:
+            slots: before each text block, and one after the last.
+            recomputes: run the text blocks, with what is inside them, under `checkpoint`.
+        """
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.slots = nn.ModuleDict({slot.name: slot for slot in slots if slot is not None})
+        self.text = nn.ModuleList(text)
+        self.head = nn.Linear(WIDTH, 3, bias=False)
+        self.recomputes = recomputes
+        self.ends_in_slot = False
+
+    def end_in_slot(self) -> set[str]:
+        """Have the head run before the last slot, whose result is the model's.
+
+        Returns:
+            The modules to make units of, so that the root has no parameters.
+        """
+        self.ends_in_slot = True
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        return {"stem", "head", *(f"text.{index}" for index in range(len(self.text)))}
+
+    def forward(self, sample: Sample) -> Tensor:
+        x = self.stem(sample.rows)
+        for index, block in enumerate(self.text):
+            x = self._slot(x, index, sample)
+            x = (
+                checkpoint(block, x, sample, use_reentrant=False)
+                if self.recomputes
+                else block(x, sample)
+            )
+        if self.ends_in_slot:
+            return self._slot(self.head(x), len(self.text), sample)
+        return self.head(self._slot(x, len(self.text), sample))
+
+    def _slot(self, x: Tensor, index: int, sample: Sample) -> Tensor:
+        name = str(index)
+        return self.slots[name](x, sample) if name in self.slots and sample.times(name) else x
+
+    @property
+    def all_slots(self) -> list[Slot]:
+        return [part for part in self.modules() if isinstance(part, Slot)]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
 
 
 @dataclass
@@ -44,8 +193,7 @@ class Model:
     def has_shared_regions(self) -> bool:
         """Whether a region is called in two places. Ranks that call it in one each have gradients
         at two times, and it is reduced twice."""
-        slots = self.module.all_slots.values()
-        regions = [region for slot in slots for region in slot.regions]
+        regions = [region for slot in self.module.all_slots for region in slot.regions]
         return len(regions) > len(set(regions))
 
 
@@ -73,7 +221,7 @@ def _random_model(rng: random.Random) -> Model:
     if rng.random() < 0.8:
         units |= {names[block] for block in module.text}
     # A slot is a container, too; then regions inside may be named as well, or not.
-    for slot in module.all_slots.values():
+    for slot in module.all_slots:
         if rng.random() < 0.2:
             optional.append(names[slot])
             if rng.random() < 0.5:
@@ -96,7 +244,7 @@ def _backbone(rng: random.Random) -> tuple[Backbone, list[Region]]:
         if all_regions and rng.random() < 0.2:
             regions[0] = all_regions[0]  # called in two places
         all_regions.extend(region for region in regions if region not in all_regions)
-        return Slot(regions, recomputes=rng.random() < 0.2)
+        return Slot(place, regions, recomputes=rng.random() < 0.2)
 
     slots = [slot(str(index)) for index in range(depth + 1)]
     text = [TextBlock(slot(f"inside {index}")) for index in range(depth)]
@@ -163,57 +311,22 @@ def random_settings(rng: random.Random, world_size: int) -> dict[str, Any]:
 
 
 class Batches:
-    """One sample for each rank and forward. Structures repeat, as those of real batches do."""
+    """One sample for each rank and forward. Seeds repeat, as the structures of real batches do."""
 
-    def __init__(self, rng: random.Random, module: Backbone, dtype: torch.dtype) -> None:
+    def __init__(self, rng: random.Random, dtype: torch.dtype) -> None:
         self._rng = rng
-        self._slots = module.all_slots
         self._dtype = dtype
         self._generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-        self._known = [{}, *(self._structure() for _ in range(3))]
+        self._known = [None, *(rng.randrange(1 << 30) for _ in range(3))]
 
     def draw(self, world_size: int) -> list[Sample]:
-        """Of all ranks; in some draws, of one structure."""
-        agreed = self._rng.choice(self._known) if self._rng.random() < 0.3 else None
-        return [self._sample(self._pick() if agreed is None else agreed) for _ in range(world_size)]
+        """Of all ranks; in some draws, of one seed."""
+        agrees, agreed = self._rng.random() < 0.3, self._rng.choice(self._known)
+        return [Sample(self._rows(), agreed if agrees else self._pick()) for _ in range(world_size)]
 
-    def _pick(self) -> dict[str, tuple[Call, ...]]:
-        if self._rng.random() < 0.6:
-            return self._rng.choice(self._known)
-        return self._structure()
-
-    def _structure(self) -> dict[str, tuple[Call, ...]]:
-        return {
-            name: tuple(self._call(slot) for _ in range(self._rng.choice([0, 0, 1, 1, 2, 3])))
-            for name, slot in self._slots.items()
-        }
-
-    def _call(self, slot: Slot) -> Call:
-        rng = self._rng
-        index = rng.randrange(len(slot.regions))
-        region = slot.regions[index]
-        assert isinstance(region, Region)
-        way = rng.choice(WAYS) if rng.random() < 0.35 else "used"
-        inner: tuple[Call, ...] = ()
-        if region.inner is not None:
-            inner = tuple(Call(0, self._order(region.inner)) for _ in range(rng.choice([0, 1, 2])))
-        return Call(index, self._order(region), way, None, inner)
-
-    def _order(self, region: Region) -> tuple[int, ...]:
-        every = list(range(len(region.blocks)))
-        if self._rng.random() < 0.6:
-            return tuple(every)
-        return tuple(self._rng.sample(every, self._rng.randint(1, len(every))))
-
-    def _sample(self, structure: dict[str, tuple[Call, ...]]) -> Sample:
-        calls = {
-            name: tuple(
-                replace(call, image=self._rows()) if self._rng.random() < 0.5 else call
-                for call in calls
-            )
-            for name, calls in structure.items()
-        }
-        return Sample(self._rows(), calls)
+    def _pick(self) -> int | None:
+        is_known = self._rng.random() < 0.6
+        return self._rng.choice(self._known) if is_known else self._rng.randrange(1 << 30)
 
     def _rows(self) -> Tensor:
         return torch.randn(2, WIDTH, generator=self._generator, dtype=self._dtype)
@@ -262,7 +375,6 @@ class Run:
             optional_modules=[modules[name] for name in model.optional],
             **settings,
         )
-        self._low = settings.get("mixed_precision") is not None
         self._optimizers = [
             torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9)
             for each in (self.model, self.twin)
@@ -305,8 +417,7 @@ class Run:
     def evaluate(self, samples: Sequence[Sample]) -> None:
         self.model.eval()
         with torch.no_grad():
-            output = self.model(samples[self._rank])
-            expected = self._reference()(samples[self._rank])
+            output, expected = (each(samples[self._rank]) for each in (self.model, self.twin))
         self.model.train()
         check = assert_close_in_float64 if output.dtype == torch.float64 else _same_bits
         check(output, expected, "output")
@@ -325,9 +436,9 @@ class Run:
         head = dict(self.model.named_modules())["head"]
 
         def fail(*_: object) -> None:
-            raise Failure
+            raise KeyError
 
-        with contextlib.suppress(Failure, RuntimeError), head.register_forward_pre_hook(fail):
+        with contextlib.suppress(KeyError, RuntimeError), head.register_forward_pre_hook(fail):
             self.model(samples[self._rank])
 
     def _backward(self, plan: Plan, samples: list[Sample]) -> list[Tensor]:
@@ -353,7 +464,6 @@ class Run:
 
     def _backward_of_all(self, plan: Plan, samples: Sequence[Sequence[Sample]]) -> list[Tensor]:
         """Losses of this rank's samples; `.grad` of the twin are those of all ranks'."""
-        model = self._reference()
         queue = iter(samples)
         losses: list[Tensor] = []
         totals: list[Tensor | None] = [None] * len(list(self.twin.parameters()))
@@ -363,17 +473,17 @@ class Run:
             for rank in range(self._world_size):
                 own: list[Tensor | None] = [None] * len(totals)
                 for micro_batch in forwards:
-                    model.zero_grad()
-                    parts = [loss_of(model(each[rank])) for each in micro_batch]
+                    self.twin.zero_grad()
+                    parts = [loss_of(self.twin(each[rank])) for each in micro_batch]
                     if rank == self._rank:
                         losses += [part.detach() for part in parts]
                     torch.stack(parts).sum().backward()
-                    own = list(map(_added, own, (p.grad for p in model.parameters())))
+                    own = list(map(_added, own, (p.grad for p in self.twin.parameters())))
                 of_ranks.append(own)
-            for index, (name, parameter) in enumerate(self.twin.named_parameters()):
+            for index, (name, _) in enumerate(self.twin.named_parameters()):
                 mean = self._mean([own[index] for own in of_ranks], name in self._optional)
                 if mean is not None:
-                    totals[index] = _added(totals[index], mean.to(parameter.dtype))
+                    totals[index] = _added(totals[index], mean)
         for parameter, total in zip(self.twin.parameters(), totals, strict=True):
             parameter.grad = total
         return losses
@@ -384,16 +494,9 @@ class Run:
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             return None
-        total = present[0].to(torch.promote_types(present[0].dtype, torch.float32))
-        for gradient in present[1:]:
-            total = total + gradient
-        mean = total * (1 / self._world_size)
+        mean = sum(present[1:], present[0]) * (1 / self._world_size)
         among_participants = optional and self.mean == "participants"
         return mean * (self._world_size / len(present)) if among_participants else mean
-
-    def _reference(self) -> nn.Module:
-        """The twin; in low precision a copy of it, which has its own gradients."""
-        return copy.deepcopy(self.twin).to(torch.bfloat16) if self._low else self.twin
 
     def _compare(
         self,
@@ -413,11 +516,9 @@ class Run:
 
 
 def _added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """In float32 at least, where there is something to add."""
     if left is None or right is None:
         return left if right is None else right
-    dtype = torch.promote_types(left.dtype, torch.float32)
-    return left.to(dtype) + right.to(dtype)
+    return left + right
 
 
 def _same_bits(actual: Tensor, expected: Tensor, what: str) -> None:

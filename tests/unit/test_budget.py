@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 41_060,
+    "": 40_673,
     "flat": 2_657,
     "step": 4_272,
     "comm": 1_452,
