@@ -106,7 +106,6 @@ def _megatron() -> None:
             with pytest.raises(NotImplementedError, match="optional_modules with 2 pipeline st"):
                 make(optional_modules=optional)
             return
-        given = {"optional_modules": optional, "optional_mean": "participants"}
         with recorded_regions() as found:
             make(optional_modules=optional, optional_mean="participants")
         layers = [f"module.decoder.layers.{i}" for i in (0, 1)]
