@@ -117,7 +117,7 @@ class Arena(Extension):
 
     def __init__(self, root: RootState) -> None:
         self.numbers = count()
-        self._root_ref = weakref.ref(root)
+        self._root: RootState = weakref.proxy(root)
         self._context = root.context
         self._has_thread = isinstance(root.streams.reduce, FinishingStream)
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
@@ -205,12 +205,6 @@ class Arena(Extension):
                 visits = self._root.scheduler.recorder.trace[self._num_visits :]
                 self._num_visits += len(visits)
                 self._events += [*(Event("visit", unit) for unit in visits), event]
-
-    @property
-    def _root(self) -> RootState:
-        root = self._root_ref()
-        assert root is not None, "a pass of it runs"
-        return root
 
     def before_forward(self, unit: Any, forward_pass: Any) -> None:
         if not self._root.reducer.kept.adds_up:  # Micro-batches are laid out together.

@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from layerzero.comm.pending import Pending
 from layerzero.flat.parameter_hooks import kind_of_hooks
-from layerzero.flat.placement import ShardGroup
 from layerzero.notices import warn_once
 from layerzero.optim.sharded_params import live_roots
 from layerzero.step.extension import Extension
@@ -266,13 +265,7 @@ class CapturedStep:
     def _replay(self, args: tuple[Any, ...]) -> Any:
         """Run the recorded step on other inputs. Returns what it returned then, written anew."""
         self.num_replays += 1
-        watched = [
-            self._watch(root, group)
-            for root in self._roots
-            for group in {
-                g.process_group: g for p in root.placements for g in p.all_groups
-            }.values()
-        ]
+        watched = [*self._watch()]
         for own, given in zip(tree_flatten(self._inputs)[0], tree_flatten(args)[0], strict=True):
             if isinstance(own, Tensor):
                 own.copy_(given, non_blocking=True)
@@ -293,12 +286,15 @@ class CapturedStep:
                 torch._foreach_copy_(*self._moved)
         self._put(self._after)
 
-    def _watch(self, root: RootState, group: ShardGroup) -> Pending:
-        """Let the watchdog of a group wait for a replay as for one collective, by its name."""
-        pending = Pending(root.operations.next("replay", self._name, group), group)
-        if pending.operation.watchdog is not None:
-            pending.operation.watchdog.issued.append(pending)
-        return pending
+    def _watch(self) -> Iterator[Pending]:
+        """Let the watchdog of each group wait for a replay as for one collective, by its name."""
+        for root in self._roots:
+            groups = {g.process_group: g for p in root.placements for g in p.all_groups}
+            for group in groups.values():
+                pending = Pending(root.operations.next("replay", self._name, group), group)
+                if pending.operation.watchdog is not None:
+                    pending.operation.watchdog.issued.append(pending)
+                yield pending
 
 
 class Recording(Extension):

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_673,
+    "": 40_663,
     "flat": 2_657,
     "step": 4_272,
     "comm": 1_452,
