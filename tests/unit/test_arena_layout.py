@@ -99,33 +99,21 @@ three ahead of any size, one of 25 chains is not laid out within 1.02."""
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_orders_take_hardly_more_than_what_is_taken_at_once(kind: str) -> None:
+    """One order, and three that are laid out together."""
     for seed in range(12):
         draw = random.Random(seed)
         sizes = [KINDS[kind](draw) for _ in range(draw.randint(2, 40))]
         nbytes = sized(sizes, root=draw.choice([ALIGNMENT, 50 * MB]))
-        for depth, bound in BOUNDS.items():
+        units = range(1, min(len(sizes), 24))
+        several = [[0, *draw.sample(units, draw.randint(1, len(units)))] for _ in range(3)]
+        cases = [(depth, [range(len(sizes))], bound) for depth, bound in BOUNDS.items()]
+        for depth, routes, bound in [*cases, (1, several, 1.02)]:
             policy = prefetching(nbytes, depth, min(depth, 1))
-            passes = [with_prefetch(each, policy) for each in chain(range(len(sizes)))]
+            passes = [with_prefetch(each, policy) for route in routes for each in chain(route)]
             needs = demand(passes, nbytes, {}, inputs_of(nbytes))
             found = lay_out(needs)
             check(needs, found)
             assert max(place.stop for place in found.values()) <= bound * needs.peak
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_orders_that_are_laid_out_together_take_what_the_largest_does(kind: str) -> None:
-    for seed in range(12):
-        draw = random.Random(seed)
-        sizes = [KINDS[kind](draw) for _ in range(draw.randint(4, 24))]
-        nbytes = sized(sizes, root=draw.choice([ALIGNMENT, 50 * MB]))
-        policy = prefetching(nbytes, 1, 1)
-        units = range(1, len(sizes))
-        routes = [[0, *draw.sample(units, draw.randint(1, len(units)))] for _ in range(3)]
-        passes = [with_prefetch(each, policy) for route in routes for each in chain(route)]
-        needs = demand(passes, nbytes, {}, inputs_of(nbytes))
-        found = lay_out(needs)
-        check(needs, found)
-        assert max(place.stop for place in found.values()) <= 1.02 * needs.peak
 
 
 def place(needs: Demand, found: dict[Take, Place], end: int = 0) -> int:
