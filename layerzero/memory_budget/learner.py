@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
+from layerzero.step.module_guards import is_compiled
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.verify.verifier import Verifier
@@ -118,11 +119,7 @@ class Learner(Extension):
 
     def _start(self) -> None:
         root = self._root
-        if root.device.type == "cpu" and any(_is_compiled(unit) for unit in root.units):
-            self._refuse(
-                "memory_budget: memory that a compiled module allocates on the CPU cannot be "
-                "measured; leave out memory_budget or torch.compile"
-            )
+        self._refuse_compiled(root)
         meter = self._start_meter(root)
         # The model may go while it learns.
         self._stops = weakref.finalize(root, meter.stop)
@@ -158,7 +155,15 @@ class Learner(Extension):
         self._refusal = text
         raise RuntimeError(text)
 
+    def _refuse_compiled(self, root: RootState) -> None:
+        if root.device.type == "cpu" and any(map(is_compiled, root.units[0].module.modules())):
+            raise ValueError(
+                "memory_budget: memory that a compiled module allocates on the CPU cannot be "
+                "measured; leave out memory_budget or torch.compile"
+            )
+
     def _refuse_without_steps(self, root: RootState) -> None:
+        self._refuse_compiled(root)
         for unit in root.units:
             if unit.options.reshard_after_forward is not True:
                 raise ValueError(
@@ -349,11 +354,6 @@ def _checksums(root: RootState) -> int:
         return 0
     groups = [g for unit in root.units for h in unit.handles for g in h.placement.all_groups]
     return sum(_CHECKSUMS * 8 * (group.size + 2) for group in groups)
-
-
-def _is_compiled(unit: Unit) -> bool:
-    inside: Iterable[torch.nn.Module] = unit.module.modules()
-    return any(inner._compiled_call_impl is not None for inner in inside)
 
 
 def _too_small(budget: int, least: int) -> str:

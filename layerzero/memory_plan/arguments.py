@@ -21,6 +21,7 @@ from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.step.module_guards import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import find_features, in_our_terms
 
@@ -180,9 +181,7 @@ def _refuse_unplanned(request: PlanRequest) -> None:
                 f"plan_memory: a {name} inside is wrapped by ZeRO3 already; plan the module as it "
                 "was before, with auto_wrap_policy"
             )
-        if inner._compiled_call_impl is not None or isinstance(
-            inner, torch._dynamo.OptimizedModule
-        ):
+        if is_compiled(inner):
             raise NotImplementedError(
                 f"plan_memory: a {name} is compiled by torch.compile, which keeps other "
                 "activations; plan it without"

@@ -102,7 +102,8 @@ class Structure:
                     "no unit, so they would not be sharded, reduced or saved. Change modules "
                     "before wrapping and values inside summon_full_params(); or call "
                     "layerzero.rewrap(model) on every rank, and pass new parameters to the "
-                    "optimizer"
+                    "optimizer. (torch.func.functional_call takes a copy of the module made before "
+                    "wrapping, or this one inside summon_full_params() and torch.no_grad())"
                 )
             self._check_compiled()
             self._take_snapshot([*self._modules(self._root)])
@@ -116,8 +117,7 @@ class Structure:
     def _check_compiled(self) -> None:
         handles = [handle for unit in self._units for handle in unit.handles]
         if handles:
-            modules = self._root.named_modules()
-            present = (each for each in modules if not self.ignored.has(each[1]))
+            present = (m for m in self._root.named_modules() if not self.ignored.has(m[1]))
             in_arena = any(handle.buffer.lease is not None for handle in handles)
             check_compiled(present, handles[0].gradients.device, in_arena)
 

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_591,
+    "": 45_590,
     "flat": 2_851,
     "step": 4_575,
     "comm": 1_520,
