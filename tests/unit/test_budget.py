@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 45_590,
-    "flat": 2_851,
+    "": 45_599,
+    "flat": 2_860,
     "step": 4_575,
     "comm": 1_520,
     "watch": 1_028,
