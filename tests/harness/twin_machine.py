@@ -151,7 +151,9 @@ class TwinMachine:
         batches = self._batches()
 
         def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            # Units cast a weight at each use, as plain torch does without its cache.
+            caches = isinstance(model, ZeRO3)
+            with torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=caches):
                 loss = model(batch).float().square().sum() * factor
             loss.backward()
             return loss.detach()
