@@ -59,8 +59,7 @@ address_of, numel_of, dtype_of = torch.Tensor.data_ptr, torch.Tensor.numel, attr
 class FlatParam:
     """The buffers behind one flat parameter, their layout and the views into them.
 
-    Uses no streams and issues no collectives: `FlatParamHandle` (step/handle.py)
-    unshards and reshards it.
+    Uses no streams or collectives: `FlatParamHandle` (step/handle.py) unshards and reshards it.
     """
 
     fqns: list[str]
@@ -155,6 +154,7 @@ class FlatParam:
                 self.part_of(self.main_shard, index),
                 self._shard_ranges[index],
                 self.splits[index],
+                self.layout,
                 describes_place=row_multiple is not None,
             )
             for index, original in enumerate(originals)

@@ -31,6 +31,10 @@ class Slot(NamedTuple):
     name: str
 
 
+_BORDERS = "_layerzero_borders"
+"""Attribute of a sharded parameter: what decides its range on each rank, the same on all."""
+
+
 @dataclass
 class OriginalParameter:
     """A parameter as the user wrote it, and every slot of the module tree that holds it."""
@@ -104,17 +108,21 @@ def make_sharded(
     part: torch.Tensor,
     owned: ShardRange,
     split: TensorParallelSplit | None,
+    layout: FlatLayout,
     describes_place: bool,
 ) -> nn.Parameter:
     """The sharded parameter that shows `part` of a main shard."""
     shape, place = original.parameter.shape, (owned.start, owned.stop)
-    # After `rewrap`, reuse the former Parameter object if its range did not change.
+    # The first owner, its range and the next one's decide the range of each rank.
+    first = layout.starts[owned.param] // max(layout.shard_numel, 1)
+    borders = first, *(layout.owned_range(owned.param, first + more) for more in (0, 1))
+    # After `rewrap`, reuse the former Parameter object if no rank's range changed: all ranks alike.
     kept = sharded_param_of(original.parameter)
     info = None if kept is None else get_info(kept)
     if (
         kept is not None
         and info is not None
-        and (info.shape, info.range) == (shape, place)
+        and (info.shape, info.range, getattr(kept, _BORDERS, None)) == (shape, place, borders)
         and (kept.shape, kept.dtype, kept.device) == (part.shape, part.dtype, part.device)
     ):
         sharded = kept  # An optimizer may hold it, with state of this range.
@@ -124,6 +132,7 @@ def make_sharded(
         sharded = nn.Parameter(part.data, requires_grad=original.parameter.requires_grad)
     copy_attributes(original.parameter, sharded)
     set_info(sharded, ParameterInfo(original.fqn, shape, place, split))
+    setattr(sharded, _BORDERS, borders)
     if describes_place:
         describe_place(sharded)
     set_sharded_param(original.parameter, sharded)

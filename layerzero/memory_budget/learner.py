@@ -29,6 +29,7 @@ from layerzero.memory_budget.choice import Learned, MemoryChoice, Settings
 from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
+from layerzero.step.module_guards import is_compiled
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
@@ -47,7 +48,8 @@ class Learner(Extension):
         """Not collective.
 
         Raises:
-            ValueError: a unit has a `reshard_after_forward` of its own.
+            ValueError: a unit has a `reshard_after_forward` of its own; on the CPU, a module is
+                compiled.
         """
         self.choice = None
         self._root_ref = weakref.ref(root)
@@ -70,6 +72,7 @@ class Learner(Extension):
                     f"{unit.label}: has a reshard_after_forward of its own, which memory_budget "
                     "chooses; leave one of them out"
                 )
+        _refuse_compiled(root)
         _apply(root, Settings())
         if root.reducer.chooses_sums:  # Shards of them hold the least.
             root.reducer.sums_sharded, root.reducer.chooses_sums = True, False
@@ -124,12 +127,7 @@ class Learner(Extension):
 
     def _start(self) -> None:
         root = self._root
-        modules = root.units[0].module.modules()
-        if root.device.type == "cpu" and any(m._compiled_call_impl is not None for m in modules):
-            raise RuntimeError(
-                "memory_budget: memory that a compiled module allocates on the CPU cannot be "
-                "measured; leave out memory_budget or torch.compile"
-            )
+        _refuse_compiled(root)
         self._meter = start_meter(root.device, root.units[0].module)
         # The model may go while it learns.
         self._stops = weakref.finalize(root, self._meter.stop)
@@ -229,6 +227,14 @@ class _Late(OnThread):
         while not self.is_done:
             self._before.popleft().run()
         super().wait()
+
+
+def _refuse_compiled(root: RootState) -> None:
+    if root.device.type == "cpu" and any(map(is_compiled, root.units[0].module.modules())):
+        raise ValueError(
+            "memory_budget: memory that a compiled module allocates on the CPU cannot be "
+            "measured; leave out memory_budget or torch.compile"
+        )
 
 
 def _apply(root: RootState, settings: Settings) -> None:

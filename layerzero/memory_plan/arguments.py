@@ -21,6 +21,7 @@ from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.step.module_guards import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import KEYWORDS, find_features, in_our_terms
 
@@ -176,8 +177,7 @@ def _device(device: object) -> torch.device:
 
 def _refuse_unplanned(module: nn.Module, given: Mapping[str, Any], device: torch.device) -> None:
     for inner in module.modules():
-        is_compiled = isinstance(inner, torch._dynamo.OptimizedModule)
-        if get_unit(inner) is not None or is_compiled or inner._compiled_call_impl is not None:
+        if get_unit(inner) is not None or is_compiled(inner):
             raise NotImplementedError(
                 f"plan_memory: a {type(inner).__name__} inside is wrapped by ZeRO3 or compiled by "
                 "torch.compile; plan the module as it was before, with auto_wrap_policy"

@@ -100,7 +100,8 @@ class Structure:
                     "no unit, so they would not be sharded, reduced or saved. Change modules "
                     "before wrapping and values inside summon_full_params(); or call "
                     "layerzero.rewrap(model) on every rank, and pass new parameters to the "
-                    "optimizer"
+                    "optimizer. (torch.func.functional_call takes a copy of the module made before "
+                    "wrapping, or this one inside summon_full_params() and torch.no_grad())"
                 )
             self._take_snapshot([*self._modules(self._root)])
 

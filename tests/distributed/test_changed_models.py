@@ -17,7 +17,7 @@ import layerzero
 from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.optim.sharded_params import owner_of_each, owners
-from tests.harness.checks import assert_bitwise
+from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
@@ -331,6 +331,15 @@ def test_an_optimizer_keeps_its_state_of_units_that_did_not_change() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_values(model, plain)
+
+
+@on_ranks(3)
+def test_all_ranks_find_the_same_shards_new() -> None:
+    model = ZeRO3(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    model.append(nn.Linear(8, 8))  # The third layer moves from rank 2 to 1; rank 0 has none of it.
+    new = layerzero.rewrap(model)
+    assert "2.weight" in new
+    assert_same_on_all_ranks(new)
 
 
 @on_ranks(2)

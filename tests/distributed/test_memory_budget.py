@@ -190,6 +190,17 @@ def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
 
 
 @on_ranks(2)
+def test_a_compiled_module_is_refused_at_construction() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="leave out memory_budget"):
+        ZeRO3(module, memory_budget=HUGE)
+    model = ZeRO3(nn.Linear(2, 2), memory_budget=HUGE)
+    model.compile()
+    with pytest.raises(ValueError, match="leave out memory_budget"):
+        model(torch.ones(1, 2))
+
+
+@on_ranks(2)
 def test_nothing_is_left_once_the_choice_is_made() -> None:
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
     resize = torch.UntypedStorage.resize_

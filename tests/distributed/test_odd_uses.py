@@ -322,6 +322,19 @@ class _Wide(Mlp):
         return functional_call(skeleton, wide, x.double())
 
 
+@on_ranks(2)
+def test_a_functional_call_with_other_tensors_names_what_works() -> None:
+    model, x = zero3(Mlp, Block), batch()
+    whole = {name: torch.randn(p.layerzero.shape) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="functional_call takes a copy of the module"):
+        functional_call(model, whole, x)
+    with torch.device("meta"):
+        skeleton = Mlp()
+    expected = functional_call(skeleton, whole, x)
+    with model.summon_full_params(), torch.no_grad():
+        assert_bitwise(functional_call(model, whole, x), expected.detach(), "summoned")
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:

@@ -25,12 +25,12 @@ class Branches(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.norm = nn.LayerNorm(WIDTH) if rng.random() < 0.5 else nn.Identity()
         self.inner = _make(rng, depth - 1)
-        self.scale = nn.Parameter(torch.tensor(1.1)) if rng.random() < 0.3 else None
+        self.scale = nn.Parameter(torch.full((), 1.1)) if rng.random() < 0.3 else None
         self.unused = nn.Linear(3, 2) if rng.random() < 0.2 else None
         self.register_buffer("shift", torch.full((WIDTH,), 0.5) if rng.random() < 0.3 else None)
 
     def once(self, x: Tensor) -> Tensor:
-        y = self.norm(torch.tanh(self.linear(x)))
+        y = self.norm(torch.sin(self.linear(x)))  # Not tanh, whose output may not be written.
         if self.scale is not None:
             y = y * self.scale
         return self.inner(y if self.shift is None else y + self.shift)

@@ -252,9 +252,10 @@ class Run:
         if is_meta:
             module = on_meta(twin)
         mesh = None
-        if self._world > 2 and rng.random() < 0.5:
+        if self._world > 2 and self._world % 2 == 0 and rng.random() < 0.5:
             mesh = init_device_mesh("cpu", (2, self._world // 2), mesh_dim_names=("r", "s"))
-        values = [None, True, False] + ([2, self._world] if mesh is None else [])
+        divisor = 2 if self._world % 2 == 0 else 1
+        values = [None, True, False] + ([divisor, self._world] if mesh is None else [])
         named = [name for name, part in module.named_modules() if name and rng.random() < 0.4]
 
         def shard(what: Any) -> None:
@@ -308,10 +309,13 @@ class Run:
 
     def _compile(self) -> None:
         parts = [part for part in self._inner.modules() if isinstance(part, Branches)]
-        # torch loses gradients where it compiles a reentrant recomputation of a module used twice.
-        parts = [part for part in parts if not any(_is_reentrant(each) for each in part.modules())]
+        # Compiled, a reentrant one has gradients that it lacks if no input has any.
+        parts = [part for part in parts if "reentrant" not in map(_way_of, part.modules())]
         if parts:
             self.log.append("compiles")
+            # Else a module compiled before `_fail` put its hook runs without it, unless torch's
+            # limit of recompilations was reached, which ranks may do apart.
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
             self.rng.choice(parts).compile(backend="eager")
 
     def _register_hook(self) -> None:
@@ -768,6 +772,13 @@ class Run:
                 optimizer.step()
         self._ran.clear()
         self._zero_grad()
+        self._clear_alike()
+
+    def _clear_alike(self) -> None:
+        """The twin's gradients that the engine dropped, which `zero_grad` may leave as zeros."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                self._twin.get_parameter(name).grad = None
 
     def _keep_graph(self) -> None:
         """A graph from before a step goes backward after it: torch's error, or, where a unit stayed
@@ -832,6 +843,7 @@ class Run:
         for each in (self._model, self._twin):
             each.append(copy.deepcopy(layer))
         rewrap(self._model)
+        self._clear_alike()
         self._make_optimizers()
 
     def _reload(self) -> None:
@@ -913,10 +925,6 @@ BETWEEN = ["fail", "fail", "evaluate", "unshard", "pregather", "phase", "gather"
 """Actions between micro-batches, while gradients may wait for a reduction."""
 
 
-def _is_reentrant(part: nn.Module) -> bool:
-    return isinstance(part, Branches) and part.way == "reentrant"
-
-
 def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
     """Whether no parameter of `parts` is tied to one outside."""
     own = [p for part in parts for p in part.parameters()]
@@ -927,6 +935,10 @@ def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in module.named_parameters(remove_duplicate=False)]
+
+
+def _way_of(module: nn.Module) -> str:
+    return getattr(module, "way", "")
 
 
 def _above(name: str) -> list[str]:
