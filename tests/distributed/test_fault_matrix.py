@@ -43,8 +43,8 @@ def test_faults_strike_and_every_survivor_ends() -> None:
 
 @pytest.mark.slow
 def test_more_faults_strike_and_every_survivor_ends(pytestconfig: pytest.Config) -> None:
-    """Every twentieth cell; `make faults`: all."""
-    step = 1 if pytestconfig.getoption("--every-fault") else 20
+    """Every sixtieth cell; `make faults`: all."""
+    step = 1 if pytestconfig.getoption("--every-fault") else 60
     _assert_all_pass(all_cells()[::step], 4.0, 5.0)
 
 

@@ -1,1 +1,1 @@
-"""The fault matrix: `python -m tests.faults`, or `make faults`."""
+"""The fault matrix, which tests/distributed/test_fault_matrix.py runs; `make faults` has all."""
