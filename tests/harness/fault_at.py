@@ -94,13 +94,9 @@ def _open_calls(model: ZeRO3) -> dict[Any, Any]:
     if root.scheduler.agreed is not None:
         places = copy.deepcopy(root.scheduler.agreed.places)
         places.begin(None)  # Learns from the latest forward, unless that was taken back.
-        found["places"] = [(kind, *_learned(each)) for kind, each in places._first.items()]
+        # The kind of a forward that failed may stay, without a path.
+        found["places"] = {kind: paths for kind, paths in places._paths.items() if paths}
     return found
-
-
-def _learned(place: Any) -> list[Any]:
-    after = [(gather, *_learned(each)) for gather, each in place.after.items()]
-    return [place.has_regions, place.seen, place.is_known, *after]
 
 
 def _copy(value: Any) -> Any:

@@ -93,7 +93,7 @@ def test_a_device_waits_for_the_host_and_for_reductions_of_the_same_group() -> N
     gather = _gather(7, 2, 5, 9)
     gather.hops[0].issued = 6.0  # The lane comes to it after the host has queued it.
     record = Record(0, 0, 100, [gather], [Wait(0, 0, 3, 9)])
-    assert _causes(record) == [(HOST_BOUND, 3), (TRANSFER, 3)]
+    assert _causes(record) == [(HOST_BOUND, 2), (TRANSFER, 4)]
     behind = [_reduction(6, 1, 1, 8, 8), _gather(7, 2, 2, 9)]
     behind[1].hops[0].issued = 2.5
     record = Record(0, 0, 100, behind, [Wait(1, 1, 3, 9)])
