@@ -40,7 +40,6 @@ _SHORTHANDS = (
     "act_ckpt",
 )
 """Fields that are options of the whole model."""
-_PATTERNS = ("ignored_modules", "ignored_parameters", "optional", "hook_modules", "ep_plan")
 _FROM_PATTERNS = (
     *("process_group", "auto_wrap_policy"),
     *("ignored_modules", "ignored_parameters", "optional_modules"),

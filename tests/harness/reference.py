@@ -111,13 +111,6 @@ class Terms:
                 self._counts[parameter] = int(count)
                 self._magnitudes[parameter] = values.view_as(parameter).to(parameter.dtype)
 
-    def start_from(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients that are there count as one term each."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._magnitudes[parameter] = parameter.grad.abs()
-                self._counts[parameter] = 1
-
     def bounds(self, model: nn.Module) -> dict[str, Tensor | float]:
         """Of each gradient of the plain model, by name, however its terms are ordered."""
         return {
