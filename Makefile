@@ -33,7 +33,7 @@ help:
 	@echo '             and sweeps in full of which make test takes a case of each class'
 	@echo 'make faults  ranks killed at every call that writes a checkpoint; the fault matrix'
 	@echo 'make check   ruff, mypy, codespell and clang-format'
-	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, trainers, layered ZeRO, checkpoints beside others'
+	@echo 'make bench   pad-copy beside memcpy; host overhead, construction, step time, layered ZeRO, checkpoints beside others'
 	@echo 'make gpu     is it right on this GPU, and fast beside fully_shard? 6 minutes at most, writes build/gpu'
 	@echo '                                                                    ARGS=--cpu runs what a CPU can'
 	@echo 'make docs    the pages and an API reference as a site, in build/site; make docs-figures draws the pictures'
@@ -92,8 +92,6 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_host_work.py
 	$(BIN)/python benchmarks/bench_scale.py
 	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_step.py
-	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_trainers.py
-	OMP_NUM_THREADS=$(HALF_CORES) $(BIN)/python benchmarks/bench_megatron.py
 	$(BIN)/python benchmarks/bench_layered.py
 	$(BIN)/python benchmarks/bench_checkpoint.py
 

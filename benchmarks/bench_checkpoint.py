@@ -11,9 +11,6 @@ read. A load is that of a resumed run: the model exists, the optimizer is new. T
 turns in each round, so a ratio is within one round; the slowest rank counts.
 
 --contenders chooses some of them; columns that compare with one that is left out are left out.
-
-With --parts, layerzero also runs without each part that is there for speed alone, and without all
-of them: one that buys less than a tenth should go.
 """
 
 from __future__ import annotations
@@ -24,13 +21,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,18 +46,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import checkpoint
-from layerzero.checkpoint.file_io import direct_io, transfer
 from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
-from layerzero.checkpoint.format import folder
 
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
-PARTS: dict[str, tuple[Any, str, Any]] = {
-    "direct_io": (direct_io, "_MIN_NBYTES", 1 << 62),
-    "threads": (transfer, "_NUM_THREADS", 1),
-    "preallocation": (folder, "_fallocate", lambda: None),
-}
-"""What turns each part off: module, name and value."""
-PARTS_NAMES = ("layerzero", *(f"without_{part}" for part in (*PARTS, "all")), "dcp", "dd")
 BARS = {"of_dd": 0.8, "of_dcp": 0.5, "save_of_disk": 1.25, "load_of_disk": 1.4}
 
 
@@ -72,10 +58,9 @@ def main() -> None:
     parser.add_argument(
         "--contenders", type=lambda text: text.split(","), help=f"some of {','.join(NAMES)}"
     )
-    parser.add_argument("--parts", action="store_true", help="what direct I/O and the like buy")
     args = parser.parse_args()
-    names = args.contenders or (PARTS_NAMES if args.parts else NAMES)
-    if unknown := set(names) - {*NAMES, *PARTS_NAMES}:
+    names = args.contenders or NAMES
+    if unknown := set(names) - set(NAMES):
         parser.error(f"--contenders: unknown: {', '.join(sorted(unknown))}")
     args.contenders = names
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=args.folder) as folder:
@@ -114,8 +99,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if "dcp_fully_shard" in args.contenders:
         torchs = fully_shard(make_transformer(size, 128), TransformerBlock)
         contenders["dcp_fully_shard"] = dcp_contender(*stepped(torchs), torch_helpers)
-    for part in (*PARTS, "all"):
-        contenders[f"without_{part}"] = without(contenders["layerzero"], part)
 
     def timed(name: str) -> tuple[float, float]:
         path = f"{args.folder}/{name}"
@@ -145,20 +128,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "save": {name: [each[0] for each in values] for name, values in took.items()},
         "load": {name: [each[1] for each in values] for name, values in took.items()},
     }
-
-
-def without(contender: Contender, part: str) -> Contender:
-    """The same contender with one part of `PARTS` turned off, or "all" of them."""
-
-    @contextmanager
-    def turned_off() -> Iterator[None]:
-        with ExitStack() as stack:
-            for name, (module, constant, value) in PARTS.items():
-                if part in (name, "all"):
-                    stack.enter_context(mock.patch.object(module, constant, value))
-            yield
-
-    return Contender(turned_off()(contender.save), turned_off()(contender.load))
 
 
 def stepped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -268,12 +237,11 @@ def report(
     """Print a table; returns its values."""
     nbytes = results["nbytes"]
     print(f"{nbytes / 1e9:.2f} GB on {args.world_size} ranks, medians of {args.rounds} rounds\n")
-    base = "layerzero" if args.parts else "disk"
     columns = ["", "s", "GB/s"]
     if "dd" in names:
         columns.append("of dd's GB/s")
-    if base in names:
-        columns.append(f"of {base}'s time")
+    if "disk" in names:
+        columns.append("of disk's time")
     if "dcp" in names:
         columns.append("of DCP's time")
     rows, found = [], {}
@@ -286,8 +254,8 @@ def report(
             ratios = {}
             if "dd" in names:
                 ratios["of_dd"] = ratio(took["dd"], took[name])  # of its bytes per second
-            if base in names:
-                ratios[f"of_{base}_time"] = ratio(took[name], took[base])
+            if "disk" in names:
+                ratios["of_disk_time"] = ratio(took[name], took["disk"])
             if "dcp" in names:
                 ratios["of_dcp_time"] = ratio(took[name], took["dcp"])
             median = f"{Spread.of(took[name]).median:.2f}"

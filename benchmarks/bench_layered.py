@@ -208,7 +208,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run on each rank: train, and measure."""
     trainers = {name: Trainer(model, args) for name, model in sharded(args).items()}
     steps = {name: trainer.step for name, trainer in trainers.items()}
-    times = take_turns(steps, args.rounds, args.steps).elapsed
+    times = take_turns(steps, args.rounds, args.steps)
     parameters = make_transformer(SIZES[args.size], args.length).parameters()
     return {
         "times": times,

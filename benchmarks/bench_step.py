@@ -81,7 +81,7 @@ def measure_time(args: argparse.Namespace) -> tuple[dict[str, list[float]], Any]
     times = take_turns(
         steps, args.rounds, args.steps, before=lambda name: let_gloo_wait(name == "layerzero")
     )
-    return times.elapsed, losses
+    return times, losses
 
 
 def measure_peak(args: argparse.Namespace, name: str) -> int:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,58 +121,19 @@ class Spread:
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
 
-class Interval(NamedTuple):
-    """A median, and bounds between which it lies with 95 % (bootstrap)."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], resamples: int = 2000) -> Interval:
-        generator = random.Random(0)
-        medians = sorted(
-            statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples)
-        )
-        low, high = medians[resamples // 40], medians[-resamples // 40]
-        return cls(statistics.median(values), low, high)
-
-    def text(self) -> str:
-        return f"{self.median:.4f} ({self.low:.4f}-{self.high:.4f})"
-
-
 def spreads(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     """The spread of each, for JSON."""
     return {name: Spread.of(each).as_dict() for name, each in values.items()}
 
 
-def quotients(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Ratios within rounds, in which both saw the same disturbances."""
-    return [a / b for a, b in zip(numerators, denominators, strict=True)]
-
-
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    return Spread.of(quotients(numerators, denominators))
+    """Of ratios within rounds, in which both saw the same disturbances."""
+    return Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def difference(left: Sequence[float], right: Sequence[float]) -> list[float]:
     """`left - right`, round by round."""
     return [a - b for a, b in zip(left, right, strict=True)]
-
-
-def means(*values: Sequence[float]) -> list[float]:
-    """Their mean, round by round."""
-    return [statistics.mean(each) for each in zip(*values, strict=True)]
-
-
-def to_two(times: Mapping[str, Sequence[float]], once: str, again: str) -> dict[str, list[float]]:
-    """Of each round: the others to the mean of two equal ones; "control": `again` to `once`.
-
-    A ratio says something where it is farther from 1 than the control's interval.
-    """
-    base = means(times[once], times[again])
-    others = {name: quotients(times[name], base) for name in times if name not in (once, again)}
-    return {**others, "control": quotients(times[again], times[once])}
 
 
 STATE_NBYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
@@ -208,53 +169,33 @@ def interleave(
     return results
 
 
-class Times(NamedTuple):
-    """By name, milliseconds of a call in each round."""
-
-    elapsed: dict[str, list[float]]
-    """Of the slowest rank."""
-    processor: dict[str, list[float]]
-    """User and system, of all ranks, which waits and other processes disturb least."""
-    others: dict[str, list[float]]
-    """Of that, on other threads than the calling one: gloo's, mostly."""
-
-
 def take_turns(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
     steps: int = 1,
-    warmup: int = 1,
     before: Callable[[str], object] = lambda name: None,
-) -> Times:
+) -> dict[str, list[float]]:
     """Time `steps` calls of each name in each round; see `interleave`. Collective.
 
     Args:
         before: called with the name, untimed.
+
+    Returns:
+        By name, milliseconds of a call of the slowest rank in each round.
     """
-    clocks = time.perf_counter, time.process_time, time.thread_time
-    counted: list[dict[str, list[float]]] = [{name: [] for name in calls} for _ in range(2)]
 
     def one(name: str) -> float:
         before(name)
         gc.collect()
         dist.barrier()
-        begin = [clock() for clock in clocks]
+        begin = time.perf_counter()
         for _ in range(steps):
             calls[name]()
-        elapsed, process, thread = (
-            (clock() - start) * 1e3 / steps for clock, start in zip(clocks, begin, strict=True)
-        )
-        of_all = torch.tensor([process, process - thread], dtype=torch.float64)
-        dist.all_reduce(of_all)
-        for found, value in zip(counted, of_all.tolist(), strict=True):
-            found[name].append(value)
-        return max_over_ranks(elapsed)
+        return max_over_ranks((time.perf_counter() - begin) * 1e3 / steps)
 
     gc.collect()
     gc.freeze()  # Else each collection looks at all that was imported.
-    elapsed = interleave(list(calls), one, rounds, warmup)
-    kept = [{name: each[warmup:] for name, each in found.items()} for found in counted]
-    return Times(elapsed, *kept)
+    return interleave(list(calls), one, rounds)
 
 
 def max_over_ranks(value: float) -> float:
@@ -283,20 +224,15 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    use_loopback()
+    # gloo would ask the resolver for the name of the host.
+    if interfaces := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     result = fn(*args)
     Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def use_loopback() -> None:
-    """Make gloo use the loopback interface, if there is one and no other was requested."""
-    interfaces = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if interfaces:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces.pop())
 
 
 def join_fake_world(ranks: int, threads: int = 1) -> None:
@@ -320,17 +256,6 @@ def in_own_process(
     if done.returncode != 0:
         sys.exit(f"{' '.join(given[1:])}: exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, in ranks that start later, instead of giving it back.
-
-    Else a step of any model takes up to thousands of fresh pages, by where its buffers happen to
-    lie. Arenas of other threads than the main one give memory back whatever the thresholds.
-    """
-    os.environ["MALLOC_ARENA_MAX"] = "1"
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
-        os.environ[name] = "2000000000"
 
 
 def let_gloo_wait(waits: bool) -> None:

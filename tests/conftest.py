@@ -1,5 +1,6 @@
 """Seeds and markers of the whole suite."""
 
+import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from layerzero import notices
+from tests.harness import fake_ranks
 from tests.harness.ranks import KeptRanks, fork_the_server
 
 pytest_plugins = ["tests.harness.forked_workers", "tests.harness.skips"]
@@ -104,11 +106,17 @@ def nothing_told() -> None:
     notices._issued.clear()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[KeptRanks]:
-    """Ranks that the tests of a file share."""
+@pytest.fixture(scope="session", autouse=True)
+def kept_ranks() -> Iterator[KeptRanks]:
     kept = KeptRanks()
-    try:
-        yield kept
-    finally:
-        kept.close()
+    yield kept
+    with contextlib.ExitStack() as stack:
+        stack.callback(kept.close)
+        stack.callback(fake_ranks.kept.close)
+
+
+@pytest.fixture(scope="module")
+def ranks(kept_ranks: KeptRanks) -> Iterator[KeptRanks]:
+    """Ranks that tests share; those of rare sizes, the tests of a file."""
+    yield kept_ranks
+    kept_ranks.close(KeptRanks.SIZES_OF_ALL_FILES)

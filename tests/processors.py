@@ -52,13 +52,6 @@ OLD = {
     "ATEN_CPU_CAPABILITY": "default",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
 }
-WIDE = {
-    "MKL_ENABLE_INSTRUCTIONS": "AVX512" if HAS_AVX512 else "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx512" if HAS_AVX512 else "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE" if HAS_AVX512 else "AVX2",
-}
-SHORT = {"all old": OLD, "all wide": WIDE}
-"""For `make test`: the two ends of what this processor has, all libraries at once."""
 SHORT_TESTS = (
     "grads.py::test_every_toy_model_trains_bitwise_like_one_process[3-sgd_momentum]",
     "grads.py::test_every_toy_model_trains_bitwise_like_one_process[2-adamw]",

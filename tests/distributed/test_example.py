@@ -301,16 +301,6 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "get_context", lambda _: ranks.context)
 
 
-def test_a_reader_of_the_folder_ends_with_the_bits_of_the_trainer(
-    examples: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import delta_folder
-
-    with ranks.server_finds_the_repository():
-        delta_folder.main(["--steps", "2"])
-    assert "the reader has the bits of the trainer's weights" in capsys.readouterr().out
-
-
 def test_the_consumer_ends_with_the_bits_of_the_trainer_and_a_picture(
     tmp_path: Path, examples: None
 ) -> None:

@@ -5,7 +5,7 @@ tests may run side by side) and have a gloo default group.
 
 Three ways, the shortest first:
 
-- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share, or with
+- `@on_ranks(2)` above a test whose body runs on ranks that tests share, or with
   `fresh=True` on new ones; `of_all_ranks` shows each rank what all have;
 - the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test of several sizes;
 - `run_ranks(2, fn)`: on new ranks, for a test that kills one or changes the process for good.
@@ -13,7 +13,7 @@ Three ways, the shortest first:
 Note [A rank's life]: a rank runs a function and sends its value or its traceback. Where it
 returned, it waits for the next function, or to be released, so that no peer loses a connection
 because this rank was faster. Where it raised, it leaves at once, so that peers that wait for it see
-it go; the next test of the file starts new ranks.
+it go; the next test starts new ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     expect_exit: Mapping[int, int] | None = None,
-    backend: str = "gloo",
     in_float64: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, in an initialised default group.
@@ -82,7 +81,6 @@ def run_ranks(
             stack, killed and reported.
         expect_exit: rank to the exit code it must end with (negative: the signal that kills it).
             Such a rank must not return; the others go on without it.
-        backend: of the default group.
         in_float64: makes that the default dtype of models and batches, for comparisons by
             `assert_close_in_float64`.
 
@@ -93,7 +91,7 @@ def run_ranks(
         AssertionError: a rank raised, died, hung, or did not end as expected. It tells for each
             rank its state, exit code, traceback and output.
     """
-    with Ranks(world_size, timeout, expect_exit, backend) as group:
+    with Ranks(world_size, timeout, expect_exit) as group:
         return group.call(fn, *args, timeout=timeout, in_float64=in_float64)
 
 
@@ -145,12 +143,16 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 class KeptRanks:
-    """Groups of ranks, one of each size, that the tests of a file share: the fixture `ranks`.
+    """Groups of ranks, one of each size, that tests share: the fixture `ranks`.
 
     A start takes as long as a small test, most of it for what a process does for the first time.
+    So those of the usual sizes serve one file after the other, until their memory has grown.
     Each call begins with the seeds, notices and dtype of a new process. What a test changes beyond
     these (environment, classes, loggers) stays: such a test undoes it, or calls `run_ranks`.
     """
+
+    SIZES_OF_ALL_FILES = 2, 4
+    MOST_CALLS = 60
 
     def __init__(self) -> None:
         self._groups: dict[int, Ranks] = {}
@@ -158,20 +160,21 @@ class KeptRanks:
     def __call__(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """As `run_ranks`, with the options `timeout` and `in_float64`, and keyword `arguments`."""
         group = self._groups.get(world_size)
+        if group is not None and group.num_calls >= self.MOST_CALLS:
+            group.close()
         if group is None or group.closed:
             group = self._groups[world_size] = Ranks(world_size)
         return group.call(fn, *args, **options)
 
-    def close(self) -> None:
-        """End all ranks.
+    def close(self, but_sizes: Sequence[int] = ()) -> None:
+        """End all ranks, but those of these sizes.
 
         Raises:
             AssertionError: a rank did not end well.
         """
-        groups, self._groups = self._groups, {}
         with contextlib.ExitStack() as stack:
-            for group in groups.values():
-                stack.callback(group.close)
+            for size in self._groups.keys() - set(but_sizes):
+                stack.callback(self._groups.pop(size).close)
 
 
 class Ranks:
@@ -182,17 +185,17 @@ class Ranks:
         world_size: int,
         timeout: float = 60.0,
         expect_exit: Mapping[int, int] | None = None,
-        backend: str = "gloo",
     ) -> None:
         expected = dict(expect_exit or {})
         self.closed = False
+        self.num_calls = 0
         self._what = "nothing"  # which function was called last
         self._members: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         try:
             with server_finds_the_repository():
                 for rank in range(world_size):
-                    start = _Start(rank, world_size, backend, timeout, self._folder.name)
+                    start = _Start(rank, world_size, timeout, self._folder.name)
                     self._members.append(_Rank(start, expected.get(rank)))
         except BaseException:
             self._end()
@@ -216,6 +219,7 @@ class Ranks:
         arguments: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call `fn(*args, **arguments)` on each rank; see `run_ranks`."""
+        self.num_calls += 1
         self._what = f"{fn.__module__}.{fn.__qualname__}"
         payload = pickle.dumps((fn, args, dict(arguments or {}), in_float64))
         try:
@@ -286,7 +290,6 @@ class _Start:
 
     rank: int
     world_size: int
-    backend: str
     timeout: float
     folder: str
 
@@ -306,7 +309,6 @@ class _Rank:
         self._outcome = "running"
         self._failed = False
         self._traceback = ""
-        self._threads = ""
         self._value: bytes | None = None
         self._output_read = 0  # bytes of earlier functions
         self._connection, child = context.Pipe()
@@ -370,8 +372,6 @@ class _Rank:
 
     def hang(self, elapsed: float) -> None:
         self._settle(f"hung in the function, killed after {elapsed:.1f} s", failed=True)
-        # A thread that sleeps in the kernel where no signal reaches it has written no stack.
-        self._threads = _kernel_states(self._process.pid)
         self.kill()
 
     def release(self) -> None:
@@ -414,8 +414,6 @@ class _Rank:
             lines.append(self._traceback.rstrip())
         if self.output:
             lines += ["output:", self.output[-_OUTPUT_CHARS:]]
-        if self._threads:
-            lines += ["threads, by the kernel:", self._threads]
         return "\n".join(lines)
 
     def _settle(self, outcome: str, failed: bool = False) -> None:
@@ -429,17 +427,6 @@ class _Rank:
             with contextlib.suppress(ValueError):
                 return f"signal {signal.Signals(-code).name}"
         return f"exit code {code}"
-
-
-def _kernel_states(pid: int | None) -> str:
-    """For each thread: its name, its state, and where in the kernel it waits. Linux only."""
-    lines = []
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            name, place = ((task / each).read_text().strip() for each in ("comm", "wchan"))
-            lines.append(f"{name} {state} {place}")
-    return "\n".join(lines)
 
 
 def _wait_for_functions(group: Sequence[_Rank], timeout: float) -> None:
@@ -610,7 +597,7 @@ def _join_group(start: _Start) -> None:
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
     dist.init_process_group(
-        start.backend,
+        "gloo",
         init_method=f"file://{start.folder}/store",
         rank=start.rank,
         world_size=start.world_size,

@@ -217,21 +217,6 @@ def _exchanged(
     ]
 
 
-def train_unsharded(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batches: Sequence[Sequence[Any]],
-    run: RunFn = forward_backward,
-) -> list[list[Tensor]]:
-    """Train a plain module on `batches` [step][rank]; the losses [step][rank]."""
-    losses = []
-    for step in batches:
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(backward_of_all_ranks(model, step, run))
-        optimizer.step()
-    return losses
-
-
 def train_rank(
     model: nn.Module,
     optimizer: Optimizer,

@@ -51,12 +51,9 @@ def asked_once() -> Iterator[None]:
         yield
 
 
-def test_a_step_that_is_fine_names_no_suspect() -> None:
+def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
     outcome = run_one(python("print(1)"))
     assert (outcome.status, outcome.suspects, outcome.output) == ("ok", [], "")
-
-
-def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
     outcome = run_one(python("print('the reason'); raise SystemExit(3)"))
     assert (outcome.status, outcome.measured) == ("failed", ["exit status 3"])
     assert outcome.suspects == [SUSPECT] and "the reason" in outcome.output
@@ -79,12 +76,9 @@ def test_a_step_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_without_its_program_is_not_run() -> None:
+def test_steps_that_no_longer_fit_or_lack_their_program_are_not_run() -> None:
     outcome = run_one(["no-such-program"], needs="no-such-program")
     assert outcome.status == "not run" and outcome.is_fine
-
-
-def test_steps_that_no_longer_fit_are_not_run() -> None:
     step = Step("late", "something", SUSPECT, python("1"), 60, only_exit)
     for run in (run_in_turn, run_side_by_side):
         (outcome,) = run([step], time.monotonic() + 5)
@@ -124,11 +118,11 @@ def test_the_next_step_gets_ready_meanwhile_but_waits_for_its_turn(tmp_path: Pat
 
 
 def test_a_benchmark_that_is_killed_keeps_what_it_has_measured() -> None:
-    code = (
-        'import time; print(\'{"measures": {}, "rows": [1]}\\n{"cut\', flush=True); time.sleep(60)'
-    )
-    outcome = run_one(python(code), day.read_measures, limit_s=1.0)
-    assert (outcome.status, outcome.data["rows"]) == ("killed", [1])
+    step = Step("a benchmark", "", SUSPECT, [], 1, day.read_measures)
+    printed = '{"measures": {}, "rows": [1]}\n{"cut'
+    assert day.read_measures(step, None, printed, Path()).data["rows"] == [1]
+    for nothing in ("hello", "{"):
+        assert day.read_measures(step, 0, nothing, Path()).status == "failed"
 
 
 def test_tests_are_read_by_name(tmp_path: Path) -> None:
@@ -166,30 +160,21 @@ def test_tests_that_were_all_skipped_prove_nothing(reason: str, status: str, tmp
     assert day.read_tests(step, 0, "", tmp_path).status == status
 
 
-@pytest.mark.parametrize("measure", EXPECTED)
-def test_every_measure_that_is_off_names_a_page_that_exists(measure: str) -> None:
-    wanted = EXPECTED[measure]
-    on_gpu = {"config": {"device": "cuda:0"}}
-    assert judge("a step", {measure: wanted.high}, on_gpu).status == "ok"
-    outcome = judge("a step", {f"{measure}@a row": wanted.high * 1.5 + 1}, on_gpu)
-    assert outcome.status == "off" and outcome.measured[0].startswith("OFF: ")
-    assert outcome.suspects == [wanted.page] and (REPOSITORY / wanted.page).exists()
-    on_cpu = judge("a step", {measure: wanted.high * 1.5 + 1}, {"config": {"device": "cpu"}})
-    assert on_cpu.status == "ok"
-
-
-def test_a_benchmark_that_prints_no_result_has_failed() -> None:
-    assert run_one(python("print('hello')"), day.read_measures).status == "failed"
-    assert run_one(python("print('{')"), day.read_measures).status == "failed"
+def test_every_measure_that_is_off_names_a_page_that_exists() -> None:
+    on_gpu, on_cpu = ({"config": {"device": device}} for device in ("cuda:0", "cpu"))
+    for measure, wanted in EXPECTED.items():
+        assert judge("a step", {measure: wanted.high}, on_gpu).status == "ok"
+        off = {f"{measure}@a row": wanted.high * 1.5 + 1}
+        outcome = judge("a step", off, on_gpu)
+        assert outcome.status == "off" and outcome.measured[0].startswith("OFF: ")
+        assert outcome.suspects == [wanted.page] and (REPOSITORY / wanted.page).exists()
+        assert judge("a step", off, on_cpu).status == "ok"
 
 
 def test_a_sanitizer_that_the_machine_refuses_is_not_run(tmp_path: Path) -> None:
     step = Step("sanitizer", "", SUSPECT, [], 1, day.read_tests)
     outcome = day.read_tests(step, 1, "========= Device not supported", tmp_path)
     assert outcome.status == "not run"
-
-
-def test_what_the_sanitizer_runs_exists() -> None:
     text = (REPOSITORY / "tests/gpu/test_pack.py").read_text()
     for name in day.SANITIZED.split(" or "):
         assert f"def {name.partition('[')[0]}" in text, name

@@ -26,15 +26,12 @@ from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.processes import call_alone
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.reference import (
-    OPTIMIZERS,
     Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     seeded,
-    train_unsharded,
 )
 
 
@@ -50,12 +47,6 @@ def _sum_of_ranks() -> torch.Tensor:
 
 def _draws() -> tuple[float, float, int]:
     return torch.rand(()).item(), float(np.random.rand()), torch.get_num_threads()
-
-
-def _rank_0_is_late() -> int:
-    if dist.get_rank() == 0:
-        time.sleep(0.3)
-    return dist.get_rank()
 
 
 def _rank_1_raises() -> None:
@@ -100,13 +91,7 @@ def test_values_come_back_in_rank_order() -> None:
     values = run_ranks(3, _who_am_i, 10)
     assert [value[:2] for value in values] == [(10, 3), (11, 3), (12, 3)]
     assert len({value[2] for value in values} | {os.getpid()}) == 4
-    assert run_ranks(2, _rank_0_is_late) == [0, 1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_a_process_group_and_return_tensors(world_size: int) -> None:
-    for total in run_ranks(world_size, _sum_of_ranks):
-        assert total.item() == sum(range(world_size))
+    assert [total.item() for total in run_ranks(2, _sum_of_ranks)] == [1.0, 1.0]
 
 
 def test_ranks_start_with_equal_seeds_and_one_thread(ranks: KeptRanks) -> None:
@@ -115,15 +100,10 @@ def test_ranks_start_with_equal_seeds_and_one_thread(ranks: KeptRanks) -> None:
     assert first[2] == 1
 
 
-@on_ranks(2)
-def test_a_body_runs_on_ranks_that_a_file_shares() -> None:
-    assert _sum_of_ranks().item() == 1
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks(in_float64=True)
 def test_the_arguments_of_a_test_reach_its_ranks(world_size: int, tmp_path: Path) -> None:
-    assert dist.get_world_size() == world_size
+    assert _sum_of_ranks().item() == sum(range(world_size))
     assert torch.rand(()).dtype == torch.float64
     assert tmp_path.is_dir()
 
@@ -153,21 +133,16 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_a_rank_that_exits_is_reported_with_its_code_and_output() -> None:
-    with pytest.raises(AssertionError) as error:
-        run_ranks(2, _rank_1_exits, 7)
-    assert "rank 1: died, exit code 7\noutput:\ngood bye" in str(error.value)
-    assert "rank 0: returned, exit code 0" in str(error.value)
-
-
 def test_a_rank_may_exit_on_purpose() -> None:
     assert run_ranks(2, _rank_1_exits, 7, expect_exit={1: 7}) == ["RuntimeError", None]
     assert run_ranks(2, _rank_1_is_killed, expect_exit={1: -signal.SIGKILL}) == ["alive", None]
 
 
-def test_a_rank_that_does_not_exit_as_expected_is_a_failure() -> None:
-    with pytest.raises(AssertionError, match="rank 1: died, exit code 7"):
+def test_a_rank_that_does_not_exit_as_expected_is_reported_with_its_code_and_output() -> None:
+    with pytest.raises(AssertionError) as error:
         run_ranks(2, _rank_1_exits, 7, expect_exit={1: 3})
+    assert "rank 1: died, exit code 7\noutput:\ngood bye" in str(error.value)
+    assert "rank 0: returned, exit code 0" in str(error.value)
     with pytest.raises(AssertionError, match="returned instead of exiting with 3"):
         run_ranks(2, _who_am_i, 0, expect_exit={1: 3})
 
@@ -183,8 +158,6 @@ def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
     text = str(error.value)
     assert "rank 1: hung in the function, killed after 2." in text
     assert "in _sleep_forever" in text
-    if sys.platform == "linux":
-        assert re.search(r"threads, by the kernel:\n\w+ S ", text)
     assert "rank 0: returned, exit code 0" in text
     for rank in range(2):
         pid = int((tmp_path / str(rank)).read_text())
@@ -193,35 +166,10 @@ def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_rank() -> None:
+    before = dict(os.environ)
     with pytest.raises(AssertionError, match="rank 0: raised"):
         run_ranks(1, _cannot_be_sent)
-
-
-def test_the_environment_stays_as_it_was() -> None:
-    before = dict(os.environ)
-    run_ranks(1, _who_am_i, 0)
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_toy_model_trains_in_plain_torch(name: str) -> None:
-    case = CASES[name]
-    model = seeded(case.build)
-    before = full_parameters(model)
-    batches = batches_of(case, world_size=2, steps=2)
-    losses = train_unsharded(model, OPTIMIZERS["sgd_momentum"](model.parameters()), batches)
-    assert all(torch.isfinite(loss) for step in losses for loss in step)
-    changed = {key for key, value in full_parameters(model).items() if _differ(value, before[key])}
-    trained = {key for key, parameter in model.named_parameters() if parameter.grad is not None}
-    frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert trained and changed <= trained and not (trained & frozen)
-    assert [type(module) for module in model.modules() if isinstance(module, case.units)] or (
-        not case.units
-    )
-
-
-def _differ(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return not torch.equal(left, right)
 
 
 def test_reference_gradient_is_the_mean_over_ranks() -> None:
