@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from layerzero import (
-    GradScaler,
     ParallelManager,
     ShardingPlan,
     ZeRO3,
@@ -25,7 +24,6 @@ from layerzero import (
 from tests.harness.checks import (
     assert_close_in_float64,
     assert_same_on_all_ranks,
-    assert_same_parameters,
 )
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
@@ -333,53 +331,6 @@ def test_experts_train_beside_tensor_parallelism() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@on_ranks(4)
-def test_an_overflow_in_one_expert_makes_all_ranks_skip_the_step() -> None:
-    model, rank = wrapped(4), dist.get_rank()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=4.0)
-    before = full_parameters(model)
-    scaler.scale(model(batches(1)[0][rank]).square().mean()).backward()
-    if rank == 2:  # of its own expert, which nobody else has
-        model.get_parameter("layers.0.experts.each.2.down.weight").grad.fill_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    assert_same_parameters(full_parameters(model), before)
-
-
-def _start_from_the_first(on_meta: bool) -> None:
-    mesh, rank = expert_mesh(2), dist.get_rank()
-    with torch.device("meta" if on_meta else "cpu"):
-        model = Model()
-
-    def initialise(module: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in module.parameters(recurse=False):
-                parameter.fill_(rank)
-
-    for layer in model.layers:
-        layer.experts.keep(mesh)
-    if not on_meta:
-        model.apply(initialise)
-
-    def choose(module: nn.Module, fqn: str) -> Any:
-        return {"process_group": mesh["edp"]} if isinstance(module, NamedExperts) else False
-
-    init = initialise if on_meta else None
-    model = ZeRO3(model, auto_wrap_policy=choose, param_init_fn=init, sync_module_states=True)
-    for name, value in full_parameters(model).items():
-        first = mesh["ep"].get_local_rank() if ".experts." in name else 0
-        assert value.eq(first).all(), (name, value)
-
-
-@on_ranks(4)
-def test_experts_start_from_the_first_rank_that_has_them() -> None:
-    """Dense parameters are those of rank 0, experts those of the first rank that has them."""
-    for on_meta in (False, True):
-        _start_from_the_first(on_meta)
 
 
 @on_ranks(4, in_float64=True)

@@ -5,11 +5,8 @@ what a user chose."""
 import copy
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, ZeRO3, checkpoint
-from layerzero.comm.new_groups import new_group, options_like
+from layerzero.comm.new_groups import new_group
 from layerzero.flat.groups import BACKEND_GRACE
 from layerzero.parallel import ParallelManager
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
@@ -62,15 +59,6 @@ def test_a_group_of_some_ranks_is_not_split_off_the_default_group() -> None:
     assert found == {"a stage": 0, "rows": 0, "the world": 1, "a mesh": 0}
 
 
-@on_ranks(2)
-def test_the_binding_comes_back_after_an_error() -> None:
-    dist.group.WORLD.bound_device_id = BOUND
-    with pytest.raises(ValueError, match="world size"):
-        new_group([0, 1, 2], "gloo")
-    assert dist.group.WORLD.bound_device_id == BOUND
-    dist.group.WORLD.bound_device_id = None
-
-
 class Options(Backend.Options):
     """As ProcessGroupNCCL.Options, as far as the engine looks."""
 
@@ -79,45 +67,6 @@ class Options(Backend.Options):
         self.is_high_priority_stream = is_high_priority_stream
         self.config = "default"
         self.group_name = ""
-
-
-def _group_with(options: object) -> Any:
-    backend = SimpleNamespace(options=options)
-    return SimpleNamespace(_get_backend=lambda device: backend)
-
-
-def test_options_of_the_user_are_copied_without_the_groups_own() -> None:
-    given = Options(is_high_priority_stream=True)
-    given.config, given.group_name = "8 CTAs", "users"
-    copied = options_like(_group_with(given), BOUND)
-    assert copied is not given
-    assert (copied.is_high_priority_stream, copied.config) == (True, "8 CTAs")
-    assert copied.group_name == ""
-
-
-def test_backends_without_such_options_get_none() -> None:
-    assert options_like(_group_with(None), BOUND) is None
-    assert options_like(_group_with(object()), BOUND) is None
-
-
-@on_ranks(4, fresh=True)
-def test_groups_of_meshes_get_the_options_of_the_default_group() -> None:
-    """(size, whether it is of high priority) of each group that is made."""
-    seen = set()
-    helper = c10d._new_process_group_helper
-
-    def noting(size: int, *args: Any, backend_options: Options | None = None, **rest: Any) -> Any:
-        seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
-        return helper(size, *args, backend_options=backend_options, **rest)
-
-    chosen = Options(is_high_priority_stream=True)
-    with (
-        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
-        mock.patch.object(c10d, "_new_process_group_helper", noting),
-    ):
-        ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
-    assert {size for size, _ in seen} == {1, 2}, "that of all four is the default group"
-    assert all(is_high for _, is_high in seen), seen
 
 
 @on_ranks(4, fresh=True)

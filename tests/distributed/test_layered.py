@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from layerzero import GradScaler, MixedPrecision, ZeRO3, global_norm, units
+from layerzero import MixedPrecision, ZeRO3, global_norm, units
 from tests.harness.checks import (
     assert_bitwise,
     assert_same_on_all_ranks,
@@ -35,7 +35,6 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     plain,
     seeded,
 )
@@ -92,23 +91,14 @@ def test_every_toy_model_trains_in_every_mode_and_split(world_size: int, in_full
         _train(name, splits if in_full else [splits[at % len(splits)]])
 
 
-@pytest.mark.parametrize("mode", MODES)
 @on_ranks(4)
-def test_a_mesh_of_two_axes_says_outer_and_inner(mode: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    batches = batches_of(CASES["mlp"], 4, steps=3)
-    model = zero3(Mlp, Block, process_group=mesh, outer=mode)
-    assert_trains_alike(model, seeded(Mlp), batches, regrouped=_is_regrouped(2, mode))
-    handle = inner_units(model)[0].handles[0]
-    expected = {"zero1": 4, "replicate": 2, "shard": 4}[mode]
-    assert handle.placement.num_main_shards == expected
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
-@on_ranks(2)
-def test_an_axis_of_the_mesh_may_be_one(shape: tuple[int, int]) -> None:
-    mesh = init_device_mesh("cpu", shape)
-    assert_trains_alike(zero3(Mlp, Block, process_group=mesh), seeded(Mlp))
+def test_a_mesh_of_two_axes_says_outer_and_inner() -> None:
+    for shape, num_main_shards in (((2, 2), (4, 2, 4)), ((1, 4), (4, 4, 4)), ((4, 1), (4, 1, 4))):
+        mesh = init_device_mesh("cpu", shape)
+        for mode, expected in zip(MODES, num_main_shards, strict=True):
+            model = zero3(Mlp, Block, process_group=mesh, outer=mode)
+            assert_trains_alike(model, seeded(Mlp), regrouped=_is_regrouped(shape[1], mode))
+            assert inner_units(model)[0].handles[0].placement.num_main_shards == expected
 
 
 @on_ranks(4)
@@ -127,21 +117,13 @@ def test_units_wrapped_by_hand_share_their_groups() -> None:
     assert len(presence) == 2, "one for each axis"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "low", "steps"),
-    # A sum in another order shows in the first steps; long enough, once, for what builds up.
-    [
-        pytest.param(4, False, 30, marks=[pytest.mark.slow, pytest.mark.soak]),
-        (4, True, 3),
-        (6, False, 3),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "low"), [(4, True), (6, False)])
 @on_ranks(timeout=120)
-def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool, steps: int) -> None:
+def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool) -> None:
     """With clipping, whose norm is summed in one order too. On four ranks in every mode: the shard
     group decides what is cast where, not what comes out."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    batches = batches_of(CASES["transformer"], world_size, steps=1) * steps
+    batches = batches_of(CASES["transformer"], world_size, steps=1) * 3
 
     def losses(zero3_size: int, mode: str) -> list[float]:
         options = {"deterministic": True, "mixed_precision": precision if low else None}
@@ -255,10 +237,9 @@ def test_compute_shards_are_gathered_once_an_optimizer_step() -> None:
     assert _outer_gathers(model, batch) == num_units
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @on_ranks(4)
-def test_a_unit_unsharded_by_hand_stays_until_weights_change(low: bool) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
+def test_a_unit_unsharded_by_hand_stays_until_weights_change() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = sharded(CASES["mlp"], zero3_size=2, mixed_precision=precision)
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     root = next(unit for unit in inner_units(model) if unit.fqn == "")
@@ -386,46 +367,20 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
             assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
 
 
-@on_ranks(1)
-def test_what_stays_after_forward_is_checked() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward: expected True, False or"):
-        ZeRO3(seeded(Mlp), reshard_after_forward="compute_shards")
-    with pytest.raises(ValueError, match="got None"):
-        ZeRO3(seeded(Mlp), reshard_after_forward=lambda module, fqn: None)
-
-
-@pytest.mark.parametrize("mode", ["zero1", "replicate"])
 @on_ranks(4)
-def test_the_norm_of_gradients_is_that_of_all_owners(mode: str) -> None:
+def test_the_norm_of_gradients_is_that_of_all_owners() -> None:
     case = CASES["unused_parts"]
     step = batches_of(case, 4, steps=1)[0]
-    model, reference, terms = _layered("unused_parts", 2, mode), plain(case), Terms()
+    reference, terms = plain(case), Terms()
     backward_of_all_ranks(reference, step, terms=terms)
-    for norm_type in (2.0, 1.0, float("inf")):
-        model.zero_grad()
+    for mode, norm_type in (("zero1", 2.0), ("replicate", 1.0), ("replicate", float("inf"))):
+        model = _layered("unused_parts", 2, mode)
         forward_backward(model, step[dist.get_rank()])
         assert_same_gradients(model, reference, terms)
         own = global_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type)
         norm = assert_clips(model, 0.05, norm_type)
         assert_bitwise(own, norm, "norm")
         assert_same_on_all_ranks(norm, "norm")
-
-
-@on_ranks(4)
-def test_an_overflow_on_one_rank_of_a_mesh_holds_all_back() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = zero3(Mlp, Block, process_group=mesh)
-    scaler = GradScaler("cpu", process_group=mesh, init_scale=4.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = full_parameters(model)
-    scaler.scale(model(torch.randn(2, 5)).sum()).backward()
-    if dist.get_rank() == 3:
-        next(p for p in model.parameters() if p.numel()).grad.fill_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    for name, value in full_parameters(model).items():
-        assert_bitwise(value, before[name], name)
 
 
 def _refuses(match: str, **options: Any) -> None:
@@ -437,14 +392,11 @@ def _refuses(match: str, **options: Any) -> None:
 def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     _refuses("zero3_size: expected a divisor of the group size 4, got 3", zero3_size=3)
-    _refuses("zero3_size: expected a divisor of the group size 4, got 0", zero3_size=0)
-    _refuses("zero3_size: expected a divisor of the group size 4, got 8", zero3_size=8)
     _refuses(
         "arguments differ between ranks: ranks 1, 2, 3 have zero3_size=4, where rank 0 has "
         "zero3_size=2; give every rank the same",
         zero3_size=None if rank else 2,
     )
-    _refuses("have zero3_size=2, where rank 0 has zero3_size=3", zero3_size=2 if rank else 3)
     _refuses(
         "rank 3 has outer='replicate', where rank 0 has outer='zero1'",
         zero3_size=2,
@@ -458,28 +410,5 @@ def test_sizes_that_do_not_fit_or_differ_are_refused_on_every_rank() -> None:
         process_group=mesh,
         zero3_size=4,
     )
-    _refuses("have outer='shard', where", process_group=mesh, outer="shard" if rank else "zero1")
-    with pytest.raises(TypeError, match="zero3_size: expected an int or None, got '2'"):
-        ZeRO3(seeded(Mlp), zero3_size="2")
     model = zero3(Mlp, Block, process_group=mesh, zero3_size=2)
     assert_trains_alike(model, seeded(Mlp), batches_of(CASES["mlp"], 4, steps=1), regrouped=True)
-
-
-@on_ranks(4)
-def test_bytes_halve_with_their_dtype_on_each_hop() -> None:
-    """Those of gradients, and those of parameters."""
-
-    def sent(precision: MixedPrecision | None) -> int:
-        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
-        model = ZeRO3(layers, auto_wrap_policy={nn.Linear}, zero3_size=2, mixed_precision=precision)
-        with SentBytes() as counted:
-            forward_backward(model, torch.randn(2, 64))
-        return counted.nbytes - 2 * 2  # A byte for each parameter on each hop.
-
-    low, float32 = torch.bfloat16, torch.float32
-    full = sent(None)
-    both = sent(MixedPrecision(param_dtype=low, reduce_dtype=low))
-    assert full == 2 * both
-    wide_sums = sent(MixedPrecision(param_dtype=low, reduce_dtype=float32))
-    gradients = full - sent(MixedPrecision(param_dtype=float32, reduce_dtype=low))
-    assert wide_sums == both + gradients

@@ -1,7 +1,5 @@
-"""What a plan may say, what it finds in a model, and what it says about what it does not find; its
-pattern language against a slow matcher that shares no code with it."""
+"""What a plan may say, what it finds in a model, and what it says about what it does not find."""
 
-import random
 import sys
 import warnings
 from datetime import timedelta
@@ -52,13 +50,10 @@ def test_values_are_read_as_a_file_has_them() -> None:
     assert (read.num_forward, read.num_backward) == (1, 1)
 
 
-class Mode(str, Enum):
-    WRAPPED = "wrapped"
-
-
 def test_act_ckpt_has_the_forms_of_finetuning_scheduler() -> None:
     expected = layerzero.ActivationCheckpointing(mode="wrapped")
-    in_config = SimpleNamespace(mode=Mode.WRAPPED, cfg={})
+    mode = Enum("Mode", {"WRAPPED": "wrapped"}, type=str)
+    in_config = SimpleNamespace(mode=mode.WRAPPED, cfg={})
     for form in ("wrapped", ("wrapped",), ["wrapped", None], in_config, expected):
         assert ShardingPlan(act_ckpt=form).act_ckpt == expected
         module_plan = ShardingPlan(apply_modules={"a": {"act_ckpt": form}})
@@ -87,12 +82,9 @@ def test_what_fully_shard_takes_is_taken() -> None:
     [
         ({"aply_modules": []}, r"unknown key 'aply_modules' \(value \[\]\); near.*'apply_modules'"),
         ({"apply_modules": "layers"}, "apply_modules: expected a list of patterns, got 'layers'"),
-        ({"optional": "vision"}, "optional: expected a list of patterns, got 'vision'"),
-        ({"ep_plan": {"apply_modules": []}}, "ep_plan: expected a list of patterns"),
         ({"apply_modules": ["a[0]"]}, r"apply_modules: pattern 'a\[0\]': unexpected"),
         ({"apply_modules": {"a": {"param_type": "bf16"}}}, "'a': unknown option 'param_type'.*"
          "near matches: 'param_dtype'"),
-        ({"apply_modules": {"a": {"timeout": 3}}}, "'a': unknown option 'timeout' .value 3."),
         ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
         ({"apply_modules": {"a": {"mp_policy": fsdp.MixedPrecision()}}}, "'a': mixed_precision: "
          "expected a MixedPrecision, FSDP2's MixedPrecisionPolicy"),
@@ -100,14 +92,11 @@ def test_what_fully_shard_takes_is_taken() -> None:
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
         ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*zero3_size=8"),
         ({"cast_forward_inputs": 1}, "cast_forward_inputs: expected True or False, got 1"),
-        ({"pregather": "on"}, "pregather: expected True or False, got 'on'"),
         ({"optional": ["a"], "pregather": True}, "pregather and optional=.'a'. are both given"),
         ({"num_to_forward_prefetch": -1}, "num_to_forward_prefetch: expected.*got -1"),
         ({"act_ckpt": "selective"}, r"act_ckpt: expected one of \['composable'.*got 'selective'"),
         ({"cpu_offload": {"pinned": True}}, "cpu_offload: .*unexpected keyword argument 'pinned'"),
         ({"defaults": {"auto_wrap_policy": None}}, "defaults: unknown option 'auto_wrap_policy'"),
-        ({"defaults": {"limit_all_gathers": 0}}, "at least 1 unit, got 0"),
-        ({"defaults": {"optional_mean": "some"}}, "expected 'all' or 'participants', got 'some'"),
         ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "mixed_precision: .*'dtype'"),
         ({"defaults": {"backward_prefetch": "pre"}}, "expected a BackwardPrefetch.*got 'pre'"),
         ({"defaults": {"timeout": 1e11}}, "defaults: timeout: expected a positive timedelta of at"),
@@ -216,52 +205,6 @@ def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> N
             ("layers.2.experts.0", r"re:layers\.\d+\.experts\.0"),
         ]
         assert [*map(id, found.ignored_parameters)] == [*map(id, model.head.parameters())]
-
-
-def slow_match(pattern: str, name: str, at: int = 0) -> bool:
-    """Whether `pattern` (no regular expression) matches `name` from `at` on, by trying all."""
-    if not pattern:
-        return at == len(name)
-    if pattern[0] == "*":
-        return any(slow_match(pattern[1:], name, stop) for stop in range(at, len(name) + 1))
-    if pattern[0] == "{":
-        inside, rest = pattern[1:].split("}", 1)
-        stop = at
-        while stop < len(name) and name[stop].isdigit():
-            stop += 1
-        if stop == at or (at and name[at - 1].isdigit()):
-            return False
-        low, high = (0, 10**40) if inside == "*" else map(int, inside.split("-"))
-        return low <= int(name[at:stop]) <= high and slow_match(rest, name, stop)
-    if at == len(name) or (pattern[0] != "?" and pattern[0] != name[at]):
-        return False
-    return slow_match(pattern[1:], name, at + 1)
-
-
-def random_pattern(random_: random.Random) -> str:
-    low = random_.randint(0, 40)
-    number = f"{{{low}-{low + random_.choice([0, 3, 30, 400])}}}"
-    parts = ["a", "b", ".", "1", "*", "?", "{*}", number]
-    return "".join(random_.choice(parts) for _ in range(random_.randint(0, 6)))
-
-
-def random_name(random_: random.Random) -> str:
-    parts = ["a", "b", ".", "0", "1", "7", "12", "30", "123"]
-    return "".join(random_.choice(parts) for _ in range(random_.randint(0, 6)))
-
-
-def test_random_patterns_match_what_a_slow_matcher_matches() -> None:
-    random_ = random.Random(0)
-    num_matches = 0
-    for _ in range(1000):
-        text = random_pattern(random_)
-        pattern = NamePattern.parse(text)
-        for _ in range(12):
-            name = random_name(random_)
-            expected = slow_match(text, name)
-            assert (pattern.match(name) is not None) == expected, (text, name)
-            num_matches += expected
-    assert num_matches > 125, "else the sweep says nothing"
 
 
 @pytest.mark.parametrize(
