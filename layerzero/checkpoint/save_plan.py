@@ -36,7 +36,8 @@ class SavePlan:
 
     Attributes:
         files: the files of each kind.
-        transfers: what this rank writes; the caller may replace the tensors by copies.
+        transfers: what this rank writes, from `match` on; the caller may replace the tensors by
+            copies.
         nbytes_moved: bytes that the rank with the most moves.
 
     Args:
@@ -64,27 +65,14 @@ class SavePlan:
         _check_same("root, step and keep", [each["arguments"] for each in messages], together)
         given = [sorted(each["optimizers"]) for each in messages]
         _check_same("names of optimizers", given, together)
-        announced, writers = merge([each["entries"] for each in messages])
+        announced, self._writers = merge([each["entries"] for each in messages])
+        self._rank = together.rank
         self.nbytes_moved: int = max(each["nbytes"] for each in messages)
         groups = self._groups
         if any(each["groups"] != messages[0]["groups"] for each in messages):
             groups = _merge_groups(together.exchange("groups", lambda: self._groups))
         kinds = [MODEL] if groups is None else [MODEL, OPTIMIZER]
         self.files = [plan_files(kind, announced, max_file_nbytes) for kind in kinds]
-        places = {
-            (plan.kind, name): (file.name, entry)
-            for plan in self.files
-            for file in plan.files
-            for name, entry in file.tensors.items()
-        }
-        self._numbers = {key: number for number, key in enumerate(places)}
-        self.transfers = []
-        for entry in self._entries:
-            key = (entry.kind, entry.name)
-            writes = writers[key] == together.rank if entry.is_whole else entry.replica == 0
-            if writes and entry.tensor.numel():
-                self.transfers.append(Transfer(*places[key], self._numbers[key], entry))
-        del self._entries  # The tensors of a background save are copies, which need no others.
         extras = [each["extra"] for each in messages]
         self._manifest = Manifest(
             step=0,
@@ -132,6 +120,32 @@ class SavePlan:
             "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
             "entries": announce(self._entries),
         }
+
+    def match(self) -> None:
+        """Find the place of each shard that this rank writes. Not collective.
+
+        Raises:
+            CheckpointError: the rank that should announce a tensor does not have it.
+        """
+        places = {
+            (plan.kind, name): (file.name, entry)
+            for plan in self.files
+            for file in plan.files
+            for name, entry in file.tensors.items()
+        }
+        self._numbers = {key: number for number, key in enumerate(places)}
+        self.transfers = []
+        for entry in self._entries:
+            key = (entry.kind, entry.name)
+            if key not in places:
+                raise CheckpointError(
+                    f"{entry.name} is on this rank, but the rank with the first element of its "
+                    "parameter has none; an optimizer has to keep the same state on every rank"
+                )
+            writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
+            if writes and entry.tensor.numel():
+                self.transfers.append(Transfer(*places[key], self._numbers[key], entry))
+        del self._entries  # The tensors of a background save are copies, which need no others.
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:
         """Check that everything was written, and combine the checksums.

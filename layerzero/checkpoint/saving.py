@@ -28,7 +28,6 @@ from torch import nn
 
 from layerzero.checkpoint.file_io.transfer import Transfer, is_on_host, write_ranges
 from layerzero.checkpoint.format import folder as folders
-from layerzero.checkpoint.format.file_plan import FilePlan
 from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.save_plan import SavePlan
 from layerzero.config import parse_nbytes
@@ -150,8 +149,10 @@ def save(
     arguments = [str(path), step, keep]
     plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
     lock = RootLock(path)
+    made: list[Path] = []
 
     def prepare() -> tuple[int, str] | None:
+        plan.match()
         if blocking:
             # What is on a device is copied while it is written, a window at a time.
             wait_for(_devices_of(plan.transfers))
@@ -160,11 +161,20 @@ def save(
         if not together.is_first:
             return None
         lock.acquire()
-        return _prepare(path, step, plan.files)
+        number, partial = folders.prepare(path, step)
+        made.append(partial)
+        for files in plan.files:
+            for file in files.files:
+                folders.write_durably(partial / file.name, file.head, file.nbytes)
+            if files.index is not None:
+                folders.write_durably(partial / files.index_name, files.index)
+        return number, partial.name
 
     try:
         number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
+        for partial in made:
+            folders.discard(partial)
         lock.release()
         raise
     final = path / folders.step_name(number)
@@ -177,20 +187,6 @@ def save(
         together.wait_for_save = handle.wait
         handle.start(work)
     return handle
-
-
-def _prepare(root: Path, step: int | None, plans: Sequence[FilePlan]) -> tuple[int, str]:
-    step, partial = folders.prepare(root, step)
-    try:
-        for plan in plans:
-            for file in plan.files:
-                folders.write_durably(partial / file.name, file.head, file.nbytes)
-            if plan.index is not None:
-                folders.write_durably(partial / plan.index_name, plan.index)
-    except OSError:
-        folders.discard(partial)
-        raise
-    return step, partial.name
 
 
 def _stage(transfers: Sequence[Transfer]) -> list[Transfer]:

@@ -35,8 +35,6 @@ from tests.harness.models import (
     CASES,
     WIDTH,
     Block,
-    FrozenParts,
-    MixedDtypes,
     Mlp,
     OddShapes,
     TiedAcrossUnits,
@@ -54,70 +52,56 @@ from tests.harness.saved_models import (
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 
-MODELS: list[type[nn.Module]] = [Mlp, OddShapes, FrozenParts, MixedDtypes, TiedAcrossUnits]
+MODELS = [
+    *("mlp", "transformer", "tied_in_unit", "tied_across_units", "shared_module"),
+    *("repeated_module", "frozen_parts", "mixed_dtypes", "odd_shapes", "no_parameters"),
+]
 Values = dict[str, Any]
 
 
-def _sharding_options(world_size: int) -> list[Values]:
-    options: list[Values] = [{}, {"wrap": False}, {"zero3_size": 1}]
-    if world_size == 4:
+def _model(number: int, name: str, seed: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
+    """A toy model, sharded in a way that depends on the number, with optimizer state."""
+    options: list[Values] = [{}, {"auto_wrap_policy": None}, {"zero3_size": 1}]
+    if dist.get_world_size() == 4:
         options += [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
         options += [{"zero3_size": 2, "outer": "shard"}]
-    return options
-
-
-def _pairs(world_size: int) -> list[tuple[type[nn.Module], Values]]:
-    """Models and shardings: every other sharding with each model, none left out."""
-    options = _sharding_options(world_size)
-    return [
-        (make, own)
-        for row, make in enumerate(MODELS)
-        for column, own in enumerate(options)
-        if (row + column) % 2 == 0
-    ]
+    torch.manual_seed(seed)
+    given = {"auto_wrap_policy": set(CASES[name].units), **options[number % len(options)]}
+    model = ZeRO3(CASES[name].build(), **given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
 
 
 def _save_all(root: str) -> list[Whole]:
-    """One checkpoint for each model and sharding; what is in it."""
+    """A checkpoint of each model; what is in them."""
     written = []
-    for number, (make, options) in enumerate(_pairs(dist.get_world_size())):
-        model, optimizer = build(make, number, **options)
-        train(model, optimizer)
+    for number, name in enumerate(MODELS):
+        model, optimizer = _model(number, name, seed=number)
         save(root, model, optimizer, step=number)
         written.append(everything(model, optimizer))
     return written
 
 
-def _load_all(root: str, written_by: int, expected: list[Whole]) -> None:
-    options = _sharding_options(dist.get_world_size())
-    pairs = _pairs(written_by)
-    for step, ((make, _), values) in enumerate(zip(pairs, expected, strict=True)):
-        # Each was written in one way and is read in another; over all steps, in all of them.
-        own = options[step % len(options)]
-        model, optimizer = build(make, 99, **own)
-        load(f"{root}/step-{step:08d}", model, optimizer)
-        assert_same(everything(model, optimizer), values, f"{make.__name__} {own}")
-    train(model, optimizer)
+def _load_all(root: str, expected: list[Whole]) -> None:
+    for number, (name, values) in enumerate(zip(MODELS, expected, strict=True)):
+        model, optimizer = _model(number + 1, name, seed=99)
+        load(f"{root}/step-{number:08d}", model, optimizer)
+        assert_same(everything(model, optimizer), values, name)
 
 
 @pytest.mark.parametrize(
     ("written_by", "read_by"),
-    [
-        (3, [2]),
-        pytest.param(2, [4], marks=pytest.mark.slow),
-        *(pytest.param(each, [4], marks=pytest.mark.soak) for each in (1, 3)),
-        pytest.param(4, [1, 2, 3, 4], marks=pytest.mark.slow),
-    ],
+    [(3, [2]), pytest.param(4, [1, 3], marks=pytest.mark.slow)],
 )
 def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
-    tmp_path: Path, written_by: int, read_by: list[int], in_full: bool, ranks: KeptRanks
+    tmp_path: Path, written_by: int, read_by: list[int], ranks: KeptRanks
 ) -> None:
-    """What four wrote, one and three read; `make soak`: two and four as well."""
-    if written_by == 4 and not in_full:
-        read_by = read_by[::2]
     expected = ranks(written_by, _save_all, str(tmp_path))[0]
     for world_size in read_by:
-        ranks(world_size, _load_all, str(tmp_path), written_by, expected)
+        ranks(world_size, _load_all, str(tmp_path), expected)
     # Any safetensors reader sees the full tensors.
     for step, values in enumerate(expected):
         folder = tmp_path / f"step-{step:08d}"
@@ -134,22 +118,29 @@ def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
                 assert_bitwise(state[f"{name}/{key}"], tensor, f"{name}/{key}")
 
 
+def _layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+
+
 @on_ranks(2)
-def test_neither_save_nor_load_sends_parameters(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = ZeRO3(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]))
+def test_no_parameter_is_sent_and_a_model_from_the_meta_device_is_filled(tmp_path: Path) -> None:
+    model = ZeRO3(_layers(), auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 256)).sum().backward()
     optimizer.step()
-    with SentBytes() as sent:
+    with SentBytes() as saved:
         save(tmp_path, model, optimizer)
-    told = sent.nbytes
+    with torch.device("meta"):
+        bare = _layers()
+    other = ZeRO3(bare, auto_wrap_policy={nn.Linear}, param_init_fn="later")
+    other_optimizer = torch.optim.AdamW(other.parameters())
     with SentBytes() as sent:
-        load(tmp_path, model, optimizer)
+        load(tmp_path, other, other_optimizer)
     # Names, shapes and checksums: a smaller share, the larger the model.
     one_weight = 256 * 256 * 4
-    assert 0 < told < one_weight / 8
+    assert 0 < saved.nbytes < one_weight / 8
     assert 0 < sent.nbytes < one_weight / 4
+    assert_same(everything(other, other_optimizer), everything(model, optimizer))
 
 
 @on_ranks(2)
@@ -198,12 +189,7 @@ class WideMomentum(torch.optim.Optimizer):
 @on_ranks(2)
 def test_optimizers_of_other_kinds_go_on_as_they_were(tmp_path: Path) -> None:
     for number, make in enumerate(
-        (
-            WideMomentum,
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            lambda p: torch.optim.AdamW(p, amsgrad=True, lr=torch.tensor(0.01)),
-        )
+        (WideMomentum, lambda p: torch.optim.AdamW(p, amsgrad=True, lr=torch.tensor(0.01)))
     ):
         model, _ = build(OddShapes, 0)
         optimizer = make(model.parameters())
@@ -487,25 +473,6 @@ def test_tied_weights_are_saved_once_and_load_under_each_name(tmp_path: Path) ->
     train(untied, untied_optimizer, 1)  # the two do not share memory
 
 
-def _layers() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(128, 128) for _ in range(3)])
-
-
-@on_ranks(2)
-def test_a_model_from_the_meta_device_is_filled_piece_by_piece(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = ZeRO3(_layers(), auto_wrap_policy={nn.Linear})
-    save(tmp_path, model)
-    expected = get_model_state_dict(model, full=True)
-    with torch.device("meta"):
-        bare = _layers()
-    other = ZeRO3(bare, auto_wrap_policy={nn.Linear}, param_init_fn="later")
-    with SentBytes() as sent:
-        load(tmp_path, other)
-    assert sent.nbytes < 128 * 128 * 4 / 8  # nothing was gathered
-    assert_same_parameters(get_model_state_dict(other, full=True), expected)
-
-
 @on_ranks(2)
 def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> None:
     with simulated_device():  # which raises for accesses in no order
@@ -567,15 +534,6 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
             assert file.read_bytes() == (other / file.name).read_bytes()
 
 
-@on_ranks(3)
-def test_ranks_that_differ_are_named_by_their_global_numbers(tmp_path: Path) -> None:
-    rank, group = dist.get_rank(), dist.new_group([1, 2])
-    if rank:
-        model = ZeRO3(Mlp(), process_group=group)
-        with pytest.raises(CheckpointError, match=r"rank 1: \[.*\]; rank 2: \["):
-            save(tmp_path, model, step=rank)
-
-
 @on_ranks(2)
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     rank = dist.get_rank()
@@ -604,13 +562,18 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused("does not belong to the model", optimizer=stranger)
     loss_of(model(torch.ones(1, WIDTH))).backward()
     optimizer.step()
-    for state in optimizer.state.values():
-        state["exp_avg"] = torch.ones(2, 2)
+    # The first element of its weight is on the first rank.
+    state = optimizer.state[model.stem.weight]
+    for late in (torch.ones(()), torch.zeros_like(model.stem.weight)):
+        state |= {"late": late} if rank else {}
+        refused("^rank 1: stem.weight/late is on this rank, but the rank with the first element")
+    state["exp_avg"] = torch.ones(2, 2)
     refused(r"exp_avg.*shape \(2, 2\) for a shard of")
     with pytest.raises(ValueError, match="wrap the model first"):
         save(tmp_path, Mlp())
     with pytest.raises(CheckpointError, match="no such folder"):
         load(f"{tmp_path}/nowhere", model)
+    dist.barrier()  # The first rank removes what it began.
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
     caught: list[str] = []
@@ -654,17 +617,3 @@ def test_ranks_with_different_modules_share_a_checkpoint(tmp_path: Path) -> None
     other, other_optimizer = build(1)
     load(tmp_path, other, other_optimizer, process_group=everyone)
     assert_same(everything(other, other_optimizer), expected, f"stage {rank}")
-
-
-@on_ranks(2)
-def test_every_toy_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Every toy model: what is saved is what `state_dict` shows, and it loads."""
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        model = ZeRO3(case.build(), auto_wrap_policy=case.units)
-        save(tmp_path, model)
-        expected = get_model_state_dict(model, full=True)
-        torch.manual_seed(1)
-        other = ZeRO3(case.build(), auto_wrap_policy=case.units)
-        load(tmp_path, other)
-        assert_same_parameters(get_model_state_dict(other, full=True), expected, what=name)
