@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 from layerzero.build.device import current_accelerator
 from layerzero.comm_hooks import by_reduce_scatter, set_hooks
 from layerzero.flat.names import clean_name
-from layerzero.flat.parameter_info import get_info, rename
+from layerzero.flat.parameter_info import change_info, get_info
 from layerzero.model_functions import UnitMethods
 from layerzero.step import hooks, module_guards
 from layerzero.step.methods import put
@@ -268,7 +268,7 @@ def _join(state: _State, top: nn.Module) -> None:
             pairs = zip(handle.sharded_params, handle.fqns, strict=True)
             handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
             for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
-                rename(sharded, fqn)
+                change_info(sharded, fqn=fqn)
 
 
 @functools.cache

@@ -48,7 +48,7 @@ from layerzero.flat.flatten import (
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout
-from layerzero.flat.parameter_info import copy_attributes, info_of, rename, set_sharded_param
+from layerzero.flat.parameter_info import change_info, copy_attributes, info_of, set_sharded_param
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
 
@@ -315,13 +315,10 @@ class FlatParam:
 
     def note_rewrite(self, by_assignment: bool = False) -> None:
         """The engine writes the main shard through `.data`, perhaps because the program did."""
-        self.drop_post_forward_shard()
+        self.post_forward_shard = None
         self._is_gathered = False
         self.num_rewrites += 1
         self.was_assigned = self.was_assigned or by_assignment
-
-    def drop_post_forward_shard(self) -> None:
-        self.post_forward_shard = None
 
     def share_placement(self, placements: dict[Placement, Placement]) -> None:
         """Have one object for equal placements."""
@@ -338,7 +335,7 @@ class FlatParam:
         """Put `prefix` before every name, because the model became part of another."""
         self.fqns = [f"{prefix}.{fqn}" for fqn in self.fqns]
         for fqn, parameter in zip(self.fqns, self.sharded_params, strict=True):
-            rename(parameter, fqn)
+            change_info(parameter, fqn=fqn)
 
     def keep_shard(self) -> None:
         """Copy this rank's part of the gathered full buffer into `post_forward_shard`."""

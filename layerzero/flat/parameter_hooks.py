@@ -72,9 +72,15 @@ def accumulate_with_hooks(gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
     hooks may be collective. A parameter may come several times: its hooks see the sum.
     """
     parameters, values = zip(*gradients, strict=True)
+    # Frozen since its forward: hooks see what earlier micro-batches have added.
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     _running.append(parameters)
     try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         with torch.no_grad():
             torch.autograd.backward(parameters, values)
     finally:
         _running.pop()
+        for parameter in frozen:
+            parameter.requires_grad_(False)

