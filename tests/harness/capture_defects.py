@@ -1,7 +1,7 @@
 """Defects of captures and replays, one at a time; test_graph_capture.py finds each.
 
 `defect` returns a context in which the engine, or `capture`, has the one of a name: of a function
-here, or of what blocks the host in missing_waits.py.
+here, or of what blocks the host.
 """
 
 import sys
@@ -18,13 +18,38 @@ from layerzero.comm.streams import Streams
 from layerzero.flat.host_memory import HostMemory
 from layerzero.graph_capture import CapturedStep, Recording
 from layerzero.step.operations import Operations
+from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
-from layerzero.watch.watchdog import _Board
-from tests.harness.missing_waits import BLOCKS, at_each_reduction, idle
+from layerzero.watch.watchdog import Watchdog
+from tests.harness.missing_waits import idle
 from tests.harness.simulated_streams import Stream
 
 _Context = AbstractContextManager[object]
 _CPU = torch.device("cpu")
+
+
+def at_each_reduction(block: Callable[[Tensor, Unit], object]) -> _Context:
+    """`block(a tensor of the device, the unit)`."""
+    reduce = GradientReducer.reduce
+
+    def reducing(reducer: GradientReducer, unit: Unit) -> None:
+        reduce(reducer, unit)
+        block(unit.handles[0].full.data.new_ones(3), unit)
+
+    return mock.patch.object(GradientReducer, "reduce", reducing)
+
+
+_BLOCKS: dict[str, Callable[[Tensor, Unit], object]] = {
+    "waiting_for_an_event": lambda _, unit: (
+        unit.context.streams.record_compute_event().synchronize()
+    ),
+    "waiting_for_the_device": lambda *_: torch.get_device_module("cuda").synchronize(),
+    "reading_a_number": lambda tensor, _: tensor[0].item(),
+    "branching_on_a_tensor": lambda tensor, _: bool(tensor.isnan().any()),
+    "choosing_by_values": lambda tensor, _: tensor.nonzero(),
+    "sending_a_list_to_the_device": lambda tensor, _: torch.tensor([1.0], device=tensor.device),
+}
+"""Defect -> what blocks the host at each reduction."""
 
 
 def _unless_called_by(name: str, owner: type, method: str) -> _Context:
@@ -88,9 +113,9 @@ def copying_from_the_host() -> _Context:
 
 
 def writing_to_the_store() -> _Context:
-    board = mock.Mock()
-    board.published.return_value, board._store.check.return_value = (0, 0), False
-    return at_each_reduction(lambda *_: _Board.compare(board, 0, 0, {}))
+    dog, store = mock.MagicMock(_count=0, _digest=0, _history={}), mock.MagicMock()
+    store.check.return_value = False
+    return at_each_reduction(lambda *_: Watchdog._differing_pair(dog, store))
 
 
 def keeping_events_for_the_watchdog() -> _Context:
@@ -158,5 +183,5 @@ _IDLE: dict[str, tuple[Any, str]] = {
 def defect(name: str) -> _Context:
     if name in _IDLE:
         return idle(*_IDLE[name])
-    made: _Context = at_each_reduction(BLOCKS[name]) if name in BLOCKS else globals()[name]()
+    made: _Context = at_each_reduction(_BLOCKS[name]) if name in _BLOCKS else globals()[name]()
     return made
