@@ -14,7 +14,6 @@ from layerzero.comm.streams import Event
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
-from layerzero.watch.slow_waits import Waits, other_waits
 from layerzero.watch.watchdog import Watchdog
 
 
@@ -154,11 +153,9 @@ class Pending:
         # Only on gloo: given a timeout, NCCL's `wait` blocks the host. There the backend and the
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
-        watcher: Waits | None = self.operation.detector
-        if watcher is None and timed:
-            watcher = other_waits
-        if watcher is not None and self.works:
-            watcher.begin_wait(self)
+        detector = self.operation.detector
+        if detector is not None and self.works:
+            detector.begin_wait(self)
         try:
             for work, peer in self._all_works():
                 self.peer = peer
@@ -169,10 +166,10 @@ class Pending:
         except RuntimeError as error:
             raise self.diagnose(error) from error
         finally:
-            if watcher is not None:
-                watcher.waiting.discard(self)
-        if self.operation.detector is not None:
-            self.operation.detector.in_flight.discard(self)
+            if detector is not None:
+                detector.waiting.discard(self)
+        if detector is not None:
+            detector.in_flight.discard(self)
         self._record_done()
         self.works = ()
 

@@ -141,7 +141,7 @@ def _call(
             torch.set_autocast_cache_enabled(True)
     root.end_call(call, outputs)
     if type(outputs) in _LAZY:
-        from layerzero.step.lazy_results import step_by_step
+        from layerzero.step.on_request import step_by_step
 
         return step_by_step(functools.partial(_call, unit, kwargs={}, casts=casts), outputs)
     for tensor in (outputs,) if type(outputs) is torch.Tensor else find_tensors(outputs):

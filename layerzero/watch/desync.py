@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from layerzero.watch.diagnosis import own_connection
-from layerzero.watch.slow_waits import Collective, Waits, pause_for
+from layerzero.watch.slow_waits import Collective, warns_at_half_time
 from layerzero.watch.thread import run_periodically
 
+LONGEST_PAUSE_S = 0.5
 _HISTORY = 1024
 """Collectives a rank remembers; ranks further apart than about this cannot be compared."""
 _TAG = 0x3FFFFFFF
@@ -41,9 +45,12 @@ _TAG = 0x3FFFFFFF
 _logger = logging.getLogger(__name__)
 
 
-class DesyncDetector(Waits):
-    """Watches the waits of one model on gloo."""
+class DesyncDetector:
+    """Watches the waits of one model on gloo. Warns once of each, for one peer, past half of its
+    limit."""
 
+    waiting: set[Collective]
+    """Collectives that threads of this rank wait for now; the end of a wait discards its own."""
     issued: deque[tuple[int, str, str]]
     """(number, verb, unit) of the latest collectives of the model, on all its groups, in order."""
     in_flight: set[Collective]
@@ -54,8 +61,11 @@ class DesyncDetector(Waits):
 
     def __init__(self, places: Mapping[dist.ProcessGroup, str]) -> None:
         """`places`: prefix of this model's notes in the store, for each group (`ModelNumber`)."""
-        super().__init__()
-        self.in_flight = set()
+        self.waiting, self.in_flight = set(), set()
+        # Weak: a collective holds its buffers.
+        self._seen: WeakKeyDictionary[Collective, tuple[int, float]] = WeakKeyDictionary()
+        """The peer that a collective waits for, and the time of the first check that found it so;
+        infinity once it was warned of."""
         self.issued = deque(maxlen=_HISTORY)
         self.verdict = None
         self._places = dict(places)
@@ -64,21 +74,38 @@ class DesyncDetector(Waits):
         self._thread: threading.Thread | None = None
 
     def begin_wait(self, collective: Collective) -> None:
+        """Register a wait that is about to begin. Cheap: a thread does the rest."""
         self.waiting.add(collective)
         if self._thread is None:
-            pause_s, check = pause_for(collective.group.limit), DesyncDetector.check
+            pause_s = min(LONGEST_PAUSE_S, collective.group.limit.total_seconds() / 8)
+            check = DesyncDetector.check
             self._thread = run_periodically(self, check, pause_s, "layerzero-desync")
 
     def check(self) -> bool:
         """Check the current waits once; called by the thread after each pause."""
         if self.verdict is None:
-            _, long = self._check_slow()
+            long = [
+                collective for collective in self.waiting.copy() if self._was_waiting(collective)
+            ]
             if long:
                 self._find_out(long)
         if self.verdict is not None:
             for collective in self.waiting.copy():
                 _break(collective)
         return True
+
+    def _was_waiting(self, collective: Collective) -> bool:
+        """Whether the last check found it, too. Warns of it if it is slow."""
+        peer, group, now = collective.peer, collective.group, time.monotonic()
+        was_waiting = collective in self._seen
+        before, since = self._seen.get(collective, (peer, now))
+        waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
+        if before != peer:
+            since = now
+        elif warns_at_half_time(collective.name, group, waits_for, now - since):
+            since = math.inf
+        self._seen[collective] = peer, since
+        return was_waiting
 
     def latest_verdict(self) -> str | None:
         """Return the verdict, read from the store if need be; called after a wait failed."""

@@ -16,15 +16,12 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
 
 REPORT_SECONDS = 5.0
 """Seconds that a failing rank waits for the reports of others."""
-_TAG = 0x3FFFFFFE
-"""Tag of a receive that nothing matches; below all tags of the engine's messages."""
 _STORE_GRACE_S = 1.0
 """Seconds added to it, for a store that answers late or never."""
 _BEGAN = time.time()
@@ -62,8 +59,6 @@ def diagnose(
         find_divergence: returns where the ranks' paths diverged, None if it is unknown; may block.
     """
     rank = group.ranks[group.rank]
-    if peer < 0:
-        peer = _find_closed(group, error)
     waits_for = "the group" if peer < 0 else f"rank {group.ranks[peer]}"
     reports = _Reports(f"waits for {waits_for} in {operation}", group, peer)
     verdict: list[str | None] = []
@@ -90,41 +85,12 @@ def diagnose(
     return CollectiveError(f"{first} ({divergence or cause}).\n{table}")
 
 
-def _find_closed(group: ShardGroup, error: BaseException) -> int:
-    """Group rank of the only peer whose connection is closed; -1: none, several, or unknown."""
-    if group.backend != "gloo":
-        return -1
-    others = [peer for peer in range(group.size) if peer != group.rank]
-    # A process that has just died may still be about to close its connections.
-    for _ in range(1 if _is_timeout(error) else 10):
-        closed = [peer for peer in others if _is_closed(group, peer)]
-        if closed:
-            return closed[0] if len(closed) == 1 else -1
-        time.sleep(0.05)
-    return -1
-
-
-def _is_closed(group: ShardGroup, peer: int) -> bool:
-    number = dist.get_group_rank(group.process_group, group.ranks[peer])
-    try:
-        # Never waited for: on a closed connection the call itself fails.
-        group.process_group.recv([torch.empty(1)], number, _TAG)
-    except RuntimeError:
-        return True
-    return False
-
-
-def _is_timeout(error: BaseException) -> bool:
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
-
-
 def _cause(error: BaseException, timeout: timedelta) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    lowered = text.lower()
-    if _is_timeout(error):
+    lowered = str(error).lower()
+    if "timed out" in lowered or "timeout" in lowered:
         return f"nothing arrived within the timeout of {timeout.total_seconds():g} s"
-    if "closed" in lowered or "reset" in lowered or "refused" in lowered or "broken" in lowered:
+    if any(word in text.lower() for word in ("closed", "reset", "refused", "broken")):
         return "the connection closed: its process ended, or stopped waiting for another rank"
     return text
 
@@ -165,7 +131,7 @@ class _Reports:
         self._own = group.ranks[group.rank]
         self.texts = {self._own: text}
         self._waits_for = None if peer < 0 else group.ranks[peer]
-        self._runs = live_runs()
+        self._runs = set(run_names.values())
         self._oldest = time.time() - 2 * group.limit.total_seconds() - REPORT_SECONDS
         if not self._runs:
             self._oldest = max(self._oldest, _BEGAN)
@@ -204,11 +170,6 @@ class _Reports:
         self._runs |= runs  # Includes names of groups that this rank is not in.
         if report["waits_for"] not in (None, *self.ranks):
             self.ranks.append(report["waits_for"])
-
-
-def live_runs() -> set[str]:
-    """Run names of all groups that still exist."""
-    return set(run_names.values())
 
 
 def own_connection() -> dist.Store:

@@ -23,7 +23,7 @@ import logging
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from layerzero.flat.placement import ShardGroup
 from layerzero.notices import some_ranks
 from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
 from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.slow_waits import Collective, is_half_time, warn_half_time
+from layerzero.watch.slow_waits import Collective, warns_at_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096
@@ -79,7 +79,7 @@ class Watchdog:
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
-        self._board = None if place is None else _Board.open(group, place)
+        self._store = None if place is None else _open_store(place)
         pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, device)
         self._thread = run_periodically(self, Watchdog.check, pause_s, name, prepare)
@@ -119,52 +119,79 @@ class Watchdog:
         if self._standing_since is None:
             self._standing_since, self._was_warned_of = time.monotonic(), False
         seconds, limit = time.monotonic() - self._standing_since, self._group.limit
-        if seconds < limit.total_seconds():
-            if is_half_time(seconds, limit) and not self._was_warned_of:
-                self._was_warned_of = True
-                name = self._in_flight[0].name
-                warn_half_time(name, self._group, self._find_awaited(), seconds)
-            return None
-        return diagnose(self._in_flight[0].name, self._group, -1, TimeoutError("timed out"))
+        name = self._in_flight[0].name
+        if seconds >= limit.total_seconds():
+            return diagnose(name, self._group, -1, TimeoutError("timed out"))
+        if seconds >= limit.total_seconds() / 2 and not self._was_warned_of:
+            awaited = self._find_awaited()
+            self._was_warned_of = warns_at_half_time(name, self._group, awaited, seconds)
+        return None
 
     def _find_awaited(self) -> str:
         """The ranks that have not issued the oldest collective in flight, by the store."""
+        if (store := self._store) is None:
+            return "the group"
         try:
             number = self._count - len(self._in_flight) + 1
-            ranks = [] if self._board is None else self._board.ranks_behind(number)
+            ranks = [rank for rank in self._group.ranks if _published(store, rank)[0] < number]
+            return some_ranks(ranks) if ranks else "the group"
         except (RuntimeError, ValueError) as error:
             _logger.debug("cannot find the rank that is awaited: %s", error)
-            ranks = []
-        return some_ranks(ranks) if ranks else "the group"
+            return "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
-        board = self._board
-        if board is None or not self._count:
+        if self._store is None or not self._count:
             return None
         try:
-            pair = board.compare(self._count, self._digest, self._history)
-            return None if pair is None else self._divergence(board, pair)
+            pair = self._differing_pair(self._store)
+            return None if pair is None else self._divergence(self._store, pair)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
             _logger.debug("stopped comparing collectives between ranks: %s", error)
-            self._board = None
+            self._store = None
             return None
 
-    def _divergence(self, board: _Board, pair: tuple[int, int]) -> CollectiveError:
-        names = {count: name for count, (_, name) in self._history.items()}
-        first, second = board.exchange_histories(pair, names)
-        ranks = f"rank {pair[0]} and rank {pair[1]}"
-        text = (
-            f"{ranks} issued different collectives, so their data may be mixed up: restart from "
-            "the last checkpoint. Every rank must call the same units in the same order."
+    def _differing_pair(self, store: dist.Store) -> tuple[int, int] | None:
+        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
+        that some rank found to differ; None if there is none."""
+        group = self._group
+        rank, next_rank = group.ranks[group.rank], group.ranks[(group.rank + 1) % group.size]
+        store.set(f"digest/{rank}", json.dumps([self._count, self._digest]))
+        at, theirs = _published(store, next_rank)
+        if self._history.get(at, (theirs, ""))[0] != theirs:
+            # Only the first pair is stored, so that every rank reports the same one.
+            store.compare_set("diverged", "", json.dumps([rank, next_rank]))
+        if not store.check(["diverged"]):
+            return None
+        first, second = json.loads(store.get("diverged"))
+        return first, second
+
+    def _divergence(self, store: dist.Store, pair: tuple[int, int]) -> CollectiveError:
+        """Blocks up to `REPORT_SECONDS`, until both ranks have published what they issued."""
+        rank = self._group.ranks[self._group.rank]
+        if rank in pair:
+            own = {count: name for count, (_, name) in self._history.items()}
+            store.set(f"history/{rank}", json.dumps(own))
+        keys = [f"history/{each}" for each in pair]
+        deadline = time.monotonic() + REPORT_SECONDS
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        notes = [store.get(key) if store.check([key]) else "{}" for key in keys]
+        first, second = (
+            {int(count): name for count, name in json.loads(note).items()} for note in notes
         )
-        for count in sorted(first.keys() & second.keys()):
-            if first[count] != second[count]:
-                text += (
-                    f"\nThe first difference is collective {count} of this model on this group:\n"
-                    f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
-                )
-                break
+        text = (
+            f"rank {pair[0]} and rank {pair[1]} issued different collectives, so their data may be "
+            "mixed up: restart from the last checkpoint. Every rank must call the same units in "
+            "the same order."
+        )
+        differing = [n for n in sorted(first.keys() & second.keys()) if first[n] != second[n]]
+        if differing:
+            count = differing[0]
+            text += (
+                f"\nThe first difference is collective {count} of this model on this group:\n"
+                f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
+            )
         return CollectiveError(text)
 
 
@@ -176,60 +203,19 @@ def _abort(group: ShardGroup, device: torch.device) -> None:
         _logger.debug("cannot abort the group: %s", error)
 
 
-class _Board:
-    """The store through which the watchdogs of one model exchange what their ranks issued."""
+def _open_store(place: str) -> dist.Store | None:
+    """The store for this model's notes; None if the default group has no usable one."""
+    try:
+        return dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection())
+    except (RuntimeError, ValueError) as error:
+        _logger.debug("cannot compare collectives between ranks: %s", error)
+        return None
 
-    def __init__(self, store: dist.Store, group: ShardGroup) -> None:
-        self._store = store
-        self._group = group
-        self._next_rank = group.ranks[(group.rank + 1) % group.size]
-        self._rank = group.ranks[group.rank]
 
-    @classmethod
-    def open(cls, group: ShardGroup, place: str) -> _Board | None:
-        """The board of a model on this group; None if the default group has no usable store."""
-        try:
-            return cls(dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection()), group)
-        except (RuntimeError, ValueError) as error:
-            _logger.debug("cannot compare collectives between ranks: %s", error)
-            return None
-
-    def compare(
-        self, count: int, digest: int, history: Mapping[int, tuple[int, str]]
-    ) -> tuple[int, int] | None:
-        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
-        that some rank found to differ; None if there is none."""
-        self._store.set(f"digest/{self._rank}", json.dumps([count, digest]))
-        at, theirs = self.published(self._next_rank)
-        if history.get(at, (theirs, ""))[0] != theirs:
-            # Only the first pair is stored, so that every rank reports the same one.
-            self._store.compare_set("diverged", "", json.dumps([self._rank, self._next_rank]))
-        if not self._store.check(["diverged"]):
-            return None
-        first, second = json.loads(self._store.get("diverged"))
-        return first, second
-
-    def ranks_behind(self, number: int) -> list[int]:
-        """Ranks that have not published that they issued collective `number`, counted from 1."""
-        return [rank for rank in self._group.ranks if self.published(rank)[0] < number]
-
-    def published(self, rank: int) -> tuple[int, int]:
-        """Number of collectives that the rank had issued, and their digest; (0, 0) for none."""
-        key = f"digest/{rank}"
-        if not self._store.check([key]):
-            return 0, 0
-        count, digest = json.loads(self._store.get(key))
-        return count, digest
-
-    def exchange_histories(
-        self, pair: tuple[int, int], own: dict[int, str]
-    ) -> list[dict[int, str]]:
-        """Collectives of both ranks, by count; blocks up to `REPORT_SECONDS`, empty if too late."""
-        if self._rank in pair:
-            self._store.set(f"history/{self._rank}", json.dumps(own))
-        keys = [f"history/{rank}" for rank in pair]
-        deadline = time.monotonic() + REPORT_SECONDS
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        notes = [self._store.get(key) if self._store.check([key]) else "{}" for key in keys]
-        return [{int(count): name for count, name in json.loads(note).items()} for note in notes]
+def _published(store: dist.Store, rank: int) -> tuple[int, int]:
+    """Number of collectives that the rank had issued, and their digest; (0, 0) for none."""
+    key = f"digest/{rank}"
+    if not store.check([key]):
+        return 0, 0
+    count, digest = json.loads(store.get(key))
+    return count, digest

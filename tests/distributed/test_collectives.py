@@ -1,6 +1,5 @@
 """What a step costs: collectives counted, payload counted, copies counted, storage freed."""
 
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -60,29 +59,21 @@ def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
         others = {o.verb for o in operations} - {"all-gather", "reduce-scatter"}
         assert others == {"gradient presence"}
 
-
-@on_ranks(2)
-def test_a_root_without_parameters_costs_nothing() -> None:
-    torch.manual_seed(0)
+    # A root without parameters costs nothing.
     model = ZeRO3(torch.nn.Sequential(*(Block() for _ in range(DEPTH))), auto_wrap_policy={Block})
-    for _ in range(2):
-        with recorded_operations(model) as operations:
-            model(batch()).sum().backward()
-        assert len(gathered(operations)) == 2 * DEPTH - 1
-        assert len(reduced(operations)) == DEPTH
+    with recorded_operations(model) as operations:
+        model(batch()).sum().backward()
+    assert len(gathered(operations)) == 2 * DEPTH - 1
+    assert len(reduced(operations)) == DEPTH
 
 
 @on_ranks(2)
-def test_without_resharding_after_forward_each_unit_is_gathered_once() -> None:
+def test_what_stays_full_or_has_no_backward_is_gathered_once() -> None:
     model = wrapped(reshard_after_forward=False)
     with recorded_operations(model) as operations:
         model(batch()).sum().backward()
     assert len(gathered(operations)) == DEPTH + 1
     assert set(full_nbytes(model).values()) == {0}
-
-
-@on_ranks(2)
-def test_a_forward_without_grad_gathers_each_unit_once_and_keeps_none() -> None:
     model = wrapped()
     with torch.no_grad(), recorded_operations(model) as operations:
         model(batch())
@@ -253,57 +244,6 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order_and_take_little_memory(world_
         held = summed.numel()
         assert held == summed.untyped_storage().nbytes() // 4, "no view keeps the input alive"
     assert count.peak == 4 * NUMEL * (size + PARTS[size])
-
-
-@on_ranks(6)
-def test_two_reductions_in_flight_do_not_mix() -> None:
-    group = world()
-    make = functools.partial(Operation, "reduce-scatter", "a unit")
-    values = [torch.full((group.size * NUMEL,), float(k + group.rank)) for k in range(2)]
-    started = [reduce_scatter(each, group, make(k)) for k, each in enumerate(values)]
-    for _, pending in started:
-        pending.wait()
-    for k, (summed, pending) in enumerate(started):
-        assert pending.is_done
-        assert torch.equal(summed, torch.full_like(summed, sum(range(k, k + group.size))))
-
-
-class _Fails(torch.autograd.Function):
-    """Raises in backward on one rank."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("a bad batch")
-
-
-def _fail(module: torch.nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
-    return _Fails.apply(out)
-
-
-@on_ranks(4)
-def test_a_pass_that_fails_on_four_ranks_leaves_no_message_over() -> None:
-    torch.manual_seed(0)
-    model = ZeRO3(Mlp(4), auto_wrap_policy={Block})
-    batch = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(batch).sum().backward()
-        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-    expected = gradients()
-    model.zero_grad()
-    hook = model.blocks[1].register_forward_hook(_fail)
-    with pytest.raises(ValueError, match="a bad batch"):
-        model(batch).sum().backward()
-    hook.remove()
-    assert all(each.grad is None for each in model.parameters())
-    for mine, other in zip(gradients(), expected, strict=True):
-        assert torch.equal(mine, other)
 
 
 NCCL = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool}

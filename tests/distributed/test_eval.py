@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise
 from tests.harness.compare import (
     assert_same_gradients,
     assert_trains_alike,
@@ -151,33 +151,6 @@ def test_parameters_may_be_unsharded_and_resharded_by_hand() -> None:
         assert_bitwise(model(batches[0][0]), plain(batches[0][0]), "output")
     model.reshard()
     assert_trains_alike(model, plain, batches[:2])
-
-
-class _Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.drop = nn.Dropout(0.5)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.last = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.drop(self.first(x))))
-
-
-@on_ranks(2)
-def test_train_and_eval_reach_the_modules_inside() -> None:
-    model, plain = zero3(_Noisy, Block), seeded(_Noisy)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    for _ in range(2):
-        for train in (True, False):
-            model.train(train)
-            plain.train(train)
-            torch.manual_seed(3)
-            own = model(batch)
-            torch.manual_seed(3)
-            assert_bitwise(own.detach(), plain(batch).detach(), f"output, train={train}")
-    assert_same_parameters(dict(model.named_buffers()), dict(plain.named_buffers()), what="buffer")
 
 
 @on_ranks(3)

@@ -1,27 +1,23 @@
 """Each wait that the engine needs is missed: without it the simulated device finds a race.
 
 Defects are in tests/harness/missing_waits.py. Each must be found for its own reason: the report
-names the memory, and the two streams that use it in no order. The same for what blocks the host.
+names the memory, and the two streams that use it in no order.
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from layerzero import ZeRO3
 from tests.harness import missing_waits, stream_uses
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
-from tests.harness.stream_uses import LAYERED, OFFLOADED, SETTINGS, train, wrapped
+from tests.harness.stream_uses import LAYERED, OFFLOADED, SETTINGS, wrapped
 
 # A line for each defect and what it is found by, under the setting and the use that need the wait:
 #   MEMORY, STREAM races EARLIER         uses memory in no order with what EARLIER did with it
 #   MEMORY, HOME frees before EARLIER    HOME owns the memory, and has not waited for EARLIER
-#   CALL, blocks in FUNCTION             the host waits for the device
 # "gather" is the stream of the group of all ranks; with an outer axis "inner" is that of the shard
 # group, and "outer" that of the outer group.
 ONE_SHARD_GROUP = """
@@ -37,9 +33,6 @@ without_the_unshard_stream_waiting: main shard, gather races compute
 without_compute_waiting_for_unsharded_parameters: full buffer, compute races gather
 without_waiting_for_the_gather: full buffer, compute races gather
 without_waiting_before_frees: full buffer, unshard frees before compute
-waiting_at_the_next_gather_only: full buffer, unshard frees before compute
-waiting_after_the_free: full buffer, unshard frees before compute
-with_full_buffers_of_the_first_user: full buffer, gather races compute
 with_the_current_device: main shard, gather races compute
 with_the_current_device: full buffer, unshard frees before compute
 with_waits_of_the_current_device: full buffer, compute races gather
@@ -48,9 +41,6 @@ without_memory_of_compute_for_chunks: sum of a hop, reduce frees before compute
 without_waiting_for_the_first_hop: gradient buffer, compute frees before gather
 without_compute_waiting_for_reductions: gradient buffer, compute races gather
 freeing_gradients_before_they_are_reduced: gradient buffer, compute frees before gather
-collecting_on_reduce_at_once: unsharded gradient, reduce races compute
-collecting_on_reduce_after_a_wait: unsharded gradient, compute frees before reduce
-with_one_event_for_all: gradient buffer, compute races gather
 [bfloat16: plain_steps]
 without_the_event_of_weights: main shard, unshard races compute
 without_the_unshard_stream_waiting: main shard, unshard races compute
@@ -108,7 +98,6 @@ WITH_HOST = """
 [parameters: plain_steps]
 without_the_host_waiting: reduced chunk, host races offload
 without_the_host_waiting: main shard, host races pre_unshard
-asking_instead_of_waiting: reduced chunk, host races offload
 without_the_event_of_landed_gradients: reduced chunk, host races offload
 without_the_event_of_offloaded_chunks: sum of a hop, reduce frees before offload
 without_waiting_on_the_offload_stream: sum of a hop, offload races gather
@@ -120,26 +109,6 @@ without_the_event_of_offloaded_chunks: sum of a hop, gather races offload
 without_waiting_on_the_offload_stream: sum of a hop, offload races gather
 [sums: accumulation]
 without_waiting_on_the_offload_stream: gradient buffer, offload races compute
-staging_sums_on_compute: staged sum, compute frees before offload
-[bfloat16 parameters: plain_steps]
-staging_shards_on_compute: staged main shard, compute frees before pre_unshard
-"""
-BLOCKING = """
-[default: steady_steps]
-packing_by_a_table_on_the_device: tolist, blocks in GradientBuffer.collect
-reading_a_list: tolist, blocks in Backward._finish_unit
-reading_a_number: _local_scalar_dense, blocks in Backward._finish_unit
-branching_on_a_tensor: _local_scalar_dense, blocks in Backward._finish_unit
-reading_into_numpy: numpy, blocks in Backward._finish_unit
-bringing_to_the_cpu: cpu, blocks in Backward._finish_unit
-choosing_by_values: nonzero, blocks in Backward._finish_unit
-choosing_by_a_mask: index, blocks in Backward._finish_unit
-comparing_tensors: equal, blocks in Backward._finish_unit
-sending_a_list_to_the_device: tensor, blocks in Backward._finish_unit
-copying_to_pageable_memory: copy_, blocks in Backward._finish_unit
-copying_and_waiting: copy_, blocks in Backward._finish_unit
-waiting_for_an_event: synchronize of an event on compute, blocks in Backward._finish_unit
-waiting_for_the_device: synchronize of reduce, blocks in Backward._finish_unit
 """
 ON_THE_CURRENT_STREAM = """
 [default: plain_steps]
@@ -156,13 +125,8 @@ GROUPS: dict[str, tuple[int, dict[str, dict[str, Any]], str]] = {
     "outer axis": (4, LAYERED, LAYERS),
     "whole parameters": (2, LAYERED, WHOLE_PARAMETERS),
     "host": (2, OFFLOADED, WITH_HOST),
-    "blocking": (2, SETTINGS, BLOCKING),
     "on the current stream": (2, SETTINGS, ON_THE_CURRENT_STREAM),
 }
-
-
-def steady_steps(model: ZeRO3) -> None:
-    train(model, 2, torch.optim.SGD)
 
 
 def rows(table: str) -> list[tuple[str, str, str, str]]:
@@ -192,7 +156,6 @@ def _found(device: SimulatedDevice) -> set[str]:
             f"{free.memory}, {name(free.home)} frees before {name(free.earlier.stream)}"
             for free in device.early_frees
         ),
-        *(f"{wait.what}, blocks in {wait.where}" for wait in device.host_waits),
     }
 
 
@@ -204,15 +167,12 @@ def _not_found(
         runs.setdefault((run[0], run[1], run[2]), []).append(reason)
     missed = []
     for (name, setting, use), reasons in runs.items():
-        run_use: Callable[[ZeRO3], None] = (
-            steady_steps if use == "steady_steps" else getattr(stream_uses, use)
-        )
         with (
             missing_waits.defect(name),
             simulated_device(on_current_stream=on_current_stream) as device,
         ):
             model = wrapped(**settings[setting])
-            run_use(model)
+            getattr(stream_uses, use)(model)
             del model
         found = _found(device)
         missed += [
@@ -233,10 +193,3 @@ def test_it_is_found_for_its_own_reason(group: str) -> None:
     is_last = group == "on the current stream"
     rank = world_size - 1 if is_last else 0
     assert run_fake_ranks((rank,), world_size, _not_found, settings, table, is_last) == [[]]
-
-
-def test_there_are_many() -> None:
-    found = [row for _, _, table in GROUPS.values() for row in rows(table)]
-    assert len({defect for defect, *_ in found}) >= 50, "kinds"
-    waits = {tuple(run) for *run, reason in found if "blocks in" not in reason}
-    assert len(waits) >= 50, "waits and memory, in settings that need them"

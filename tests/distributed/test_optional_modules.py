@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.watch import slow_waits
+from layerzero.watch import desync
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.internals import inner_units
 from tests.harness.optional_runs import (
@@ -272,7 +272,7 @@ class Parting(nn.Module):
 
 def _fails_apart() -> dict[str, str]:
     """Messages of steps that one rank does otherwise, by how many went well before, and how."""
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     messages, rank = {}, dist.get_rank()
     for steps, route in ((0, [1, 0, 2]), (3, [0, 1]), (3, None)):
         # Each case on a group of its own: a failure leaves the connections of a group unusable.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.watch import desync, diagnosis, slow_waits
+from layerzero.watch import desync, diagnosis
 from tests.harness.checks import collective_error
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks, run_ranks
@@ -77,7 +77,7 @@ error_of = partial(collective_error, within_s=AT_ONCE_S)
 
 def _part() -> dict[str, str]:
     """Each case on a group of its own: a failure leaves the connections of a group unusable."""
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     is_other = dist.get_rank() == 1
 
     def goes(route: list[int], steps: int) -> Callable[[dist.ProcessGroup], str]:
@@ -155,7 +155,7 @@ def test_ranks_that_diverge_fail_at_once() -> None:
 
 @on_ranks(4, fresh=True)
 def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     model = wrapped(zero3_size=2)
     train(model, 2)
     if dist.get_rank() == 3:
@@ -170,7 +170,7 @@ def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
 
 @on_ranks(2, fresh=True)
 def test_what_one_rank_froze_alone_is_no_other_path() -> None:
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     model = wrapped()
     train(model)
     if dist.get_rank() == 1:
@@ -181,7 +181,7 @@ def test_what_one_rank_froze_alone_is_no_other_path() -> None:
 
 
 def _is_slow(**options) -> tuple[list[float], int]:
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     models = [wrapped(**options), wrapped(**options)]
     checks = []
     find_out = desync.DesyncDetector._find_out
@@ -205,7 +205,7 @@ def test_the_detector_goes_with_its_model() -> None:
     def threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "layerzero-desync"]
 
-    slow_waits.LONGEST_PAUSE_S = 0.1
+    desync.LONGEST_PAUSE_S = 0.1
     model = wrapped()
     train(model)
     (thread,) = threads()
@@ -252,7 +252,7 @@ def _fails_beside(store_path: Path, is_second: bool) -> str | None:
         os._exit(7)
     with pytest.raises(CollectiveError) as caught:
         model(torch.ones(1, 4))
-    assert len(diagnosis.live_runs()) == 1
+    assert len(diagnosis.run_names) == 1
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import BackwardPrefetch, ZeRO3, pregather, units
-from tests.harness.checks import assert_bitwise
+from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import Unit, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
@@ -67,65 +67,45 @@ def timeline() -> Iterator[list[str]]:
         yield events
 
 
-@pytest.mark.parametrize(
-    ("depth", "expected"),
-    [
-        (False, ["g0", "u0", "g1", "u1", "g2", "u2", "g3", "u3", "g4", "u4"]),
-        (True, ["g0", "g1", "u0", "g2", "u1", "g3", "u2", "g4", "u3", "u4"]),
-        (2, ["g0", "g1", "g2", "u0", "g3", "u1", "g4", "u2", "u3", "u4"]),
-    ],
-    ids=["off", "one ahead", "two ahead"],
-)
 @on_ranks(2)
-def test_forward_gathers_ahead_once_the_order_is_known(depth, expected) -> None:
-    model = wrapped(forward_prefetch=depth)
-    with torch.no_grad():
-        model(batch(), ALL)
-        with timeline() as seen:
-            model(batch(), ALL)
-    assert seen == expected
+def test_forward_gathers_ahead_once_the_order_is_known() -> None:
+    for depth, expected in (
+        (False, "g0 u0 g1 u1 g2 u2 g3 u3 g4 u4"),
+        (True, "g0 g1 u0 g2 u1 g3 u2 g4 u3 u4"),
+        (2, "g0 g1 g2 u0 g3 u1 g4 u2 u3 u4"),
+    ):
+        model = wrapped(forward_prefetch=depth)
+        with torch.no_grad():
+            with recorded_operations(model) as operations:
+                model(batch(), ALL)
+            with timeline() as seen:
+                model(batch(), ALL)
+        assert gathered(operations) == [f"blocks.{i}" for i in ALL], "nothing is guessed"
+        assert " ".join(seen) == expected
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (None, ["u4", "g3", "u3", "g2", "u2", "g1", "u1", "g0", "u0"]),
+@on_ranks(2)
+def test_backward_gathers_ahead_and_before_the_reduction_that_it_need_not_wait_for() -> None:
+    for mode, uses, expected in (
+        (None, "u4 g3 u3 g2 u2 g1 u1 g0 u0", "r4 g3 r3 g2 r2 g1 r1 g0 r0"),
         (
             BackwardPrefetch.BACKWARD_PRE,
-            ["g3", "u4", "g2", "u3", "g1", "u2", "g0", "u1", "u0"],
+            "g3 u4 g2 u3 g1 u2 g0 u1 u0",
+            "g3 r4 g2 r3 g1 r2 g0 r1 r0",
         ),
         (
             BackwardPrefetch.BACKWARD_POST,
-            ["u4", "g3", "u3", "g2", "u2", "g1", "u1", "g0", "u0"],
+            "u4 g3 u3 g2 u2 g1 u1 g0 u0",
+            "g3 r4 g2 r3 g1 r2 g0 r1 r0",
         ),
-    ],
-    ids=["off", "pre", "post"],
-)
-@on_ranks(2)
-def test_backward_gathers_ahead_once_the_order_is_known(mode, expected) -> None:
-    model = wrapped(backward_prefetch=mode)
-    for _ in range(2):
-        model(batch(), ALL).sum().backward()
-    loss = model(batch(), ALL).sum()
-    with timeline() as seen:
-        loss.backward()
-    assert seen == expected
-
-
-@on_ranks(2)
-def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
-    orders = {
-        None: "r4 g3 r3 g2 r2 g1 r1 g0 r0",
-        BackwardPrefetch.BACKWARD_PRE: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-        BackwardPrefetch.BACKWARD_POST: "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-    }
-    for mode, expected in orders.items():
+    ):
         model = wrapped(backward_prefetch=mode)
         for _ in range(2):
             model(batch(), ALL).sum().backward()
         loss = model(batch(), ALL).sum()
-        with recorded_operations(model) as operations:
+        with timeline() as used, recorded_operations(model) as operations:
             loss.backward()
+        assert " ".join(used) == uses, mode
         letters = {"all-gather": "g", "reduce-scatter": "r"}
         seen = [
             letters[operation.verb] + operation.unit.removeprefix("blocks.")
@@ -133,14 +113,6 @@ def test_a_gather_goes_before_the_reduction_that_it_need_not_wait_for() -> None:
             if operation.verb in letters and operation.unit.startswith("blocks.")
         ]
         assert " ".join(seen) == expected, mode
-
-
-@on_ranks(2)
-def test_nothing_is_guessed_before_an_order_was_recorded() -> None:
-    model = wrapped()
-    with recorded_operations(model) as operations:
-        model(batch(), [0, 2, 4]).sum().backward()
-    assert gathered(operations) == [f"blocks.{i}" for i in (0, 2, 4, 2, 0)]
 
 
 @on_ranks(2)
@@ -168,25 +140,6 @@ def test_branches_never_gather_what_they_do_not_use() -> None:
 
 
 @on_ranks(2)
-def test_lists_of_modules_to_prefetch_are_followed() -> None:
-    model = wrapped()
-    blocks = model.module.blocks
-    first = next(unit for unit in units(model) if unit.fqn == "blocks.0")
-    first.set_modules_to_forward_prefetch([blocks[1], blocks[2], blocks[3]])
-    with torch.no_grad(), timeline() as seen:
-        model(batch(), ALL)
-    assert seen[:4] == ["g0", "g1", "g2", "g3"]
-    last = next(unit for unit in units(model) if unit.fqn == "blocks.4")
-    last.set_modules_to_backward_prefetch([blocks[3], blocks[2]])
-    loss = model(batch(), ALL).sum()
-    with timeline() as seen:
-        loss.backward()
-    assert seen[:3] == ["g3", "g2", "u4"]
-    with pytest.raises(ValueError, match="modules to prefetch must be units"):
-        first.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
-
-
-@on_ranks(2)
 def test_all_units_may_be_gathered_before_a_forward() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
     model, plain = wrapped(), wrapped()
@@ -209,13 +162,14 @@ def test_all_units_may_be_gathered_before_a_forward() -> None:
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"),
-    [(False, 5), (True, 5), (1, 1), (2, 2), ("1B", 1), ("1.2KB", 2)],
-    ids=lambda value: f"{value}",
-)
 @on_ranks(2)
-def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
+def test_the_budget_bounds_what_is_resident() -> None:
+    for limit, most in ((False, 5), (True, 5), (1, 1), (2, 2), ("1B", 1), ("1.2KB", 2)):
+        with named(limit):
+            _resident(limit, most)
+
+
+def _resident(limit: bool | int | str, most: int) -> None:
     model = wrapped(forward_prefetch=4, limit_all_gathers=limit)
     nbytes = max(unit.nbytes for unit in units(model))
     root = root_state(model)
@@ -235,8 +189,8 @@ def test_the_budget_bounds_what_is_resident(limit, most: int) -> None:
 
 
 @on_ranks(2)
-def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
-    """Wrappers that are made by hand get their lists before there is a root around them."""
+def test_lists_of_modules_to_prefetch_are_followed() -> None:
+    """Wrappers that are made by hand get theirs before there is a root around them."""
     torch.manual_seed(0)
     module = Routed()
     for index, block in enumerate(module.blocks):
@@ -252,6 +206,8 @@ def test_lists_may_be_set_before_the_root_is_wrapped() -> None:
         with timeline() as seen:
             loss.backward()
         assert seen[:3] == ["g3", "g2", "u4"]
+    with pytest.raises(ValueError, match="modules to prefetch must be units"):
+        blocks[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
 EVERY_UNIT = ["blocks.0", "blocks.1", "blocks.2", ""]

@@ -3,20 +3,18 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
     Shared,
-    assert_same_gradients,
     assert_trains_alike,
     sharded,
     trained_alike,
@@ -33,7 +31,6 @@ from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     RunFn,
     backward_of,
-    backward_of_all_ranks,
     batches_of,
     forward_backward,
     seeded,
@@ -46,13 +43,6 @@ Pattern = Callable[[nn.Module, Sequence[Tensor]], list[Tensor]]
 
 def _in_turn(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
     return [forward_backward(model, batch) for batch in micro_batches]
-
-
-def _forwards_then_backwards(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-    losses = [loss_of(model(batch)) for batch in micro_batches]
-    for loss in losses:
-        loss.backward()
-    return [loss.detach() for loss in losses]
 
 
 def _last_forward_first(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +96,6 @@ def _custom_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[
 
 PATTERNS: dict[str, Pattern] = {
     "in turn": _in_turn,
-    "forwards, then backwards": _forwards_then_backwards,
     "last forward first": _last_forward_first,
     "one forward, one backward": _one_forward_one_backward,
     "one backward of the sum": _one_backward_of_the_sum,
@@ -151,25 +140,6 @@ def test_micro_batches_in_any_pattern_give_the_summed_gradient(case_name: str) -
         for options in [{}, {"reshard_after_forward": False}][: 1 + kept]:
             with named(name, options):
                 _assert_pattern_trains_alike(name, sharded(case, **options), truth, batches)
-
-
-@on_ranks(2)
-def test_two_models_in_one_process_do_not_meet() -> None:
-    """No state is shared between models of one process."""
-    first_case, second_case = CASES["mlp"], CASES["unused_parts"]
-    first, second = sharded(first_case), sharded(second_case)
-    plain = seeded(first_case.build), seeded(second_case.build)
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    for step in batches_of(first_case, world_size, steps=2):
-        losses = [loss_of(first(step[rank])), loss_of(second(step[rank]))]
-        losses[0].backward()
-        losses[1].backward()
-        for own, model, reference in zip(losses, (first, second), plain, strict=True):
-            expected = backward_of_all_ranks(reference, step)[rank]
-            assert_bitwise(own.detach(), expected, "loss")
-            assert_same_gradients(model, reference)
-            model.zero_grad()
-            reference.zero_grad()
 
 
 class _ActorCritic(nn.Module):
@@ -304,110 +274,58 @@ def test_models_over_one_trunk_live_and_fail_apart() -> None:
 # Activation checkpointing: recomputation inside backward gives the same bits as no checkpoint -----
 
 
-class Checkpointed(nn.Module):
-    """An MLP whose recomputed part is `where`; with "nothing" it is the reference."""
+class _Noisy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = nn.Dropout(0.3)
 
-    def __init__(self, where: str, use_reentrant: bool, depth: int = 4) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noise(super().forward(x))
+
+
+class Checkpointed(nn.Module):
+    """An MLP whose recomputed part is `where`."""
+
+    def __init__(self, where: str, use_reentrant: bool) -> None:
         super().__init__()
         self.where = where
         self.checkpoint = functools.partial(checkpoint, use_reentrant=use_reentrant)
-        self.use_reentrant = use_reentrant
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(_Block(self) for _ in range(depth)))
-        self.head = nn.Linear(WIDTH, 3)
+        self.blocks = nn.Sequential(*(_Noisy() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(_PLACES[self.where](self, self.stem(x)))
+        x = self.stem(x)
+        if self.where == "nested":
+            return self.checkpoint(self.around_each, x)
+        if self.where == "all units":
+            return self.checkpoint(self.blocks, x)
+        for _ in range(1 + (self.where == "each unit twice")):
+            x = self.around_each(x)
+        return x
 
+    def around_each(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.checkpoint(block, x)
+        return x
 
-class _Block(Block):
-    """A block that recomputes its own inside, when its model says so."""
-
-    def __init__(self, model: Checkpointed) -> None:
-        super().__init__()
-        self.noise = nn.Dropout(0.3)
-        self.recompute_inside: Callable[..., Any] | None = None
-        if model.where in ("inside each unit", "inside and around"):
-            self.recompute_inside = model.checkpoint
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.recompute_inside is None:
-            return self.part(x)
-        return self.recompute_inside(self.part, x)
-
-    def part(self, x: Tensor) -> Tensor:
-        return x + self.noise(self.down(torch.tanh(self.up(x))))
-
-
-def _around_each(model: Checkpointed, x: Tensor) -> Tensor:
-    for block in model.blocks:
-        x = model.checkpoint(block, x)
-    return x
-
-
-def _around_some(model: Checkpointed, x: Tensor) -> Tensor:
-    for index, block in enumerate(model.blocks):
-        x = model.checkpoint(block, x) if index % 2 else block(x)
-    return x
-
-
-def _around_several(model: Checkpointed, x: Tensor) -> Tensor:
-    return checkpoint_sequential(model.blocks, 2, x, use_reentrant=model.use_reentrant)
-
-
-def _around_all(model: Checkpointed, x: Tensor) -> Tensor:
-    return model.checkpoint(model.blocks, x)
-
-
-def _nested(model: Checkpointed, x: Tensor) -> Tensor:
-    def half(x: Tensor) -> Tensor:
-        x = model.checkpoint(model.blocks[0], x)
-        return model.checkpoint(model.blocks[1], x)
-
-    x = model.checkpoint(half, x)
-    return model.blocks[2:](x)
-
-
-def _same_unit_twice(model: Checkpointed, x: Tensor) -> Tensor:
-    for _ in range(2):
-        for block in model.blocks[:2]:
-            x = model.checkpoint(block, x)
-    return model.blocks[2:](x)
-
-
-_PLACES: dict[str, Callable[[Checkpointed, Tensor], Tensor]] = {
-    "around each unit": _around_each,
-    "around every other unit": _around_some,
-    "around several units": _around_several,
-    "around all units": _around_all,
-    "nested": _nested,
-    "one unit twice": _same_unit_twice,
-    "inside each unit": lambda model, x: model.blocks(x),
-    "inside and around": _around_each,
-}
 
 FLAVOURS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-
-
-def _train(where: str, use_reentrant: bool, options: dict) -> None:
-    # A reentrant recomputation is a backward pass of its own, and so is its reduction: two calls
-    # of one unit then add up after the mean over ranks and not before.
-    regrouped = where == "one unit twice" and use_reentrant
-
-    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        torch.manual_seed(int(1000 * batch.abs().sum()))  # dropout: the same in both models
-        return model(batch).square().sum()
-
-    build = functools.partial(Checkpointed, where, use_reentrant)
-    with named(where, f"{use_reentrant=}"):
-        trained_alike(build, _Block, run=backward_of(loss_of), regrouped=regrouped, **options)
 
 
 @FLAVOURS
 @on_ranks(2)
 def test_recomputation_changes_no_bit(use_reentrant: bool) -> None:
-    for where in _PLACES:
-        _train(where, use_reentrant, {})
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        torch.manual_seed(int(1000 * batch.abs().sum()))  # dropout: the same in both models
+        return model(batch).square().sum()
+
+    for where in ("each unit", "each unit twice", "all units", "nested"):
+        # A reentrant recomputation is a backward pass of its own, and so is its reduction: two
+        # calls of one unit then add up after the mean over ranks and not before.
+        regrouped = where == "each unit twice" and use_reentrant
+        build = functools.partial(Checkpointed, where, use_reentrant)
+        with named(where):
+            trained_alike(build, _Noisy, run=backward_of(loss_of), regrouped=regrouped)
 
 
 @FLAVOURS

@@ -1,10 +1,7 @@
 """docs/howto/several_machines.md: two agents of torchrun, and Ray Train, each with two ranks."""
 
-import contextlib
 import json
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -25,38 +22,6 @@ from tests.harness.ranks import run_ranks
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 SMALL = ["--layers", "1", "--width", "16", "--seq", "16", "--steps", "4", "--batch", "2"]
-
-
-def _environment() -> dict[str, str]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in names}
-    path = f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    """In a group of its own, so that all it starts can be ended."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=_environment(),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _finish(processes: list[subprocess.Popen[str]], timeout: float) -> None:
-    """Wait until all have ended well; afterwards none is left."""
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=timeout)
-            assert process.returncode == 0, output[-5000:]
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:
@@ -154,17 +119,4 @@ def test_a_worker_of_ray_resumes_after_a_failure(
 
     monkeypatch.setattr(train_ray, "TorchTrainer", Trainer)
     resumed = train_ray.run(train_ray.parse([*RESUMED, "--storage", str(tmp_path)]))
-    assert resumed == {**_uninterrupted(tmp_path / "uninterrupted"), "resumed_from": 4}
-
-
-@pytest.mark.soak
-def test_two_ray_workers_resume_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dozen processes of Ray's load torch. Every day runs the test above."""
-    pytest.importorskip("ray.train")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    script = str(EXAMPLES / "train_ray.py")
-    _finish([_start(script, *RESUMED, "--storage", str(tmp_path))], timeout=300)
-    resumed = json.loads((tmp_path / "metrics.json").read_text())
     assert resumed == {**_uninterrupted(tmp_path / "uninterrupted"), "resumed_from": 4}

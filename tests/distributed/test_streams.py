@@ -20,8 +20,6 @@ from layerzero.flat.placement import ShardGroup
 from layerzero.optim import WholeTensorOptimizer
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
-from layerzero.watch import watchdog
-from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH
@@ -322,51 +320,6 @@ class Event:
 
     def query(self) -> bool:
         return self.happened
-
-
-def test_a_collective_without_a_work_is_done_when_the_stream_is_past_it() -> None:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))
-    events: list[Event] = []
-
-    def record() -> Event:
-        events.append(Event())
-        return events[-1]
-
-    with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
-        dog = Watchdog(group, CPU, record, lambda: (record(),), lambda _: None, None)
-        issued: list[tuple[bool, bool]] = []
-        pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
-        dog.issued.append(pending)
-        pending.start(lambda: issued.append((pending.is_reached, pending.is_done)))
-    assert issued == [(False, False)]
-    reached, done = events
-    assert not pending.is_done
-    assert pending.wait() is done and len(events) == 2  # `wait` records no second one.
-    reached.happened = True
-    assert pending.is_reached and not pending.is_done
-    done.happened = True
-    dog.check()
-    assert pending.is_done and not dog._in_flight
-
-
-def test_what_follows_a_collective_has_an_event_after_it() -> None:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=1))
-    order: list[object] = []
-
-    def record() -> Event:
-        order.append(Event())
-        return order[-1]
-
-    with mock.patch.object(watchdog, "run_periodically", lambda *_: None):
-        dog = Watchdog(group, CPU, record, tuple, lambda _: None, None)
-        pending = Pending(Operation("reduce-scatter", "a", 1, dog), group, 8)
-        dog.issued.append(pending)
-        pending.start(lambda: None)
-        pending.then(lambda: order.append("scaled"))
-        after = pending.wait()
-    assert [type(each) for each in order] == [Event, str, Event] and order[-1] is after
-    order[0].happened = True
-    assert not pending.is_done
 
 
 def test_an_error_of_the_call_names_the_collective() -> None:

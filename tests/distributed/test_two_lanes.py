@@ -20,7 +20,7 @@ from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
 from tests.harness.reference import batches_of, forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
@@ -53,9 +53,7 @@ SUMS: list[tuple[dict[str, Any], list[str]]] = [
 """How gradients are summed, and the lanes that are compared with none."""
 
 
-def _trained(
-    lanes: dict[str, Any], sums: dict[str, Any], layers: dict[str, Any], plain: bool
-) -> list[torch.Tensor]:
+def _trained(lanes: dict[str, Any], sums: dict[str, Any], plain: bool) -> list[torch.Tensor]:
     group = make_plain_group(timedelta(seconds=60)) if plain else None
     model = ZeRO3(
         seeded(lambda: Mlp(4)),
@@ -63,7 +61,6 @@ def _trained(
         auto_wrap_policy={Block},
         reduction=ReductionPolicy(**lanes),
         **sums,
-        **layers,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
@@ -76,19 +73,16 @@ def _trained(
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _all_trained(name: str, sums_of: list[tuple[dict[str, Any], list[str]]]) -> None:
+@on_ranks(2, timeout=120)
+def test_training_is_bitwise_the_same() -> None:
+    """On gloo, and where messages carry no names."""
     for plain in (False, True):
         # Lanes do not depend on the backend: there, one way of summing is enough.
-        for sums, compared in sums_of[:1] if plain else sums_of:
-            expected = _trained({}, sums, LAYERS[name], plain)
+        for sums, compared in SUMS[:1] if plain else SUMS:
+            expected = _trained({}, sums, plain)
             for lanes in compared:
-                found = _trained(LANES[lanes], sums, LAYERS[name], plain)
-                assert all(map(torch.equal, found, expected)), (name, lanes, sums, plain)
-
-
-def test_training_is_bitwise_the_same(ranks: KeptRanks) -> None:
-    """On gloo, and where messages carry no names."""
-    ranks(2, _all_trained, "one group", SUMS, timeout=120)
+                found = _trained(LANES[lanes], sums, plain)
+                assert all(map(torch.equal, found, expected)), (lanes, sums, plain)
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
@@ -185,16 +179,14 @@ def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
 
 
 def test_every_two_accesses_are_ordered() -> None:
-    for found in run_fake_ranks((0, 1), 2, _races, _with_lanes({}, "both"), USES):
-        assert found == {use.__name__: [] for use in USES}
-
-
-def test_every_two_accesses_are_ordered_with_the_host() -> None:
-    """Each use with one of two policies, micro-batches with both."""
-    for offload, uses in (("sums in shards", HOST_USES[::2]), ("everything", HOST_USES[1::2])):
-        uses = [accumulation, *(use for use in uses if use is not accumulation)]
-        settings = _with_lanes(OFFLOADED[offload], "both")
-        for found in run_fake_ranks((0, 1), 2, _races, settings, uses):
+    """With the host each use has one of two policies, micro-batches have both."""
+    runs: list[tuple[dict[str, Any], list[Any]]] = [({}, USES)]
+    runs += [
+        (OFFLOADED["sums in shards"], HOST_USES[::2]),
+        (OFFLOADED["everything"], HOST_USES[1:]),
+    ]
+    for settings, uses in runs:
+        for found in run_fake_ranks((0, 1), 2, _races, _with_lanes(settings, "both"), uses):
             assert found == {use.__name__: [] for use in uses}
 
 
@@ -205,27 +197,6 @@ def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
             settings = _with_lanes({**LAYERS[name], **sums}, "both")
             use = accumulation if sums else plain_steps
             assert _races(settings, [use]) == {use.__name__: []}, (name, sums)
-
-
-def without_waiting_for_a_reduction() -> object:
-    """Its input is freed, and its unit's next gradients collected, while it may still be read."""
-
-    def complete(reducer: GradientReducer) -> None:
-        reduction = reducer._in_flight.pop(0)
-        reduction.handle.gradients.release()
-        reducer._undelivered.append(reduction)
-
-    return mock.patch.object(GradientReducer, "_complete_oldest", complete)
-
-
-def _found_without() -> list[int]:
-    found = []
-    for room in ("1GB", "1kB"):
-        policy = ReductionPolicy(separate_groups=True, in_flight=room)
-        with without_waiting_for_a_reduction(), simulated_device() as device:
-            plain_steps(wrapped(reduction=policy))
-        found.append(len(device.races) + len(device.early_frees))
-    return found
 
 
 @contextmanager
@@ -270,7 +241,6 @@ def _count(bound: int | None, most: int) -> None:
 
 @as_fake_ranks((0, 1), 2)
 def test_as_many_reductions_are_in_flight_as_there_is_room_for() -> None:
-    assert min(_found_without()) > 0, "a missing wait is found"
     with simulated_device():
         sizes = _input_nbytes(wrapped())
     for bound, most in ((None, 1), (1, 1), (sum(sorted(sizes)[-2:]), 2), (sum(sizes), 4)):

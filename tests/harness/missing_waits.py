@@ -4,30 +4,22 @@
 table. test_missing_waits.py trains with each on the simulated device, tests/gpu on a real one.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from layerzero import ops
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import DeviceStream, Streams, _OnStream
-from layerzero.flat import flat_param
-from layerzero.flat.gradient_sums import GradientSums
-from layerzero.flat.gradients import GradientBuffer
-from layerzero.flat.host_memory import HostMemory
 from layerzero.step.context import RuntimeContext
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import Unit
-from layerzero.watch.events import EventPool
-
-_DEVICE = torch.device("cuda")
 
 
 class _Never:
@@ -165,46 +157,6 @@ def without_waiting_for_unused_gathers() -> AbstractContextManager[object]:
     return mock.patch.multiple(Unit, reshard=resharding, wait_for_unshard=waiting)
 
 
-@contextmanager
-def waiting_at_the_next_gather_only() -> Iterator[None]:
-    """Enough for memory that stays in its stream's pool."""
-    gather = FlatParamHandle._gather
-
-    def waits_first(handle: FlatParamHandle, context: RuntimeContext, *args: Any) -> Any:
-        context.streams.unshard.wait(context.streams.record_compute_event())
-        return gather(handle, context, *args)
-
-    with (
-        idle(RuntimeContext, "before_free"),
-        mock.patch.object(FlatParamHandle, "_gather", waits_first),
-    ):
-        yield
-
-
-def waiting_after_the_free() -> AbstractContextManager[object]:
-    """The stream that owns full buffers waits when they are in its pool already."""
-    before, reshard = RuntimeContext.before_free, Unit.reshard
-
-    def resharding(unit: Unit, *args: Any, **kwargs: Any) -> None:
-        with idle(RuntimeContext, "before_free"):
-            reshard(unit, *args, **kwargs)
-        before(unit.context)
-
-    return mock.patch.object(Unit, "reshard", resharding)
-
-
-def with_full_buffers_of_the_first_user() -> AbstractContextManager[object]:
-    """Allocated before the unshard stream is entered: memory of compute."""
-    allocate = FlatParamHandle.allocate_full
-
-    def allocated(handle: FlatParamHandle) -> None:
-        device = torch.get_device_module(_DEVICE)
-        with device.stream(device.default_stream(_DEVICE)):
-            allocate(handle)
-
-    return mock.patch.object(FlatParamHandle, "allocate_full", allocated)
-
-
 def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[object]:
     """A compute shard that is the full buffer is cast on another stream, with no gather after."""
 
@@ -244,58 +196,6 @@ def _completing(waits: bool) -> AbstractContextManager[object]:
     return mock.patch.object(GradientReducer, "_complete_oldest", completing)
 
 
-@contextmanager
-def _collecting_on_reduce(waits: bool) -> Iterator[None]:
-    """Gradients are copied into the buffer on the reduce stream: more overlap."""
-    start, collect = Reduction.start, GradientBuffer.collect
-    current: list[RuntimeContext] = []
-
-    def starting(reduction: Reduction, in_shards: bool) -> None:
-        current.append(reduction._context)
-        try:
-            start(reduction, in_shards)
-        finally:
-            current.pop()
-
-    def collecting(buffer: GradientBuffer, *args: Any, **kwargs: Any) -> None:
-        if not current:
-            return collect(buffer, *args, **kwargs)
-        streams = current[-1].streams
-        compute = streams.record_compute_event()
-        with streams.reduce as stream:
-            if waits:
-                stream.wait(compute)
-            return collect(buffer, *args, **kwargs)
-
-    with (
-        mock.patch.object(Reduction, "start", starting),
-        mock.patch.object(GradientBuffer, "collect", collecting),
-    ):
-        yield
-
-
-def with_one_event_for_all() -> AbstractContextManager[object]:
-    """As a pool would that gives an event to a second user while the first needs it."""
-    events: list[Any] = []
-
-    def record(_: EventPool, stream: Any) -> Any:
-        if not events:
-            events.append(stream.record_event())
-        return stream.record_event(events[0])
-
-    return mock.patch.object(EventPool, "record", record)
-
-
-def asking_instead_of_waiting() -> AbstractContextManager[object]:
-    """The host asks whether the event has happened, and goes on whatever the answer."""
-
-    def asks(_: Streams, event: Any) -> None:
-        if event is not None:
-            event.query()
-
-    return mock.patch.object(Streams, "wait_on_host", asks)
-
-
 def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
     def deaf(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(reduction: Reduction, chunk: Tensor, stream: DeviceStream) -> Any:
@@ -309,89 +209,13 @@ def without_the_event_of_offloaded_chunks() -> AbstractContextManager[object]:
     )
 
 
-@contextmanager
-def _staging_on_compute(owner: type, name: str) -> Iterator[None]:
-    """What an upload is staged in is memory of compute."""
-    original, empty_like = getattr(owner, name), torch.empty_like
-
-    def allocated(*args: Any, **kwargs: Any) -> Tensor:
-        device = torch.get_device_module(_DEVICE)
-        with device.stream(device.default_stream(_DEVICE)):
-            return empty_like(*args, **kwargs)
-
-    def staging(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(torch, "empty_like", allocated):
-            return original(*args, **kwargs)
-
-    with mock.patch.object(owner, name, staging):
-        yield
-
-
-def at_each_reduction(block: Callable[[Tensor, Unit], object]) -> AbstractContextManager[object]:
-    """`block(a tensor of the device, the unit)`."""
-    reduce = GradientReducer.reduce
-
-    def reducing(reducer: GradientReducer, unit: Unit) -> None:
-        reduce(reducer, unit)
-        block(unit.handles[0].full.data.new_ones(3), unit)
-
-    return mock.patch.object(GradientReducer, "reduce", reducing)
-
-
-def _copies_to_pageable_memory(tensor: Tensor, _: Unit) -> None:
-    host = HostMemory(False, _DEVICE).empty(tensor.numel(), tensor.dtype)
-    host.copy_(tensor, non_blocking=True)
-
-
-BLOCKS: dict[str, Callable[[Tensor, Unit], object]] = {
-    "reading_a_list": lambda tensor, _: tensor.tolist(),
-    "reading_a_number": lambda tensor, _: tensor[0].item(),
-    "branching_on_a_tensor": lambda tensor, _: bool(tensor.isnan().any()),
-    "reading_into_numpy": lambda tensor, _: tensor.detach().numpy(),
-    "bringing_to_the_cpu": lambda tensor, _: tensor.cpu(),
-    "choosing_by_values": lambda tensor, _: tensor.nonzero(),
-    "choosing_by_a_mask": lambda tensor, _: tensor[tensor > 0],
-    "comparing_tensors": lambda tensor, _: torch.equal(tensor, tensor),
-    "sending_a_list_to_the_device": lambda tensor, _: torch.tensor([1.0], device=tensor.device),
-    "copying_to_pageable_memory": _copies_to_pageable_memory,
-    "copying_and_waiting": lambda tensor, _: tensor.copy_(
-        HostMemory(True, _DEVICE).empty(tensor.numel(), tensor.dtype)
-    ),
-    "waiting_for_an_event": lambda _, unit: (
-        unit.context.streams.record_compute_event().synchronize()
-    ),
-    "waiting_for_the_device": lambda *_: torch.get_device_module(_DEVICE).synchronize(),
-}
-"""Defect -> what blocks the host at each reduction."""
-
-
-def packing_by_a_table_on_the_device() -> AbstractContextManager[object]:
-    """What an install without kernels for the device would do."""
-    pack = ops.pack_
-
-    def packing(out: Tensor, srcs: Any, segs: Any, *args: Any, **kwargs: Any) -> Any:
-        torch.zeros(3, dtype=torch.int64, device=out.device).tolist()
-        return pack(out, srcs, segs, *args, **kwargs)
-
-    return mock.patch("layerzero.flat.gradients.pack_", packing)
-
-
 _WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "without_compute_waiting_for_reductions": lambda: _completing(waits=False),
     "freeing_gradients_before_they_are_reduced": lambda: _completing(waits=True),
-    "collecting_on_reduce_at_once": lambda: _collecting_on_reduce(waits=False),
-    # Gradients of compute are freed while the reduce stream reads them.
-    "collecting_on_reduce_after_a_wait": lambda: _collecting_on_reduce(waits=True),
-    "staging_shards_on_compute": lambda: _staging_on_compute(
-        flat_param.FlatParam, "write_compute_slice"
-    ),
-    "staging_sums_on_compute": lambda: _staging_on_compute(GradientSums, "add_host_sum_to"),
 }
 
 
 def defect(name: str) -> AbstractContextManager[object]:
-    if name in BLOCKS:
-        return at_each_reduction(BLOCKS[name])
     if name in _VERBS:
         return _without_waiting_for(_VERBS[name])
     if name in _DEAF_STREAMS:

@@ -40,7 +40,8 @@ from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.step import root
 from layerzero.step.context import RuntimeContext
-from layerzero.watch.watchdog import _Board
+from layerzero.watch import watchdog
+from layerzero.watch.watchdog import Watchdog
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import (
     _ENGINE,
@@ -146,7 +147,6 @@ class SimulatedDevice(TorchDispatchMode):
         index: int = 1,
         num_streams: int | None = None,
         lag: int = 20,
-        seed: int | None = None,
         on_current_stream: bool = False,
     ) -> None:
         """
@@ -156,12 +156,11 @@ class SimulatedDevice(TorchDispatchMode):
             num_streams: side streams that the device has; `Stream()` hands them out in turns, so
                 models may share them. None: each is a new one.
             lag: actions of the host by which the device is behind.
-            seed: draw the lag of each event, up to twice `lag`; None: all have the same.
         """
         super().__init__()
         self.index = index
         self.host_waits: list[HostWait] = []
-        self.host = Host(lag, seed, self._note_host_wait)
+        self.host = Host(lag, self._note_host_wait)
         self.host_stream = HostStream(self.host)
         names = {index: "compute"}
         computes = [
@@ -728,8 +727,8 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Streams, "events_before", "the watchdog watches a collective"),
-        refused(_Board, "compare", "a rank writes to the store"),
-        refused(_Board, "published", "a rank reads from the store"),
+        refused(Watchdog, "_differing_pair", "a rank writes to the store"),
+        refused(watchdog, "_published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
         mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),

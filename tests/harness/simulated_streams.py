@@ -5,14 +5,12 @@ before whatever is queued next (Mattern, Virtual Time and Global States of Distr
 1989). The host has a clock too; what it did before it queued something has happened.
 
 The device is behind the host. When the host asks an event (`query`), the answer is False until the
-host has done `lag` more things, or has waited for something later; a question counts as one. With a
-seed each event draws its own lag, so code that polls takes either branch at any place.
+host has done `lag` more things, or has waited for something later; a question counts as one.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,13 +35,12 @@ def covers(clock: Clock, other: Clock) -> bool:
 class Host:
     """What the host knows, and what the device has done."""
 
-    def __init__(self, lag: int, seed: int | None, on_wait: Callable[[str], None]) -> None:
+    def __init__(self, lag: int, on_wait: Callable[[str], None]) -> None:
         """`on_wait` is called when the host blocks until the device has come somewhere."""
         self.clock: Clock = {}
         self.on_wait = on_wait
         self.num_actions = 0
-        self._lag = lag
-        self._random = None if seed is None else random.Random(seed)
+        self.lag = lag
         self._done: Clock = {}
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -58,9 +55,6 @@ class Host:
         """A capture is under way in this thread: it cannot contain this."""
         if self.capture is not None and threading.get_ident() == self._thread:
             self.on_fault(what)
-
-    def draw_lag(self) -> int:
-        return self._lag if self._random is None else self._random.randrange(2 * self._lag)
 
     def wait(self, clock: Clock, what: str) -> None:
         """Block until the device has come to `clock`."""
@@ -165,7 +159,7 @@ class Event:
         self._index, self._stream = stream.index, stream.name
         self.clock = dict(stream.clock)
         self.capture = stream.capture
-        self._due = self._host.num_actions + self._host.draw_lag()
+        self._due = self._host.num_actions + self._host.lag
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)

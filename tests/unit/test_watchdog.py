@@ -3,7 +3,6 @@ threads, errors of a check. The ranks are in tests/distributed."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import logging
@@ -84,15 +83,6 @@ def look_for_longer_than_the_timeout(dog: Dog) -> None:
     dog.check()
 
 
-def test_a_collective_the_device_has_passed_is_forgotten(dog: Dog) -> None:
-    pending = gather(dog, "a")
-    pending._events_before[0].happened = True
-    pending._done_event.happened = True
-    look_for_longer_than_the_timeout(dog)
-    assert dog.failure is None
-    assert not dog._in_flight
-
-
 def test_time_does_not_run_before_the_device_has_come_to_the_collective(dog: Dog) -> None:
     pending = gather(dog, "a")
     look_for_longer_than_the_timeout(dog)
@@ -114,13 +104,6 @@ def test_each_collective_has_the_whole_timeout_once_the_one_before_is_done(dog: 
     time.sleep(2 * TIMEOUT.total_seconds())
     dog.check()
     assert "all-gather of b (#1) stands still" in str(dog.failure)
-
-
-def test_history_is_bounded(dog: Dog) -> None:
-    for number in range(watchdog._HISTORY + 10):
-        gather(dog, f"layers.{number}")
-    dog.check()
-    assert len(dog._history) == watchdog._HISTORY
 
 
 DEVICE = torch.device("cuda", 3)
@@ -204,21 +187,19 @@ def started_gather(dog: Watchdog) -> None:
     pending.wait()
 
 
-def test_events_are_queried_on_the_models_device(module: Module) -> None:
-    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
-    started_gather(dog)
-    wait_until(lambda: bool(QueriedEvent.queried_on))
-    wait_until(is_idle, dog)
-    assert set(QueriedEvent.queried_on) == {3}
-
-
-def test_the_thread_destroys_no_event_and_they_are_used_again(module: Module) -> None:
+def test_the_thread_queries_on_the_models_device_and_destroys_no_event(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver({})
+    monkeypatch.setattr(events, "_driver", lambda: driver)
     stream = Stream(module)
     pool = EventPool()
     dog = make_dog(functools.partial(pool.record, stream))
     for _ in range(20):
         started_gather(dog)
         wait_until(is_idle, dog)
+    assert set(QueriedEvent.queried_on) == {3}
+    assert driver.modes == [(1, "layerzero-watchdog")], "it leaves captures of others alone"
     # The last reference may be gone a moment after the watchdog's list is empty.
     assert stream.num_made <= 4
     thread = dog._thread
@@ -233,56 +214,15 @@ def test_the_thread_destroys_no_event_and_they_are_used_again(module: Module) ->
     assert set(QueriedEvent.destroyed_by) == {"MainThread"}
 
 
-def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
-    stream = Stream(module)
-    pool = EventPool(capacity=0)
-    for _ in range(5):
-        pool.record(stream)
-    assert stream.num_made == 5
-
-
-def test_without_the_pool_the_thread_would_destroy_them(module: Module) -> None:
-    """What the test above would find."""
-    dog = make_dog(lambda: QueriedEvent(module))
-    started_gather(dog)
-    wait_until(lambda: bool(QueriedEvent.destroyed_by))
-    assert "layerzero-watchdog" in QueriedEvent.destroyed_by
-
-
 class Owner:
     def __init__(self) -> None:
         self.checks = 0
 
 
-def _fail_twice(owner: Owner) -> bool:
-    owner.checks += 1
-    if owner.checks < 3:
-        raise RuntimeError("operation not permitted when stream is capturing")
-    return True
-
-
-def _has_gone_on(owner: Owner) -> bool:
-    return owner.checks > 4
-
-
 def test_an_error_of_a_check_is_logged_once_and_does_not_end_the_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    owner = Owner()
-    with caplog.at_level(logging.ERROR, logger="layerzero"):
-        thread = run_periodically(owner, _fail_twice, PAUSE_S, "layerzero-watchdog")
-        wait_until(_has_gone_on, owner)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "layerzero-watchdog could not check, and goes on: RuntimeError: operation not permitted "
-        "when stream is capturing"
-    )
-    del owner
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-
-
-def test_nothing_is_checked_before_the_thread_is_prepared() -> None:
+    """Nor does one of what prepares the thread, before which nothing is checked."""
     owner = Owner()
     prepared: list[int] = []
 
@@ -294,12 +234,20 @@ def test_nothing_is_checked_before_the_thread_is_prepared() -> None:
     def check(owner: Owner) -> bool:
         owner.checks += 1
         assert len(prepared) == 3
-        return owner.checks < 3
+        if owner.checks < 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return True
 
-    thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog", prepare)
+    with caplog.at_level(logging.ERROR, logger="layerzero"):
+        thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog", prepare)
+        wait_until(lambda owner: owner.checks > 4, owner)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "layerzero-watchdog could not check, and goes on: RuntimeError: invalid device ordinal"
+    )
+    del owner
     thread.join(LIMIT_S)
     assert not thread.is_alive()
-    assert (len(prepared), owner.checks) == (3, 3)
 
 
 class Driver:
@@ -325,17 +273,6 @@ class CudaEvent:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_the_thread_leaves_captures_of_others_alone(module: Module, monkeypatch) -> None:
-    driver = Driver({})
-    monkeypatch.setattr(events, "_driver", lambda: driver)
-    dog = make_dog(functools.partial(EventPool().record, Stream(module)))
-    started_gather(dog)
-    wait_until(lambda: bool(QueriedEvent.queried_on))
-    started_gather(dog)
-    wait_until(is_idle, dog)
-    assert driver.modes == [(1, "layerzero-watchdog")]
-
-
 def test_cuda_events_are_queried_by_the_driver(monkeypatch) -> None:
     driver = Driver({1: 0, 2: 600, 3: 700})
     monkeypatch.setattr(events, "_driver", lambda: driver)
@@ -343,13 +280,6 @@ def test_cuda_events_are_queried_by_the_driver(monkeypatch) -> None:
     assert not events.is_done(CudaEvent(2))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         events.is_done(CudaEvent(3))
-
-
-def test_a_driver_that_is_not_loaded_is_not_loaded_for_this() -> None:
-    assert events._driver() is None or torch.cuda.is_available()
-    events.ignore_captures_of_other_threads()
-    with pytest.raises(OSError, match="libz-that-nobody-loaded"):
-        ctypes.CDLL("libz-that-nobody-loaded.so", mode=events.os.RTLD_NOLOAD)
 
 
 _EXITS = """
