@@ -498,7 +498,8 @@ def test_units_gathered_before_a_step_are_gathered_again_after_it() -> None:
         x = torch.randn(2, WIDTH)
         for steps in (True, False):
             model(x).sum().backward()
-            layerzero.pregather(model)
+            for unit in layerzero.units(model):
+                unit.unshard(async_op=True)
             optimizer.step() if steps else _halve(model)
             with torch.no_grad():
                 ahead = model(x)
