@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from layerzero.graph_capture import capture
     from layerzero.memory_plan import plan_memory
-    from layerzero.model_functions import pregather, register_forward_method, units
+    from layerzero.model_functions import register_forward_method, units
     from layerzero.optim import GradScaler, global_norm
     from layerzero.parallel import ParallelManager
     from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
@@ -55,7 +55,6 @@ _LAZY = {
     "join": "layerzero.uneven.joinable",
     "ledger": "layerzero.step_ledger",
     "plan_memory": "layerzero.memory_plan",
-    "pregather": "layerzero.model_functions",
     "register_forward_method": "layerzero.model_functions",
     "register_fsdp_forward_method": "layerzero.fsdp",
     "rewrap": "layerzero.wrap_again",
@@ -93,7 +92,6 @@ __all__ = [
     "native_status",
     "optim",
     "plan_memory",
-    "pregather",
     "register_forward_method",
     "register_fsdp_forward_method",
     "rewrap",

@@ -150,33 +150,6 @@ def units(model: nn.Module) -> list[UnitView]:
     return [UnitView(unit) for unit in ordered_units(model)]
 
 
-def pregather(model: nn.Module, *, wait: bool = True) -> None:
-    """Unshard every unit of `model` now, so that the next forward gathers nothing.
-
-    Collective over the ranks that share the model; call it outside forward and backward. It needs
-    memory for all unsharded parameters: each unit is resharded when its next forward ends, as
-    usual, and gathered again in backward. If the weights change before that forward (an optimizer
-    step), it gathers them again. Attributes and `parameters()` still show sharded parameters.
-
-    Args:
-        model: a ZeRO3 module, or any module that is a unit; units inside it are included.
-        wait: block the host until all gathers are done, also on a device with streams (there with
-            all work queued earlier on the current stream), so that a timer started next measures
-            no gather. False: on a device with streams only the current stream waits; on CPU the
-            host still blocks.
-
-    Raises:
-        ValueError: `model` is not wrapped.
-        RuntimeError: inside forward or backward.
-        CollectiveError: a rank did not take part within the timeout.
-    """
-    unit = get_unit(model)
-    if unit is None:
-        raise ValueError(f"pregather: expected a ZeRO3 module, got {type(model).__name__}")
-    root = root_of(unit)
-    _pregather(root, root.units_inside(model), wait)
-
-
 def register_forward_method(model: nn.Module, name: str) -> None:
     """Make `model.name(...)` unshard and reshard parameters as `model(...)` does.
 
@@ -201,29 +174,6 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 
 
 @remembers_failure
-def _pregather(root: RootState, units: Sequence[Unit], waits: bool) -> None:
-    """Implements `layerzero.pregather`."""
-    root.before_call("pregather")
-    root.check_between_steps(
-        "pregather: called inside forward or backward; call it between them",
-    )
-    _gather_ahead(root, units, waits=True)
-    for unit in units:
-        if unit.handles:
-            unit.hold(_EXPLICIT)
-    root.context.wait_for_uploads()
-    if waits:
-        root.streams.wait_on_host(root.streams.record_compute_event())
-
-
-def _gather_ahead(root: RootState, units: Sequence[Unit], waits: bool) -> None:
-    root.context.note_weights()
-    if not root.reducer.kept.adds_up:
-        root.scheduler.mark_stale()
-    root.scheduler.unshard_ahead(units, waits)
-
-
-@remembers_failure
 def unshard_all(root: RootState) -> None:
     """Start gathering all units, held for micro-batches. Collective; does not block the host.
 
@@ -232,5 +182,8 @@ def unshard_all(root: RootState) -> None:
     """
     root.before_call("micro_batches")
     root.backward.clear_abandoned()
-    _gather_ahead(root, root.units, waits=False)
+    root.context.note_weights()
+    if not root.reducer.kept.adds_up:
+        root.scheduler.mark_stale()
+    root.scheduler.unshard_ahead(root.units, waits=False)
     root.scheduler.hold_micro_batches(True)

@@ -108,39 +108,6 @@ class ParallelManager:
         self.offload: OffloadPolicy | None = policies.get("offload")
         self.mesh, self.data_mesh, self.expert_mesh = make_meshes(self.sizes, backend)
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank is in the first pipeline stage, which takes the inputs."""
-        return self.rank_of("pp") == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank is in the last pipeline stage, which computes the loss."""
-        return self.rank_of("pp") == self.sizes.pp - 1
-
-    def rank_of(self, axis: str) -> int:
-        """This rank's index along "pp", "dp", "cp", "tp", "edp", "ep" or "dp_cp".
-
-        Raises:
-            ValueError: no such axis.
-        """
-        return self._mesh_of(axis).get_local_rank(axis)
-
-    def size_of(self, axis: str) -> int:
-        """Number of ranks along an axis; the names are those of `rank_of`.
-
-        Raises:
-            ValueError: no such axis.
-        """
-        return self._mesh_of(axis)[axis].size()
-
-    def _mesh_of(self, axis: str) -> DeviceMesh:
-        meshes = (self.mesh, self.data_mesh, self.expert_mesh)
-        known = {name: mesh for mesh in meshes for name in mesh.mesh_dim_names or ()}
-        if axis not in known:
-            raise ValueError(f"axis: expected one of {list(known)}, got {axis!r}")
-        return known[axis]
-
     def parallelize(
         self,
         model: nn.Module,

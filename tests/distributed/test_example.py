@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -25,8 +24,6 @@ import torch.multiprocessing
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness import ranks
 from tests.harness.checks import of_floats
-from tests.harness.forked_workers import python
-from tests.harness.processes import run_script
 from tests.harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -82,11 +79,12 @@ def _steps(log: Path) -> list[tuple[int, float, list[float]]]:
     return [(line["step"], line["loss"], line["rank_losses"]) for line in lines]
 
 
-class Whole:
+class Whole(NamedTuple):
     """A run that was never stopped, with all its checkpoints."""
 
-    def __init__(self, log: Path, checkpoints: Path, losses: list[float]) -> None:
-        self.log, self.checkpoints, self.losses = log, checkpoints, losses
+    log: Path
+    checkpoints: Path
+    losses: list[float]
 
 
 @pytest.fixture(scope="module")
@@ -160,19 +158,10 @@ def test_a_run_goes_on_at_another_number_of_ranks(
     assert f"{tmp_path / 'log'} has no steps 1 to 5" in capfd.readouterr().out
 
 
-def test_a_finished_run_resumes_to_its_end(flags: list[str], whole: Whole, tmp_path: Path) -> None:
-    own = _until(12, whole, tmp_path)
-    shutil.copy(whole.log, tmp_path / "log")
-    assert run_ranks(2, _train, [*flags, *own])[0] == whole.losses
-    assert _steps(tmp_path / "log") == _steps(whole.log)
-
-
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (["--seed", "1"], "was saved with --seed 0, not 1"),
         (["--lr", "0.1", "--seq", "8"], "was saved with --seq 16, not 8, --lr 0.001, not 0.1"),
-        (["--steps", "4"], "is of step 5, beyond --steps 4"),
         (["--width", "24"], "shapes differ"),
     ],
 )
@@ -206,12 +195,8 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed() -> None:
     ("bad", "reason"),
     [
         (["--resume"], "--resume: needs --checkpoint-dir"),
-        (["--keep", "2"], "--keep: needs --checkpoint-dir"),
-        (["--checkpoint-every", "2"], "--checkpoint-every: needs --checkpoint-dir"),
         (["--checkpoint-dir", "{}", "--engine", "ddp"], "needs --engine layerzero, got ddp"),
         (["--checkpoint-dir", "{}/used"], "has checkpoints of another run; pass --resume"),
-        (["--checkpoint-dir", "{}/file"], "File exists"),
-        (["--checkpoint-dir", "{}", "--keep", "0"], "expected a whole number above 0"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(
@@ -224,7 +209,6 @@ def test_flags_that_do_not_go_together_are_one_line(
     import lm_options
 
     (tmp_path / "used" / "step-00000003").mkdir(parents=True)
-    (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as stop:
         lm_options.load_options([*flags, *(flag.format(tmp_path) for flag in bad)], 2)
     assert stop.value.code == 2
@@ -233,61 +217,22 @@ def test_flags_that_do_not_go_together_are_one_line(
     assert reason in error
 
 
-def _run(program: str, *arguments: str, **environment: str) -> list[str]:
-    """Lines that a program of the example writes to a pipe, errors included."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / program, *arguments],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=True,
-    )
-    return done.stdout.decode().split("\n")
-
-
 @pytest.mark.parametrize("program", ["lm_launcher.py", "train_lm.py"])
 def test_a_line_is_out_before_torch_is_imported(program: str, tmp_path: Path) -> None:
     # Ends without flushing: a line that was only buffered is lost.
     (tmp_path / "torch.py").write_text("import os\nos.write(1, b'torch')\nos._exit(0)\n")
-    first, then = _run(program, PYTHONPATH=str(tmp_path))
+    command, environment = [sys.executable, EXAMPLES / program], {"PYTHONPATH": str(tmp_path)}
+    lines = subprocess.check_output(command, env=os.environ | environment, text=True)
+    first, then = lines.split("\n")
     assert first.startswith("Training a small language model")
     assert then == "torch"
 
 
-def test_help_needs_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise AssertionError")
-    assert _run("lm_launcher.py", "--help", PYTHONPATH=str(tmp_path))[0].startswith("usage:")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "layout"), [("fully_shard", "2 units"), ("ddp", "a whole")])
-def test_other_engines_train_too(
-    engine: str, layout: str, flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    losses = run_ranks(1, _train, [*flags, "--engine", engine])[0]
-    assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
-    assert f"Engine: {engine}, {layout}" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_pipe_gets_clean_lines(flags: list[str]) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": python()}
-    launcher = EXAMPLES / "lm_launcher.py"
-    done = run_script(launcher, *flags, cwd=EXAMPLES.parent, environment=environment)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    lines = done.stdout.split("\n")
-    assert not [line for line in lines if not line.isprintable()]
-    starts = ["Training a small", "Starting: torchrun", "Model: 1 layers of width"]
-    starts += ["Engine: layerzero, 2 units", "Ranks: 2 on cpu (gloo)", "Output: "]
-    end = lines.index("Sampling 160 bytes from the trained model:")
-    reports = lines[len(starts) : end]
-    assert [line[: len(start)] for line, start in zip(lines, starts, strict=False)] == starts
-    number = r"[\d,.]+(?:e[-+]\d+)?"
-    pattern = rf"step +(\d+)/{NUM_STEPS}  loss {number}  lr {number}  grad norm {number}"
-    pattern += rf"  {number} tokens/s  peak {number} GB/rank  [\d:]+ left"
-    steps = [int(re.sub(pattern, r"\1", line)) for line in reports]
-    assert steps == sorted({*steps, 1, NUM_STEPS})
-    assert json.loads(lines[-2])["engine"] == "layerzero"
+def test_other_engines_train_too(flags: list[str]) -> None:
+    for engine in ("fully_shard", "ddp"):
+        losses = run_ranks(1, _train, [*flags, "--engine", engine])[0]
+        assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
 
 
 SMALL_SENDER = ["--steps", "4", "--layers", "1", "--width", "64", "--seq", "16", "--tokens", "2"]

@@ -133,13 +133,14 @@ def test_replays_have_the_bits_of_eager_steps() -> None:
 def test_graphs_that_a_program_makes_have_the_bits_of_eager_steps(
     world_size: int, settings: dict[str, dict[str, Any]]
 ) -> None:
-    """Each program, and each setting with one of them; in an arena, of which a replay uses the
-    addresses, with each."""
-    arena = {name: each for name, each in settings.items() if name == "arena"}
+    """Each program, and each setting with one of them; an arena, of which a replay uses the
+    addresses, with those that run several graphs."""
     cases = [("default", {}, name) for name in OWN_NAMES if world_size == 2]
     cases += _cases(OWN_NAMES, settings)
-    cases += [(setting, arena[setting], name) for setting in arena for name in OWN_NAMES]
-    wrong = run_mirrored(0, world_size, _wrong, cases, 6, True, "graph", timeout=300)
+    for name, arguments in settings.items():
+        if "arena" in name:
+            cases += [(name, arguments, own) for own in ("train_and_evaluate", "two_towers")]
+    wrong = run_mirrored(0, world_size, _wrong, cases, 8, True, "graph", timeout=300)
     assert not wrong, "\n".join(wrong)
 
 

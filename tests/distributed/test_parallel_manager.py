@@ -66,7 +66,7 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
         meshes = {axis: manager.mesh[axis] for axis in ("pp", "dp", "cp", "tp")}
         meshes |= {axis: manager.expert_mesh[axis] for axis in ("edp", "ep")}
         meshes["dp_cp"] = manager.data_mesh
-        own = {axis: manager.rank_of(axis) for axis in meshes}
+        own = {axis: mesh.get_local_rank() for axis, mesh in meshes.items()}
         of_ranks: list[Any] = [None] * 8
         dist.all_gather_object(of_ranks, own)
         places = {axis: [of_rank[axis] for of_rank in of_ranks] for axis in meshes}
@@ -83,13 +83,8 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
                 if all(places[other][peer] == places[other][rank] for other in others)
             ]
             assert _members(mesh.get_group()) == expected, (sizes, axis)
-            assert mesh.size() == manager.size_of(axis) == len(expected)
-            assert mesh.get_local_rank() == manager.rank_of(axis) == expected.index(rank)
-        for ask in (manager.size_of, manager.rank_of):
-            with pytest.raises(ValueError, match=r"axis: expected one of .*'dp_cp'.*got 'data'"):
-                ask("data")
-        assert manager.is_first_stage == (manager.rank_of("pp") == 0)
-        assert manager.is_last_stage == (manager.rank_of("pp") == manager.sizes.pp - 1)
+            assert mesh.size() == len(expected)
+            assert mesh.get_local_rank() == expected.index(rank)
 
 
 @on_ranks(2)
@@ -104,8 +99,6 @@ def test_wrong_sizes_are_refused_on_every_rank() -> None:
     with pytest.raises(TypeError, match="expected a MixedPrecision"):
         ParallelManager(mixed_precision=torch.bfloat16)
     for of_nemo, message in (
-        ("dp_replicate_size", 'zero3_size.*outer="replicate"'),
-        ("use_hf_tp_plan", 'tp_plan="model"'),
         ("device_mesh", r'pass sizes.*ZeRO3\(model, mesh\["dp"\]\)'),
         ("tp_sise", "expected sizes, mixed_precision, offload or backend"),
     ):
@@ -193,8 +186,10 @@ def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: A
     for index, step in enumerate(batches(manager.sizes.dp)):
         own.zero_grad()
         expected.zero_grad()
-        whole = step[manager.rank_of("dp")]
-        loss = loss_backward(model, whole.chunk(manager.sizes.cp, 2)[manager.rank_of("cp")])
+        whole = step[manager.mesh.get_local_rank("dp")]
+        loss = loss_backward(
+            model, whole.chunk(manager.sizes.cp, 2)[manager.mesh.get_local_rank("cp")]
+        )
         losses = backward_of_all_ranks(plain, step, loss_backward)
         dist.all_reduce(loss, group=manager.data_mesh.get_group())
         mean = torch.stack(losses).mean()
@@ -209,12 +204,13 @@ def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: A
 
 @on_ranks(4, timeout=120, in_float64=True)
 def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> None:
+    """Also with a compiled layer, which an output of the embedding that is under way must not
+    reach."""
     for sizes in ({"cp_size": 2, "zero3_size": 2}, {"cp_size": 2, "tp_size": 2}):
         manager = ParallelManager(**sizes)
         module = seeded(Model)
         if manager.sizes.tp > 1:
-            for block in module.blocks:
-                block.compile(backend="eager")
+            module.blocks[0].compile(backend="aot_eager")
         _follow(manager, str(sizes), module)
 
 
@@ -231,7 +227,7 @@ def test_torchs_context_parallel_attention_is_used_or_refused() -> None:
             manager.context_parallel(buffers, dims)
     before = F.scaled_dot_product_attention
     with manager.context_parallel([symbols, mask], [1, 0]):
-        places = [[0, 1, 6, 7], [2, 3, 4, 5]][manager.rank_of("cp")]
+        places = [[0, 1, 6, 7], [2, 3, 4, 5]][manager.mesh.get_local_rank("cp")]
         assert symbols.tolist() == [places] * 3 and mask.shape == (4,)
         assert F.scaled_dot_product_attention is not before
     assert symbols.shape == (3, 8) and F.scaled_dot_product_attention is before
@@ -273,7 +269,6 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
         (r"none of \['up'\] splits a module", {"up": "replicate"}),
         (r"up: tp_size=2 does not divide its out_features=5", {"up": "colwise"}),
         (r"down: tp_size=2 does not divide its in_features=5", {"down": RowwiseParallel()}),
-        (r"norm: ColwiseParallel splits .* got LayerNorm", {"norm": "colwise"}),
         (r"norm: ColwiseParallel splits .* got LayerNorm", {"norm": "colwise_rep"}),
         (r"tp_size=2 does not divide its 3 heads .*=12, head_dim=4", {"attention.*": "colwise"}),
         (r"'table.weight' and 'head.weight' are tied.*dim=1.*dim=0.*styles that split", tied),
@@ -296,61 +291,6 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no SequenceParallel\(\)"):
         in_sequence.parallelize(GatedMlp(), tp_plan={"up": "colwise"})
-
-
-class _LlamaLayer(nn.Module):
-    """With the names of Llama's, and with no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.self_attn.add_module(name, nn.Linear(8, 8, bias=False))
-        for name, (width, out) in {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}.items():
-            self.mlp.add_module(f"{name}_proj", nn.Linear(width, out, bias=False))
-        self.self_attn.forward = self._attend
-        self.mlp.forward = self._mix
-
-    def _attend(self, hidden: Tensor) -> Tensor:
-        own = self.self_attn
-        return own.o_proj(own.q_proj(hidden) * own.k_proj(hidden) + own.v_proj(hidden))
-
-    def _mix(self, hidden: Tensor) -> Tensor:
-        own = self.mlp
-        return own.down_proj(F.silu(own.gate_proj(hidden)) * own.up_proj(hidden))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class _Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(7, 8)
-        self.layers = nn.ModuleList([_LlamaLayer(), _LlamaLayer()])
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        hidden = self.embed_tokens(symbols)
-        assert hidden.shape == (*symbols.shape, 8), "models make positions and masks of it"
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.norm(hidden).pow(3).mean()
-
-
-@on_ranks(2, in_float64=True)
-def test_an_embeddings_output_that_is_under_way_does_not_reach_a_compiled_layer() -> None:
-    symbols = torch.arange(8).view(2, 4) % 7
-    for in_sequence in (False, True):
-        manager = ParallelManager(tp_size=2, sequence_parallel=in_sequence)
-        module, plain = seeded(_Decoder), seeded(_Decoder)
-        module.layers[0].compile(backend="aot_eager")
-        model = manager.parallelize(module, timeout=TIMEOUT)
-        loss = loss_backward(model, symbols)
-        assert_close_in_float64(loss, loss_backward(plain, symbols), "loss")
-        assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
 
 
 class _Small(nn.Module):

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import BackwardPrefetch, ZeRO3, pregather, units
+from layerzero import BackwardPrefetch, ZeRO3, units
 from tests.harness.checks import assert_bitwise, named
-from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.compare import zero3
 from tests.harness.internals import Unit, root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import full_nbytes, gathered, recorded_operations
-from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.recording import gathered, recorded_operations
 
 DEPTH = 5
 
@@ -208,64 +207,6 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
         assert seen[:3] == ["g3", "g2", "u4"]
     with pytest.raises(ValueError, match="modules to prefetch must be units"):
         blocks[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])
-
-
-EVERY_UNIT = ["blocks.0", "blocks.1", "blocks.2", ""]
-
-
-def names(operations) -> list[str]:
-    return sorted("" if name == "the root unit" else name for name in gathered(operations))
-
-
-@on_ranks(2)
-def test_pregathered_units_are_used_by_the_next_forward() -> None:
-    model, plain = zero3(lambda: Mlp(3), Block), seeded(lambda: Mlp(3))
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-
-    def run(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if not isinstance(model, ZeRO3):
-            return forward_backward(model, batch)
-        for wait in (True, False):
-            with recorded_operations(model) as operations:
-                pregather(model, wait=wait)
-            # What is there stays; `parameters()` are shards all the while.
-            assert names(operations) == (sorted(EVERY_UNIT) if wait else [])
-        assert all(parameter.dim() == 1 for parameter in model.parameters())
-        assert all(full_nbytes(model).values())
-        with recorded_operations(model) as operations:
-            loss = forward_backward(model, batch)
-        # Nothing in forward; each but the one that stays in backward. A small unit's next one is
-        # the root, which is freed last.
-        assert len(names(operations)) == len(EVERY_UNIT) - 1
-        assert not any(full_nbytes(model).values())
-        return loss
-
-    assert_trains_alike(model, plain, batches, run=run)
-    # Weights that change in between are gathered again; a forward without gradients frees all.
-    pregather(model)
-    with torch.no_grad():
-        for each in (model, plain):
-            for parameter in each.parameters():
-                parameter.mul_(0.5)
-        assert_bitwise(model(batches[0][0]), plain(batches[0][0]), "output")
-    assert not any(full_nbytes(model).values())
-    # Of one unit with those inside; and none that was not asked for.
-    with recorded_operations(model) as operations:
-        pregather(model.module.blocks[1])
-    assert names(operations) == ["blocks.1"]
-    model(batches[0][0]).sum().backward()
-    with pytest.raises(ValueError, match="pregather: expected a ZeRO3 module, got Linear"):
-        pregather(torch.nn.Linear(2, 2))
-    handle = model.module.blocks[1].register_forward_hook(lambda *_: pregather(model))
-    with pytest.raises(RuntimeError, match="pregather: called inside forward or backward"):
-        model(batches[0][0])
-    handle.remove()
-    # Micro-batches: weights do not change between them, and are not asked for again.
-    with model.no_sync():
-        pregather(model)
-        model(batches[0][0]).sum().backward()
-        pregather(model)
-    model(batches[0][0]).sum().backward()
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero import BackwardPrefetch, pregather
+from layerzero import BackwardPrefetch
 from layerzero.comm import collectives, exchanges, streams
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
@@ -21,7 +21,6 @@ from layerzero.optim import WholeTensorOptimizer
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
-from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
@@ -56,7 +55,6 @@ BY_DESIGN = {
     "equal in EqualDraws.found": "the same",
     "copy_ in flags_tensor": "a rank misses a gradient: it tells the others",
     "tolist in exchange_presence.<locals>.answer": "and has to know what they had",
-    "synchronize of an event on compute in _pregather": "pregather(wait=True)",
 }
 """What blocks the host after a model is wrapped -> why."""
 BY_DESIGN_OFFLOADED = {
@@ -248,23 +246,6 @@ def test_a_prefetched_unit_does_not_wait_for_the_reduction_before_it() -> None:
     for mode in (None, *BackwardPrefetch):
         found = _waits_for_the_reduction_before(mode)
         assert len(found) >= 2 and set(found) == {mode is None}
-
-
-def _host_waits(wait: bool) -> int:
-    with simulated_device() as device:
-        model = wrapped()
-        train(model, 1)
-        assert device.races == []
-        pregather(model, wait=wait)
-        for unit in inner_units(model):
-            for handle in unit.handles:
-                device.read_on_host(handle.full)
-    return len(device.races)
-
-
-@as_fake_ranks((0, 1), 2)
-def test_pregathering_waits_on_the_host_when_asked() -> None:
-    assert _host_waits(True) == 0 and _host_waits(False) > 0
 
 
 def _losses(simulated: bool, **settings: Any) -> list[float]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
@@ -22,9 +22,8 @@ from tests.harness.reference import (
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
-def test_full_parameters_have_the_original_names_shapes_and_values(world_size: int) -> None:
+@on_ranks(3)
+def test_full_parameters_have_the_original_names_shapes_and_values() -> None:
     for name in (each for each in CASES if "_output" not in each):
         model, plain = sharded(CASES[name]), seeded(CASES[name].build)
         sharded_params = dict(model.named_parameters())
@@ -40,53 +39,33 @@ def test_full_parameters_have_the_original_names_shapes_and_values(world_size: i
         assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@on_ranks(3)
+def test_changes_are_written_back_or_not() -> None:
+    for options in (
         {},
-        {"writeback": True},
         {"writeback": False},
         {"rank0_only": True},
         {"rank0_only": True, "writeback": False},
         {"offload_to_cpu": True},
         {"rank0_only": True, "offload_to_cpu": True},
-        {"with_grads": True},
         {"rank0_only": True, "with_grads": True},
-    ],
-    ids=str,
-)
-@on_ranks(3)
-def test_changes_are_written_back_or_not(options: dict[str, Any]) -> None:
-    model, plain = zero3(Mlp, Block), seeded(Mlp)
-    writeback = options.get("writeback", True)
-    rank0_only = options.get("rank0_only", False)
-    with model.summon_full_params(**options), torch.no_grad():
-        if not rank0_only or dist.get_rank() == 0:
-            for parameter in model.parameters():
-                parameter.mul_(2).add_(1)
-            model.head.weight[0, 0] = 7
-    if writeback:
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(2).add_(1)
-            plain.head.weight[0, 0] = 7
-    assert_same_values(model, plain)
-    assert_trains_alike(model, plain)
-
-
-@on_ranks(2)
-def test_with_rank0_only_the_others_keep_their_shards() -> None:
-    model = zero3(Mlp, Block)
-    sharded_params = dict(model.named_parameters())
-    with model.summon_full_params(rank0_only=True, writeback=False):
-        inside = dict(model.named_parameters())
-        if dist.get_rank() == 0:
-            expected = dict(seeded(Mlp).named_parameters())
-            assert_same_parameters(inside, expected)
-        else:
-            assert all(
-                inside[name] is sharded_param for name, sharded_param in sharded_params.items()
-            )
+    ):
+        model, plain = zero3(Mlp, Block), seeded(Mlp)
+        shards = dict(model.named_parameters())
+        with model.summon_full_params(**options), torch.no_grad():
+            if not options.get("rank0_only") or dist.get_rank() == 0:
+                for parameter in model.parameters():
+                    parameter.mul_(2).add_(1)
+                model.head.weight[0, 0] = 7
+            else:
+                assert all(p is shards[name] for name, p in model.named_parameters())
+        if options.get("writeback", True):
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.mul_(2).add_(1)
+                plain.head.weight[0, 0] = 7
+        with named(options):
+            assert_trains_alike(model, plain, batches_of(CASES["mlp"], 3, steps=1))
 
 
 @on_ranks(2)
@@ -105,23 +84,14 @@ def test_gradients_are_full_inside_and_written_back() -> None:
                 if gradient is not None:
                     gradient.mul_(3)
         tripled = {key: None if value is None else value * 3 for key, value in expected.items()}
+        with model.summon_full_params():
+            assert all(parameter.grad is None for parameter in model.parameters())
         after = full_gradients(model)
         assert_same_parameters(after, tripled, what=f"{name}: gradient of")
         with model.summon_full_params(with_grads=True, writeback=False):
             for parameter in model.parameters():
                 parameter.grad = None
         assert_same_parameters(full_gradients(model), after, what=f"{name}: gradient of")
-
-
-@on_ranks(2)
-def test_without_with_grads_gradients_stay_out_of_it() -> None:
-    model = zero3(Mlp, Block)
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    forward_backward(model, batch)
-    before = full_gradients(model)
-    with model.summon_full_params():
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert_same_parameters(full_gradients(model), before, what="gradient of")
 
 
 @on_ranks(2)

@@ -10,13 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as theirs
 
-from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint, units
+from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint
 from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
-from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.compare import zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.recording import gathered, recorded_operations
 from tests.harness.reference import seeded, train_rank
 
 
@@ -107,59 +106,6 @@ def test_what_units_share_and_bad_values_are_refused() -> None:
     with warns_on_first_rank("has no effect: the model is on the CPU"):
         own = {"offload": OffloadPolicy(params=True)}
         ZeRO3(Mlp(), auto_wrap_policy=policy(block1=own))
-
-
-class Mixer(nn.Module):
-    """Uses the parameters of a list that is no module to call, with a part that is a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block()
-        self.bank = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.bank:
-            x = self.inner(x + torch.tanh(x @ weight))
-        return x
-
-
-class Mixers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.mixers = nn.ModuleList(Mixer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for mixer in self.mixers:
-            x = mixer(x)
-        return x
-
-
-def hooked(module: nn.Module, mixers_are_units: bool):
-    """Each bank is a unit that the mixer around it gathers."""
-    around = {id(mixer.bank): mixer for mixer in module.mixers}
-
-    def choose(module: nn.Module, fqn: str) -> bool | dict[str, Any]:
-        if id(module) in around:
-            return {"hook_module": around[id(module)]}
-        return isinstance(module, Block) or (mixers_are_units and isinstance(module, Mixer))
-
-    return choose
-
-
-@on_ranks(2)
-def test_a_unit_is_gathered_by_the_forward_of_its_hook_module() -> None:
-    for mixers_are_units in (False, True):
-        module = seeded(Mixers)
-        model = ZeRO3(module, auto_wrap_policy=hooked(module, mixers_are_units))
-        with recorded_operations(model) as operations, torch.no_grad():
-            model(batches()[0][0])
-        order = gathered(operations)
-        assert order[:3] == ["the root unit", "mixers.0.bank", "mixers.0.inner"]
-        assert order.count("mixers.1.bank") == 1, "gathered once for all its uses"
-        assert_trains_alike(model, seeded(Mixers), batches())
-        assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
 State = dict[str, Any]

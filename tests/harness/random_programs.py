@@ -650,9 +650,6 @@ class Run:
     def _gather(self) -> None:
         checkpoint.get_model_state_dict(self._model, full=True, cpu_offload=True)
 
-    def _pregather(self) -> None:
-        layerzero.pregather(self._model)
-
     def _copies(self) -> None:
         with pytest.raises((TypeError, RuntimeError), match="cannot be copied or pickled"):
             copy.deepcopy(self._model)
@@ -918,10 +915,10 @@ class Run:
 
 ACTIONS = [
     *("nothing", "evaluate", "raise", "freeze", "summon", "reload", "spoil", "patch", "grow"),
-    *("keep_graph", "unshard", "pregather", "copies", "reshards", "call_part", "retain", "join"),
+    *("keep_graph", "unshard", "copies", "reshards", "call_part", "retain", "join"),
     *("not_finite", "save_and_rebuild", "save_and_rebuild", "states", "phase"),
 ]
-BETWEEN = ["fail", "fail", "evaluate", "unshard", "pregather", "phase", "gather"]
+BETWEEN = ["fail", "fail", "evaluate", "unshard", "phase", "gather"]
 """Actions between micro-batches, while gradients may wait for a reduction."""
 
 

@@ -347,11 +347,6 @@ class SimulatedDevice(TorchDispatchMode):
     def is_on_host(self, tensor: Tensor) -> bool:
         return self.memory.is_on_host(tensor)
 
-    def read_on_host(self, tensor: Tensor) -> None:
-        """The host itself looks at the device's memory, for what it knows to be done."""
-        use = self._use("a read", self.host_stream)
-        self.memory.access(tensor, self.host_stream, use, self._stream, writes=False)
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside is not the device's."""

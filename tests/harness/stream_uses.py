@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3, pregather, units
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
 from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
 from layerzero.state_dict.full_tensors import stream_full
@@ -80,16 +80,6 @@ def explicit_unshard(model: ZeRO3) -> None:
     handle = model.unshard(async_op=True)
     handle.wait()
     model.reshard()
-    train(model, 1)
-
-
-def pregathering(model: ZeRO3) -> None:
-    for wait in (True, False):
-        for _ in range(2):
-            pregather(model, wait=wait)
-            train(model, 1)
-    units(model)[1].unshard()
-    pregather(model)
     train(model, 1)
 
 
@@ -194,7 +184,6 @@ USES = [
     clipping,
     summoning,
     explicit_unshard,
-    pregathering,
     recomputation,
     several_forwards,
     pipelining,
