@@ -71,17 +71,18 @@ class SaveHandle:
             raise error
         return self.path
 
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-            _logger.error("the background save of %s failed: %s", self.path, error)
-
     def start(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+                _logger.error("the background save of %s failed: %s", self.path, error)
+
         # Not a daemon thread, so that a process that exits normally finishes its save.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="layerzero-save")
+        self._thread = threading.Thread(target=run, name="layerzero-save")
         self._thread.start()
 
 

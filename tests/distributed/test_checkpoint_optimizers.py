@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as theirs
 
-import layerzero
 from layerzero import ZeRO3
 from layerzero.checkpoint import (
     CheckpointError,
@@ -62,35 +61,6 @@ class Shampoo(torch.optim.Optimizer):
                 parameter.sub_(update.to(parameter.dtype), alpha=group["lr"])
 
 
-class Blocks(torch.optim.Optimizer):
-    """Momentum in blocks of 8 bits, with a scale each."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or not parameter.numel():
-                    continue
-                state, numel = self.state[parameter], parameter.numel()
-                if not state:
-                    blocks = -(-numel // 5)
-                    state["codes"] = torch.full((blocks, 5), 128, dtype=torch.uint8)
-                    state["scales"] = torch.zeros(blocks)
-                    state["step"] = 0
-                state["step"] += 1
-                old = (state["codes"].float() - 128) / 127 * state["scales"][:, None]
-                new = torch.zeros_like(old).view(-1)
-                new[:numel] = 0.9 * old.view(-1)[:numel] + parameter.grad.reshape(-1)
-                new = new.view_as(old)
-                state["scales"] = new.abs().amax(1).clamp(min=1e-12)
-                codes = (new / state["scales"][:, None] * 127).round() + 128
-                state["codes"] = codes.to(torch.uint8)
-                parameter.sub_(new.view(-1)[:numel].view(parameter.shape), alpha=group["lr"])
-
-
 class Unchecked(torch.optim.SGD):
     """Its step needs a closure, so the keys of its state are unknown."""
 
@@ -129,8 +99,7 @@ def _wrapped(seed: int = 0, **options: Any) -> ZeRO3:
 
 def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torch.optim.Optimizer]:
     was = {p: p.layerzero for p in model.parameters() if p.requires_grad}
-    # torch's Adafactor divides by the number of elements.
-    matrices = [p for p, info in was.items() if info.ndim == 2 and info.shape.numel()]
+    matrices = [p for p, info in was.items() if info.ndim == 2]
     chosen = set(matrices)
     rest = [p for p in was if p not in chosen]
     groups = decay_groups(model, 0.1, parameters=[p for p in rest if was[p].fqn != "stem.bias"])
@@ -138,21 +107,12 @@ def _optimizers(model: nn.Module, kind: str, lr: float = 0.02) -> dict[str, torc
     groups += [{**group, "lr": 0.5 * lr} for group in slow]
     whole: dict[str, Any] = {
         "muon": lambda: WholeTensorOptimizer(matrices[:-1], torch.optim.Muon, lr=lr),
-        "adafactor": lambda: WholeTensorOptimizer(matrices, torch.optim.Adafactor, lr=lr),
         "shampoo": lambda: WholeTensorOptimizer(matrices, Shampoo, lr=lr),
-        "blocks": lambda: WholeTensorOptimizer(matrices, Blocks, lr=lr),
         "plain": lambda: torch.optim.SGD(matrices, lr=lr, momentum=0.9),
-        "flat": lambda: layerzero.optim.AdamW(matrices, lr=lr),
-        "flat_8bit": lambda: layerzero.optim.AdamW(matrices, lr=lr, state="8bit"),
-        "flat_bfloat16": lambda: layerzero.optim.AdamW(matrices, lr=lr, state="bfloat16"),
         "whole_adamw": lambda: WholeTensorOptimizer(matrices, torch.optim.AdamW, lr=lr),
     }
     rest_class = torch.optim.NAdam if kind == "plain" else torch.optim.AdamW
     return {"matrices": whole[kind](), "rest": rest_class(groups, lr=lr)}
-
-
-FIRST = ["shampoo", "muon", "plain"]
-OTHERS = ["flat", "adafactor", "flat_8bit", "blocks", "whole_adamw", "flat_bfloat16"]
 
 
 def _train(
@@ -168,75 +128,56 @@ def _train(
             optimizer.zero_grad()
 
 
-def _write(folder: str, kinds: list[str]) -> dict[str, dict[str, Tensor]]:
+def _schedulers(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, Any]:
+    return {n: torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for n, each in optimizers.items()}
+
+
+def _write(folder: str) -> dict[str, dict[str, Tensor]]:
     """Train, save, train on; the weights at the end, by kind of optimizer."""
     results = {}
-    for kind in kinds:
+    for kind in ("shampoo", "muon", "plain"):
         model = _wrapped()
         optimizers = _optimizers(model, kind)
-        schedulers = {
-            name: torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for name, each in optimizers.items()
-        }
+        schedulers = _schedulers(optimizers)
         _train(model, optimizers, iter((0, 1)))
         for each in schedulers.values():
             each.step()
             each.step()
-        blocking = kind != "muon"
-        handle = save(
-            f"{folder}/{kind}", model, optimizers, step=2, scheduler=schedulers, blocking=blocking
-        )
-        handle.wait()
+        save(
+            *(f"{folder}/{kind}", model, optimizers),
+            step=2,
+            scheduler=schedulers,
+            blocking=kind != "muon",
+        ).wait()
         _train(model, optimizers, iter((2, 3)))
         results[kind] = full_parameters(model)
     return results
 
 
 def _resume(folder: str, expected: dict[str, dict[str, Tensor]]) -> None:
-    world_size = dist.get_world_size()
     for kind in expected:
-        for options in [{}, {"zero3_size": 2}] if world_size == 4 else [{}]:
-            model = _wrapped(seed=1, **options)
+        model = _wrapped(seed=1)
+        optimizers = _optimizers(model, kind, lr=0.9)
+        schedulers = _schedulers(optimizers)
+        load(f"{folder}/{kind}", model, optimizers, scheduler=schedulers)
+        assert {each.last_epoch for each in schedulers.values()} == {2}
+        assert optimizers["matrices"].param_groups[0]["lr"] == 0.01
+        _train(model, optimizers, iter((2,)))
+        if kind == "shampoo":  # A second time, by these ranks.
+            save(f"{folder}/again", model, optimizers)
+            model = _wrapped(seed=2)
             optimizers = _optimizers(model, kind, lr=0.9)
-            schedulers = {
-                name: torch.optim.lr_scheduler.StepLR(each, 2, 0.5)
-                for name, each in optimizers.items()
-            }
-            load(f"{folder}/{kind}", model, optimizers, scheduler=schedulers)
-            assert {each.last_epoch for each in schedulers.values()} == {2}
-            assert optimizers["matrices"].param_groups[0]["lr"] == 0.01
-            _train(model, optimizers, iter((2,)))
-            if kind == next(iter(expected)):  # A second time, by these ranks.
-                save(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
-                model = _wrapped(seed=2, **options)
-                optimizers = _optimizers(model, kind, lr=0.9)
-                load(f"{folder}/{kind}-{world_size}-{len(options)}", model, optimizers)
-            _train(model, optimizers, iter((3,)))
-            for name, value in full_parameters(model).items():
-                assert_bitwise(value, expected[kind][name], f"{kind} {options}: {name}")
+            load(f"{folder}/again", model, optimizers)
+        _train(model, optimizers, iter((3,)))
+        for name, value in full_parameters(model).items():
+            assert_bitwise(value, expected[kind][name], f"{kind}: {name}")
 
 
-def test_several_optimizers_resume_bitwise_at_any_number_of_ranks(
+def test_several_optimizers_resume_bitwise_at_another_number_of_ranks(
     tmp_path: Path, ranks: KeptRanks
 ) -> None:
-    expected = ranks(2, _write, str(tmp_path), FIRST)[0]
+    expected = ranks(2, _write, str(tmp_path))[0]
     ranks(3, _resume, str(tmp_path), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("written_by", [1, 3])
-def test_all_kinds_resume_bitwise(
-    tmp_path: Path, written_by: int, in_full: bool, ranks: KeptRanks
-) -> None:
-    """Every second of the other kinds, those that the other number of ranks does not write, on one
-    rank more; or all of them, on any number."""
-    kinds = FIRST + OTHERS if in_full else OTHERS[written_by // 2 :: 2]
-    expected = ranks(written_by, _write, str(tmp_path), kinds)[0]
-    # With other borders between shards 8-bit states have other blocks (decision 0041).
-    anywhere = {kind: each for kind, each in expected.items() if kind != "flat_8bit"}
-    for world_size in (1, 2, 4) if in_full else (written_by + 1,):
-        ranks(world_size, _resume, str(tmp_path), anywhere)
-    if len(anywhere) < len(expected):
-        ranks(written_by, _resume, str(tmp_path), {"flat_8bit": expected["flat_8bit"]})
 
 
 def _single_files(folder: str) -> None:
@@ -245,31 +186,25 @@ def _single_files(folder: str) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=0.02)
     _train(model, {"": adamw}, iter((0, 1)))
-    save(f"{folder}/sharded", model, adamw)
-    start = {name: each.clone() for name, each in full_parameters(model).items()}
+    saved = save(f"{folder}/sharded", model, adamw).path
+    _train(model, {"": adamw}, iter((2, 3)))
+    ended = full_parameters(model)
     del adamw
-    files = []
-    for kind in ("sharded", "whole"):
-        load(f"{folder}/sharded", model)
-        whole = WholeTensorOptimizer(trained, torch.optim.AdamW, lr=0.9)
-        load(f"{folder}/{kind}" if kind == "whole" else f"{folder}/sharded", model, whole)
-        save(f"{folder}/whole", model, whole, step=0)
-        dist.barrier()
-        files.append(Path(folder, "whole/step-00000000/optimizer.safetensors").read_bytes())
-        _train(model, {"": whole}, iter((2, 3)))
-        ended = full_parameters(model)
-        del whole
-    assert files[0] == files[1]
-    assert files[0] == Path(folder, "sharded/step-00000000/optimizer.safetensors").read_bytes()
-    load(f"{folder}/whole", model)
-    for name, value in full_parameters(model).items():
-        assert_bitwise(value, start[name], name)
+    whole = WholeTensorOptimizer(trained, torch.optim.AdamW, lr=0.9)
+    load(saved, model, whole)
+    again = save(f"{folder}/whole", model, whole).path
+    _train(model, {"": whole}, iter((2, 3)))
+    del whole
     adamw = torch.optim.AdamW(trained, lr=0.9)
-    load(f"{folder}/whole", model, adamw)
+    for name, value in full_parameters(model).items():
+        assert_bitwise(value, ended[name], f"sharded to whole: {name}")
+    load(again, model, adamw)
     _train(model, {"": adamw}, iter((2, 3)))
     for name, value in full_parameters(model).items():
-        assert_bitwise(value, ended[name], name)
-    manifest = json.loads(Path(folder, "sharded/step-00000000/checkpoint.json").read_bytes())
+        assert_bitwise(value, ended[name], f"whole to sharded: {name}")
+    files = [(path / "optimizer.safetensors").read_bytes() for path in (saved, again)]
+    assert files[0] == files[1]
+    manifest = json.loads((saved / "checkpoint.json").read_bytes())
     assert manifest["version"] == 1 and "scheduler_names" not in manifest
     assert all(group.keys() == {"options", "params"} for group in manifest["optimizer_groups"])
 
@@ -278,7 +213,6 @@ def _names_that_differ(folder: str) -> None:
     model = _wrapped()
     own = _optimizers(model, "muon")
     muon, rest = own["matrices"], own["rest"]
-    assert isinstance(muon, WholeTensorOptimizer)
     _train(model, own, iter((0,)))
     save(f"{folder}/named", model, own, step=0)
     save(f"{folder}/single", model, rest, step=0)
@@ -291,26 +225,20 @@ def _names_that_differ(folder: str) -> None:
             verb(f"{folder}/{where}", model, given, **more)
 
     for verb in (save, load):
-        refused("the name 1 cannot be saved", {1: rest}, verb)
-        for name in ("", "a/b", "../a", "..", ".", "-a", "a b", "\\a", "\u00e9", "a\n", "$a"):
+        for name in (1, "", "a/b", "..", "-a", "a b", "\u00e9", "a\n"):
             refused("cannot be saved; use letters", {name: rest}, verb)
         refused("optimizer 'rest': expected an optimizer, or a dict .*got list", {"rest": []}, verb)
-        refused("optimizer: expected an optimizer, or a dict .*got list", [rest], verb)
-        refused("optimizer 'a': expected an optimizer.*got dict", {"a": {"b": rest}}, verb)
         refused("scheduler 'a': expected an object with", own, verb, scheduler={"a": 3})
-        twice = {**own, "again": torch.optim.SGD([model.gain])}
-        refused("gain is in two optimizers, 'rest' and 'again'", twice, verb)
-        refused("stem.weight is in two optim", {"matrices": muon, "x": muon}, verb)
+        refused(
+            "empty is in two optimizers, 'matrices' and 'x'", {"matrices": muon, "x": muon}, verb
+        )
         stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))])
         text = r"group 0 of the optimizer 'b' has a parameter of shape \(2,\) that does not belong"
         refused(text, {"a": rest, "b": stranger}, verb)
     rank = dist.get_rank()
     refused("names of optimizers differ between ranks", {"a" if rank else "b": rest}, save)
-    refused("names of optimizers differ between ranks: rank 0: ", own if rank else None, save)
 
     saved = "contains the state of optimizers named 'matrices', 'rest', but optimizer= has"
-    refused(f"{saved} optimizers named 'rest'", {"rest": rest})
-    refused(f"{saved} optimizers named 'a', 'matrices'", {"matrices": muon, "a": rest})
     extra = {**own, "more": torch.optim.SGD([{"params": []}])}
     refused(f"{saved} optimizers named 'matrices', 'more', 'rest'", extra)
     refused(f"{saved} one optimizer without a name", rest)
@@ -323,9 +251,9 @@ def _names_that_differ(folder: str) -> None:
         assert_bitwise(value, after[name], name)
 
     # What fits, on request.
-    momentum = {name: each["momentum_buffer"].clone() for name, each in _by_name(muon)}
+    momentum = {p: each["momentum_buffer"].clone() for p, each in muon.state.items()}
     load(f"{folder}/named", model, {"rest": rest, "a": muon}, strict=False)
-    assert all(torch.equal(momentum[n], each["momentum_buffer"]) for n, each in _by_name(muon))
+    assert all(torch.equal(momentum[p], each["momentum_buffer"]) for p, each in muon.state.items())
     assert {float(rest.state[p]["step"]) for p in rest.state} == {1.0}
     for name, value in full_parameters(model).items():
         assert_bitwise(value, before[name], name)
@@ -335,10 +263,6 @@ def _names_that_differ(folder: str) -> None:
     save(f"{folder}/schedulers", model, scheduler=both)
     text = "contains the state of schedulers named 'a', 'b', but scheduler= has"
     refused(f"{text} one scheduler without a name", None, where="schedulers", scheduler=_Counter())
-    refused(f"{text} schedulers named 'a'", None, where="schedulers", scheduler={"a": _Counter()})
-    both["b"].count = 5
-    load(f"{folder}/schedulers", model, scheduler=both)
-    assert both["b"].count == 1
 
     # Another class in the same place.
     model = _wrapped()
@@ -346,12 +270,13 @@ def _names_that_differ(folder: str) -> None:
     other = WholeTensorOptimizer([model.stem.weight], torch.optim.AdamW)
     refused(r"optimizer state of .* AdamW keeps", {"matrices": other, "rest": rest})
     del other
-    blocks = WholeTensorOptimizer([model.stem.weight], Blocks)
-    _train(model, {"": blocks}, iter((0,)))
-    save(f"{folder}/blocks", model, blocks)
-    del blocks
-    text = r"stem.weight/scales has shape .* fits a layerzero.optim.WholeTensorOptimizer"
-    refused(text, Unchecked([model.stem.weight], lr=0.1), where="blocks")
+    up = model.blocks[1].up.weight
+    shampoo = WholeTensorOptimizer([up], Shampoo)
+    _train(model, {"": shampoo}, iter((0,)))
+    save(f"{folder}/factors", model, shampoo)
+    del shampoo
+    text = r"up.weight/factors.* has shape .* fits a layerzero.optim.WholeTensorOptimizer"
+    refused(text, Unchecked([up], lr=0.1), where="factors")
 
 
 class _Counter:
@@ -365,45 +290,37 @@ class _Counter:
         self.count = state_dict["count"]
 
 
-def _by_name(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[str, Any]]]:
-    return [(p.layerzero.fqn, state) for p, state in optimizer.state.items()]
-
-
 def _state_dicts() -> None:
     """Full state dicts: gathered from owners, given to others."""
-    for kind in ("shampoo", "blocks"):
-        model = _wrapped()
-        own = _optimizers(model, kind)
-        assert get_optimizer_state_dict(model, own["matrices"], full=True)["state"] == {}
-        _train(model, own, iter((0, 1)))
-        full = {n: get_optimizer_state_dict(model, each, full=True) for n, each in own.items()}
-        on_first = get_optimizer_state_dict(
-            model, own["matrices"], full=True, cpu_offload=True, rank0_only=True
-        )
-        assert bool(on_first) == (dist.get_rank() == 0)
-        with pytest.raises(NotImplementedError, match="pass full=True, or use"):
-            get_optimizer_state_dict(model, own["matrices"])
-        weights = get_model_state_dict(model, full=True)
-        _train(model, own, iter((2, 3)))
-        expected = full_parameters(model)
-        for is_local in (False, True):
-            again = _wrapped(seed=1)
-            others = _optimizers(again, kind, lr=0.9)
-            set_model_state_dict(again, weights)
-            set_optimizer_state_dict(again, others["rest"], full["rest"])
-            given = full["matrices"] if is_local else on_first
-            set_optimizer_state_dict(
-                again, others["matrices"], given, broadcast_from_rank0=not is_local
-            )
-            _train(again, others, iter((2, 3)))
-            for name, value in full_parameters(again).items():
-                assert_bitwise(value, expected[name], f"{kind}: {name}")
-        third = _wrapped()
-        sgd = torch.optim.SGD(third.parameters(), momentum=0.9)
-        _train(third, {"": sgd}, iter((0,)))
-        shards = get_optimizer_state_dict(third, sgd)
-        with pytest.raises(CheckpointError, match="is a shard, but WholeTensorOptimizer keeps"):
-            set_optimizer_state_dict(again, others["matrices"], shards, strict=False)
+    model = _wrapped()
+    own = _optimizers(model, "shampoo")
+    assert get_optimizer_state_dict(model, own["matrices"], full=True)["state"] == {}
+    _train(model, own, iter((0, 1)))
+    full = {n: get_optimizer_state_dict(model, each, full=True) for n, each in own.items()}
+    on_first = get_optimizer_state_dict(
+        model, own["matrices"], full=True, cpu_offload=True, rank0_only=True
+    )
+    assert bool(on_first) == (dist.get_rank() == 0)
+    with pytest.raises(NotImplementedError, match="pass full=True, or use"):
+        get_optimizer_state_dict(model, own["matrices"])
+    weights = get_model_state_dict(model, full=True)
+    _train(model, own, iter((2, 3)))
+    expected = full_parameters(model)
+    for given, is_sent in ((on_first, True), (full["matrices"], False)):
+        again = _wrapped(seed=1)
+        others = _optimizers(again, "shampoo", lr=0.9)
+        set_model_state_dict(again, weights)
+        set_optimizer_state_dict(again, others["rest"], full["rest"])
+        set_optimizer_state_dict(again, others["matrices"], given, broadcast_from_rank0=is_sent)
+        _train(again, others, iter((2, 3)))
+        for name, value in full_parameters(again).items():
+            assert_bitwise(value, expected[name], name)
+    third = _wrapped()
+    sgd = torch.optim.SGD(third.parameters(), momentum=0.9)
+    _train(third, {"": sgd}, iter((0,)))
+    shards = get_optimizer_state_dict(third, sgd)
+    with pytest.raises(CheckpointError, match="is a shard, but WholeTensorOptimizer keeps"):
+        set_optimizer_state_dict(again, others["matrices"], shards, strict=False)
 
 
 def _torchs_tools(folder: str) -> None:
@@ -451,22 +368,15 @@ def _under_another_name(folder: str) -> None:
 
 
 def _state_dicts_of_their_own(folder: str) -> None:
-    for is_whole in (False, True):
-        model = _wrapped()
-        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
-        own = (
-            WholeTensorOptimizer(matrices, Lookahead, lr=0.1)
-            if is_whole
-            else Lookahead(matrices, 0.1)
-        )
-        for call in (
-            lambda m=model, o=own: save(f"{folder}/own", m, o),
-            lambda m=model, o=own: save(f"{folder}/own", m, {"one": o}),
-            lambda m=model, o=own: load(f"{folder}/own", m, o),
-            lambda m=model, o=own: get_optimizer_state_dict(m, o, full=True),
-        ):
+    model = _wrapped()
+    matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
+    whole = WholeTensorOptimizer(matrices, Lookahead, lr=0.1)
+    for own in (Lookahead(matrices, 0.1), {"one": whole}):
+        for verb in (save, load):
             with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
-                call()
+                verb(f"{folder}/own", model, own)
+    with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
+        get_optimizer_state_dict(model, whole, full=True)
     assert not Path(folder, "own").exists()
 
 

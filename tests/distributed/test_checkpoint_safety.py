@@ -10,9 +10,11 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +23,8 @@ from torch import Tensor
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
-from layerzero.checkpoint.__main__ import verify
 from layerzero.checkpoint.file_io import transfer
-from layerzero.checkpoint.format.folder import committed_steps
+from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import Block, Mlp
@@ -53,7 +54,6 @@ Losses = dict[int, float]
 def _killed_at(number: int) -> Iterator[list[str]]:
     """`kill -9` this process before its `number`-th call that changes files. Yields the calls."""
     calls: list[str] = []
-    originals = {name: getattr(os, name) for name in FILE_CALLS}
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,20 +64,16 @@ def _killed_at(number: int) -> Iterator[list[str]]:
 
         return call
 
-    for name, original in originals.items():
-        setattr(os, name, counted(name, original))
-    try:
+    replaced = {name: counted(name, getattr(os, name)) for name in FILE_CALLS}
+    with mock.patch.multiple(os, **replaced):
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
 
 
 def _run(root: str, num_steps: int, kill: tuple[int, int] | None) -> Losses:
     """Train with a checkpoint every two steps, from the latest one.
 
     Args:
-        kill: this rank, at this call of the first save it makes.
+        kill: (rank, number of the call) at which its first save ends.
     """
     diagnosis.REPORT_SECONDS = 0.1  # the others need not find out who is dead
     model, optimizer = build()
@@ -126,20 +122,6 @@ def _resume(roots: list[str]) -> list[Losses]:
     return [_run(root, 6, None) for root in roots]
 
 
-def _assert_resumed(
-    roots: list[Path], found: list[list[Losses]], expected: list[Losses]
-) -> set[int]:
-    """Each goes on to the losses of a whole run and leaves nothing behind; where they went on."""
-    begins = set()
-    for rank, own in enumerate(found):
-        for root, losses in zip(roots, own, strict=True):
-            assert losses == {step: expected[rank][step] for step in losses}, root.name
-            begins.add(min(losses))
-    for root in roots:
-        assert _leftovers(root) == ["latest", "step-00000006"], root.name
-    return begins
-
-
 @pytest.mark.parametrize(
     ("rank", "kinds"),
     [
@@ -167,15 +149,23 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
     assert len(numbers) >= 3
     if pytestconfig.getoption("--every-fault") and kinds is not CHANGE_FOLDERS:
         numbers = list(range(1, len(calls) + 1))
-    roots = []
-    for number in numbers:
-        roots.append(root := tmp_path / f"{number}, {calls[number - 1]}")
+
+    def killed(number: int) -> Path:
+        root = tmp_path / f"{number}, {calls[number - 1]}"
         shutil.copytree(first, root)
-        run_ranks(
-            2, _interrupted, str(root), 4, (rank, number), expect_exit={rank: -signal.SIGKILL}
-        )
+        dead = {rank: int(-signal.SIGKILL)}
+        run_ranks(2, _interrupted, str(root), 4, (rank, number), expect_exit=dead)
         assert (root / "latest").exists()
-    begins = _assert_resumed(roots, ranks(2, _resume, [str(root) for root in roots]), expected)
+        return root
+
+    with ThreadPoolExecutor(3) as pool:
+        roots = [*pool.map(killed, numbers)]
+    begins = set()
+    for rank, found in enumerate(ranks(2, _resume, [str(root) for root in roots])):
+        for root, losses in zip(roots, found, strict=True):
+            assert losses == {step: expected[rank][step] for step in losses}, root.name
+            assert _leftovers(root) == ["latest", "step-00000006"], root.name
+            begins.add(min(losses))
     # From the one before, and from the one being written.
     assert begins <= {2, 4} and (begins == {2, 4} or kinds is not CHANGE_FOLDERS)
 
@@ -223,41 +213,24 @@ class Bomb:
         return open, (self.path, "w")
 
 
-@on_ranks(2)
+@on_ranks(1, fresh=True)
 def test_a_pickle_in_the_folder_is_never_opened(tmp_path: Path) -> None:
     model, optimizer, _ = _saved(tmp_path)
     folder = tmp_path / "step-00000001"
     marker = tmp_path / "exploded"
     bomb = pickle.dumps({"model": Bomb(marker)})
-    if dist.get_rank() == 0:
-        for name in ("pytorch_model.bin", "model.pt", ".metadata", "optimizer.pkl", "extra.pickle"):
-            (folder / name).write_bytes(bomb)
-            (tmp_path / name).write_bytes(bomb)
-    dist.barrier()
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("pickle was used")
-
-    originals = pickle.load, pickle.loads, pickle.Unpickler, torch.load
-    pickle.load = pickle.loads = pickle.Unpickler = torch.load = refuse
+    for name in ("pytorch_model.bin", "model.pt", ".metadata", "optimizer.pkl", "extra.pickle"):
+        (folder / name).write_bytes(bomb)
+        (tmp_path / name).write_bytes(bomb)
     load(tmp_path, model, optimizer)
     save(tmp_path, model, optimizer)
-    names = sorted(path.name for path in folder.glob("model*.safetensors"))
-    for name in (names[0], "checkpoint.json"):
+    for name in (min(path.name for path in folder.glob("*.safetensors")), "checkpoint.json"):
         data = (folder / name).read_bytes()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (folder / name).write_bytes(bomb)
-        dist.barrier()
+        (folder / name).write_bytes(bomb)
         with pytest.raises(CheckpointError, match="damaged"):
             load(folder, model)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (folder / name).write_bytes(data)
-        dist.barrier()
-    pickle.load, pickle.loads, pickle.Unpickler, torch.load = originals
+        (folder / name).write_bytes(data)
     assert not marker.exists()
-    dist.barrier()
     pickle.loads(bomb)["model"].close()
     assert marker.exists()  # it works
 
@@ -350,65 +323,25 @@ def test_a_rank_that_dies_in_the_background_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["step"] == 1
 
 
-def _save_beside_another(root: Path) -> str:
-    """Each rank is a run of its own; the first one's save goes on while the second one's comes."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    rank = dist.get_rank()
-    model = ZeRO3(Mlp(), process_group=groups[rank])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(rank + 1)
-    if rank == 0:
-        writing, go_on = threading.Event(), threading.Event()
-
-        write_ranges = saving.write_ranges
-
-        def wait(*args: Any) -> Any:
-            writing.set()
-            go_on.wait(20)
-            return write_ranges(*args)
-
-        saving.write_ranges = wait
-        handle = save(root, model, step=8, blocking=False)
-        assert writing.wait(20)
-        dist.barrier()
-        dist.barrier()
-        go_on.set()
-        path = handle.wait()
-        saving.write_ranges = write_ranges
-        assert all(not damages for _, damages in verify(path))
-        dist.barrier()
-        dist.barrier()
-        return ""
+@on_ranks(2)
+def test_a_second_run_is_refused_while_a_first_one_saves(tmp_path: Path) -> None:
+    is_first, model, other = dist.get_rank() == 0, ZeRO3(Mlp()), RootLock(tmp_path)
+    (tmp_path / ".lock").write_text("process 1 on elsewhere")  # As a killed run left it.
     dist.barrier()
-    with pytest.raises(CheckpointError) as refused:
-        save(root, model, step=8)
+    go_on, write_ranges = threading.Event(), saving.write_ranges
+    saving.write_ranges = lambda *args: go_on.wait(20) and write_ranges(*args)
+    handle = save(tmp_path, model, step=8, blocking=False)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"):
+        other.acquire()
+    go_on.set()
+    handle.wait()
+    saving.write_ranges = write_ranges
     dist.barrier()
+    if is_first:
+        other.acquire()
+    with pytest.raises(CheckpointError, match=f"rank 0: {tmp_path}: process .* is saving here"):
+        save(tmp_path, model, step=9)
+    other.release()
+    save(tmp_path, model, step=9)
     dist.barrier()
-    load(root, model)
-    assert all(bool((parameter == 1).all()) for parameter in model.parameters())
-    save(root, model, step=9)
-    dist.barrier()
-    return str(refused.value)
-
-
-def test_the_second_is_refused_and_the_first_is_whole(tmp_path: Path, ranks: KeptRanks) -> None:
-    reason = ranks(2, _save_beside_another, tmp_path / "run")[1]
-    assert f"{tmp_path / 'run'}: process " in reason
-    assert "is saving here" in reason
-    assert list(committed_steps(tmp_path / "run")) == [8, 9]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "latest",
-        "step-00000008",
-        "step-00000009",
-    ]
-
-
-def _save_once(root: Path) -> None:
-    save(root, ZeRO3(Mlp()), step=3)
-
-
-def test_what_a_killed_run_held_is_free(tmp_path: Path, ranks: KeptRanks) -> None:
-    (tmp_path / ".lock").write_text("process 1 on elsewhere")
-    ranks(2, _save_once, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]
+    assert _leftovers(tmp_path) == ["latest", "step-00000008", "step-00000009"]

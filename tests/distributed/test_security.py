@@ -30,13 +30,8 @@ FORBIDDEN_CALLS = {
 MAY_UNPICKLE = {
     "integrations/lightning/checkpoints.py": "torch.load",  # Lightning's own files.
 }
-OBJECTS = {  # Between ranks of one job, which trust each other.
-    *(
-        "uneven/joinable.py",
-        "parallel/manager.py",
-        "integrations/shared.py",
-    ),
-}
+# Between ranks of one job, which trust each other.
+OBJECTS = {"uneven/joinable.py", "parallel/manager.py", "integrations/shared.py"}
 
 
 def name_of(function: ast.expr) -> str:
@@ -78,44 +73,27 @@ def test_nothing_from_a_file_is_executed() -> None:
     assert not found
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077], ids=oct)
 @on_ranks(1, fresh=True)
-def test_files_have_the_users_umask_and_are_never_writable_for_all(
-    tmp_path: Path, mask: int
-) -> None:
-    """Modes of all that a save writes."""
-    os.umask(mask)
-    model = ZeRO3(Model())
-    optimizer = torch.optim.AdamW(model.parameters())
-    save(tmp_path / "new" / "root", model, optimizer)
-    modes = {
-        str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode)
-        for path in (tmp_path / "new").rglob("*")
-    } | {"new": stat.S_IMODE((tmp_path / "new").stat().st_mode)}
-    assert len(modes) > 5
-    for name, mode in modes.items():
-        most = 0o775 if (tmp_path / name).is_dir() else 0o664
-        assert mode == most & ~mask, f"{name}: {mode:o}"
+def test_files_have_the_users_umask_and_are_never_writable_for_all(tmp_path: Path) -> None:
+    model = ZeRO3(nn.Sequential(nn.Linear(4, 4)))
+    for mask in (0o000, 0o022, 0o077):
+        os.umask(mask)
+        new = tmp_path / f"{mask:o}"
+        save(new / "root", model, torch.optim.AdamW(model.parameters()))
+        written = [new, *new.rglob("*")]
+        assert len(written) > 5
+        for path in written:
+            mode, most = stat.S_IMODE(path.stat().st_mode), 0o775 if path.is_dir() else 0o664
+            assert mode == most & ~mask, f"{path}: {mode:o}"
 
 
-@on_ranks(1, fresh=True)
+@on_ranks(1)
 def test_links_and_pipes_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    """What loads of checkpoints that lead elsewhere say."""
     root = tmp_path / "root"
-    model = ZeRO3(Model())
+    model = ZeRO3(nn.Sequential(nn.Linear(4, 4)))
     folder = save(root, model).path
     elsewhere = shutil.copytree(folder, root.parent / "elsewhere")
     weights = next(folder.glob("*.safetensors"))
-    said = []
     for way in ("link", "absolute link", "pipe", "manifest"):
         path = folder / "checkpoint.json" if way == "manifest" else weights
         data = path.read_bytes()
@@ -126,15 +104,11 @@ def test_links_and_pipes_inside_a_checkpoint_are_refused(tmp_path: Path) -> None
             target = elsewhere / path.name
             is_relative = way == "link"
             path.symlink_to(os.path.relpath(target, folder) if is_relative else target)
-        try:
+        with pytest.raises(CheckpointError, match=r"symbolic link|no regular file"):
             load(root, model)
-            said.append("loaded")
-        except CheckpointError as error:
-            said.append(str(error))
         path.unlink()
         path.write_bytes(data)
     load(root, model)
-    assert ["symbolic link" in each or "no regular file" in each for each in said] == [True] * 4
 
 
 def listening() -> set[str]:
@@ -158,16 +132,10 @@ def listening() -> set[str]:
 @on_ranks(2, fresh=True)
 def test_only_gloo_listens_and_on_its_own_address() -> None:
     before = listening()
-    model = ZeRO3(Model(), auto_wrap_policy={nn.Linear})
+    model = ZeRO3(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    before, new = sorted(before), sorted(listening() - before)
-    addresses = {address.split(":")[0] for address in [*before, *new]}
-    local = {address_of("127.0.0.1")}
     assert before, "gloo listens"
-    assert addresses <= local, addresses
-
-
-def address_of(text: str) -> str:
-    return socket.inet_aton(text)[::-1].hex().upper()
+    addresses = {address.split(":")[0] for address in before | listening()}
+    assert addresses == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}

@@ -43,7 +43,7 @@ from tests.harness.models import (
 )
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations
-from tests.harness.saved_models import State, assert_same_optimizer, build, train
+from tests.harness.saved_models import State, assert_same, build, everything, train
 
 
 class Tagged(Mlp):
@@ -103,23 +103,14 @@ def test_one_rank_may_have_all_values() -> None:
     model, optimizer = build(Tagged, in_groups=True)
     train(model, optimizer)
     expected = _full(model)
-    shards = torch_helpers.get_model_state_dict(model)
-    assert all(type(v) is ParameterShard for n, v in shards.items() if n != "mean")
-    other, _ = build(Tagged, 1, in_groups=True)
-    torch_helpers.set_model_state_dict(other, shards)
-    assert_same_parameters(_full(other), expected)
     full = get_model_state_dict(model, full=True, rank0_only=True)
-    assert list(full) == (list(expected) if dist.get_rank() == 0 else [])
     state = get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
+    assert list(full) == (list(expected) if dist.get_rank() == 0 else [])
     assert bool(state) == (dist.get_rank() == 0)
     other, other_optimizer = build(Tagged, 1, in_groups=True)
     set_model_state_dict(other, full, broadcast_from_rank0=True)
     set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
-    assert_same_parameters(_full(other), expected)
-    assert_same_optimizer(
-        get_optimizer_state_dict(other, other_optimizer, full=True),
-        get_optimizer_state_dict(model, optimizer, full=True),
-    )
+    assert_same(everything(other, other_optimizer), everything(model, optimizer))
     with pytest.raises(ValueError, match="rank0_only needs full=True"):
         get_model_state_dict(model, rank0_only=True)
 
@@ -181,13 +172,13 @@ def test_weights_that_are_resident_when_others_are_loaded_are_not_used_again() -
     assert not model(batch).any()
 
 
-def _fsdp(seed: int, make: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _built(engine: str, seed: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if engine == "layerzero":
+        return build(Tagged, seed, **options)
     torch.manual_seed(seed)
-    model = make()
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module)
-    fully_shard(model)
+    model = Tagged()
+    for module in (*filter(lambda inner: isinstance(inner, Block), model.modules()), model):
+        fully_shard(module)
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
@@ -196,57 +187,32 @@ _FULL = torch_helpers.StateDictOptions(full_state_dict=True)
 
 def _write(folder: str, engine: str) -> tuple[State, State]:
     """A DCP checkpoint, and what is in it."""
-    if engine == "fully_shard":
-        model, optimizer = _fsdp(0, Tagged)
-        get, get_state = torch_helpers.get_model_state_dict, torch_helpers.get_optimizer_state_dict
-        options: State = {"options": _FULL}
-    else:
-        model, optimizer = build(Tagged, 0)
-        get, get_state = get_model_state_dict, get_optimizer_state_dict
-        options = {"full": True}
+    model, optimizer = _built(engine, 0)
     train(model, optimizer)
-    both = {"model": get(model), "optimizer": get_state(model, optimizer)}
-    dcp.save(both, checkpoint_id=folder)
-    return get(model, **options), get_state(model, optimizer, **options)
+    dcp.save(dict(enumerate(torch_helpers.get_state_dict(model, optimizer))), checkpoint_id=folder)
+    return torch_helpers.get_state_dict(model, optimizer, options=_FULL)
 
 
-def _read(folder: str, engine: str, expected: tuple[State, State], sizes: list[int]) -> None:
-    for size in sizes if engine == "layerzero" else [0]:
-        if engine == "fully_shard":
-            model, optimizer = _fsdp(1, Tagged)
-            get = torch_helpers.get_model_state_dict
-            get_state = torch_helpers.get_optimizer_state_dict
-            put, put_state = (
-                torch_helpers.set_model_state_dict,
-                torch_helpers.set_optimizer_state_dict,
-            )
-            options: State = {"options": _FULL}
-        else:
-            model, optimizer = build(Tagged, 1, zero3_size=size)
-            get, get_state = get_model_state_dict, get_optimizer_state_dict
-            put, put_state = set_model_state_dict, set_optimizer_state_dict
-            options = {"full": True}
-        both = {"model": get(model), "optimizer": get_state(model, optimizer)}
-        dcp.load(both, checkpoint_id=folder)
-        put(model, both["model"])
-        put_state(model, optimizer, both["optimizer"])
-        assert_same_parameters(get(model, **options), expected[0], what=f"size {size}")
-        state = get_state(model, optimizer, **options)
-        for name, own in expected[1]["state"].items():
-            assert_same_parameters(state["state"][name], own, what=f"size {size}, {name}")
+def _read(folder: str, engine: str, expected: tuple[State, State]) -> None:
+    options = {"zero3_size": 1} if engine == "layerzero" else {}
+    model, optimizer = _built(engine, 1, **options)
+    both = dict(enumerate(torch_helpers.get_state_dict(model, optimizer)))
+    dcp.load(both, checkpoint_id=folder)
+    torch_helpers.set_state_dict(
+        model, optimizer, model_state_dict=both[0], optim_state_dict=both[1]
+    )
+    weights, state = torch_helpers.get_state_dict(model, optimizer, options=_FULL)
+    assert_same_parameters(weights, expected[0], what=engine)
+    for name, own in expected[1]["state"].items():
+        assert_same_parameters(state["state"][name], own, what=f"{engine} {name}")
 
 
 def test_distributed_checkpoints_load_under_either_engine(tmp_path: Path, ranks: KeptRanks) -> None:
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
     expected = ranks(2, _write, theirs, "fully_shard")[0]
-    ranks(2, _read, theirs, "layerzero", expected, [2, 1])
+    ranks(2, _read, theirs, "layerzero", expected)
     expected = ranks(2, _write, ours, "layerzero")[0]
-    ranks(3, _read_both, ours, expected)
-
-
-def _read_both(folder: str, expected: tuple[State, State]) -> None:
-    _read(folder, "fully_shard", expected, [])
-    _read(folder, "layerzero", expected, [3])
+    ranks(3, _read, ours, "fully_shard", expected)
 
 
 @on_ranks(2)
@@ -313,26 +279,24 @@ def test_groups_are_known_by_their_parameters() -> None:
     set_optimizer_state_dict(model, optimizer, state, strict=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks()
 def test_full_tensors_are_streamed_with_and_without_gathering_ahead(world_size: int) -> None:
-    one_level: list[State] = [{}, {"zero3_size": 1}]
-    two_levels: list[State] = [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
-    for row, make in enumerate(MODELS):
-        for column, options in enumerate(two_levels if world_size == 4 else one_level):
-            if (row + column) % 2:
-                continue
-            model, _ = build(make, 0, **options)
-            expected = get_model_state_dict(model, full=True)
-            shown = [name for name, _ in model.named_parameters()]
-            for nbytes in (1, "1GB"):
-                found = {name: value.clone() for name, value in stream_full(model, nbytes)}
-                assert set(shown) <= set(found)
-                for name, value in found.items():
-                    assert_bitwise(value, expected[name], f"{make.__name__} {options} {name}")
-            for name, value in stream_full(model, 64, dtype=torch.bfloat16):
-                if name in shown and expected[name].is_floating_point():
-                    assert_bitwise(value, expected[name].bfloat16(), name)
+    shardings: list[State] = [{}, {"zero3_size": 1}]
+    if world_size == 4:
+        shardings = [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
+    for number, make in enumerate(MODELS):
+        model, _ = build(make, 0, **shardings[number % 2])
+        expected = get_model_state_dict(model, full=True)
+        shown = [name for name, _ in model.named_parameters()]
+        for nbytes in (1, "1GB"):
+            found = {name: value.clone() for name, value in stream_full(model, nbytes)}
+            assert set(shown) <= set(found)
+            for name, value in found.items():
+                assert_bitwise(value, expected[name], f"{make.__name__} {name}")
+        for name, value in stream_full(model, 64, dtype=torch.bfloat16):
+            if name in shown and expected[name].is_floating_point():
+                assert_bitwise(value, expected[name].bfloat16(), name)
     model, optimizer = build(Mlp, 0)
     name, parameter = next(iter(model.named_parameters()))
     with recorded_operations(model) as operations:

@@ -44,28 +44,16 @@ class Wide(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, _WIDTH)
-        self.blocks = nn.ModuleList(Wide() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class _Run:
     """A model in training."""
 
     def __init__(self, timeout_s: float, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, _WIDTH), Wide(), Wide(), Wide())
         self.folder = folder
         self.losses: list[float] = []
         timeout = timedelta(seconds=timeout_s)
-        self.model = ZeRO3(Net(), auto_wrap_policy={Wide}, timeout=timeout, **options)
+        self.model = ZeRO3(net, auto_wrap_policy={Wide}, timeout=timeout, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
     def step(self) -> None:
@@ -77,11 +65,8 @@ class _Run:
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
 
-    def save(self, name: str = "saved") -> None:
+    def save(self, name: str) -> None:
         checkpoint.save(self.folder / name, self.model, self.optimizer, step=1)
-
-    def load(self) -> None:
-        checkpoint.load(self.folder / "saved", self.model, self.optimizer)
 
 
 def live(cell: Cell, folder: Path, is_struck: bool) -> Outcome:
@@ -123,7 +108,7 @@ def _before(cell: Cell, folder: Path) -> _Run | None:
     run = _Run(_PATIENCE_S, folder)
     run.step()
     if cell.place.startswith("load"):
-        run.save()
+        run.save("saved")
     run.step()
     return run
 
@@ -138,7 +123,7 @@ def _during(cell: Cell, folder: Path, run: _Run | None) -> _Run:
         if cell.place.startswith("save"):
             run.save("struck")
         elif cell.place.startswith("load"):
-            run.load()
+            checkpoint.load(folder / "saved", run.model, run.optimizer)
         run.step()
         run.step()
     return run

@@ -73,8 +73,15 @@ class Strike:
 
     def _close(self) -> None:
         """Cut one connection to another rank in both directions; the process lives on."""
-        found = [each for each in _sockets() if _store_port() not in _ports(each)]
+        found = [
+            each
+            for each in _sockets()
+            if _store_port() not in (each.getsockname()[1], each.getpeername()[1])
+        ]
         found[dist.get_rank() % len(found)].shutdown(socket.SHUT_RDWR)
+
+    def _fill(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _abort(self) -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -92,19 +99,11 @@ def _sockets() -> Iterator[socket.socket]:
                     yield found
 
 
-def _ports(each: socket.socket) -> tuple[int, int]:
-    return each.getsockname()[1], each.getpeername()[1]
-
-
 def _store_port() -> int | None:
     store = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
-
-
-def _fill() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 _FAULTS: dict[str, Callable[[Strike], object]] = {
@@ -113,7 +112,7 @@ _FAULTS: dict[str, Callable[[Strike], object]] = {
     "SIGSTOP, SIGCONT too late": lambda strike: strike._stop(strike.long_s),
     "a socket closed": Strike._close,
     "abort() of the group": Strike._abort,
-    "disk full": lambda _: _fill(),
+    "disk full": Strike._fill,
 }
 _CALLS: dict[str, tuple[Any, str]] = {
     "save: file": (os, "pwritev"),
@@ -122,13 +121,13 @@ _CALLS: dict[str, tuple[Any, str]] = {
     "construction: new group": (dist, "new_group"),
 }
 _OPERATIONS = {
-    "gather": ("all-gather", "blocks.1"),
-    "reduction": ("reduce-scatter", "blocks.1"),
+    "gather": ("all-gather", "2"),
+    "reduction": ("reduce-scatter", "2"),
     "presence exchange": ("gradient presence", ""),
     "clip": ("gradient norm", ""),
     "save: exchange": ("exchange", "checksums written"),
     "load: exchange": ("exchange", "names to load"),
-    "construction: broadcast": ("synchronisation", "blocks.1.linear.weight"),
+    "construction: broadcast": ("synchronisation", "2.linear.weight"),
     "construction: exchange": ("exchange", "arguments and parameters"),
 }
 """Verb of the operation that is struck, and a part of its unit."""

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from layerzero.checkpoint.file_io.direct_io import (
     pages,
 )
 from layerzero.checkpoint.file_io.transfer import (
-    BATCH_NBYTES,
     Tally,
     Transfer,
     read_ranges,
@@ -41,7 +39,6 @@ from tests.harness.checks import assert_bitwise
 MIB = 1 << 20
 SIZES = [0, 1, PAGE_NBYTES, 300_000, MIB, MIB + 1, 2 * MIB - 5]
 HEAD = b"head of the file"
-needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 
 
 def _transfer(
@@ -193,25 +190,6 @@ def test_what_is_written_is_what_is_read(
             assert {call.name for call in seen if call.is_direct} == {"preadv", "pwritev"}
 
 
-def test_ends_inside_a_page_are_written_last(
-    direct_folder: Path, watch: Callable[..., list[Call]]
-) -> None:
-    content = bytearray(_file_of(direct_folder / "file", 3 * MIB, random.Random(0)))
-    seen = watch()
-    data = bytes(content[::-1])
-    writer = FileWriter(direct_folder / "file")
-    for begin in (100, MIB, 2 * MIB - 60):
-        end = begin + MIB - 100
-        content[begin:end] = data[begin:end]
-        writer.write(_aligned(data[begin:end], begin), begin)
-    assert all(call.is_direct and call.nbytes % PAGE_NBYTES == 0 for call in seen)
-    assert len(seen) == 3
-    writer.finish()
-    sizes = [call.nbytes for call in seen[3:]]
-    assert sizes == [PAGE_NBYTES - 100, PAGE_NBYTES - 100, 60, PAGE_NBYTES - 160]
-    assert (direct_folder / "file").read_bytes() == content
-
-
 def test_what_the_cache_holds_is_read_from_there(
     direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
 ) -> None:
@@ -228,7 +206,7 @@ def test_what_the_cache_holds_is_read_from_there(
     assert all(call.is_direct for call in seen)
 
 
-def test_a_file_system_that_refuses_gets_ordinary_reads_and_writes(
+def test_a_refusal_leads_to_ordinary_reads_and_writes_and_a_full_disk_to_an_error(
     direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
 ) -> None:
     _cache_holds(monkeypatch, 0)
@@ -241,19 +219,12 @@ def test_a_file_system_that_refuses_gets_ordinary_reads_and_writes(
         _forget(path)
         assert _read(path, MIB) == content
         assert [call.name for call in seen if call.is_direct] == ["pwritev", "preadv"]
-
-
-def test_a_full_or_broken_disk_is_an_error(
-    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, watch: Callable[..., list[Call]]
-) -> None:
-    _cache_holds(monkeypatch, 0)
-    _file_of(direct_folder / "file", MIB, random.Random(0))
     watch(errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
-        _write(direct_folder / "file", bytes(MIB))
+        _write(path, bytes(MIB))
     watch(errno.EIO)
     with pytest.raises(OSError, match="Input/output"):
-        _read(direct_folder / "file", MIB)
+        _read(path, MIB)
 
 
 def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
@@ -303,21 +274,9 @@ def test_batches_have_every_byte_once_and_are_cut_at_pages(
             # As few as the largest size allows, and as equal as whole pages allow.
             assert len(batches) == -(-(begin % PAGE_NBYTES + sum(sizes)) // (4 * PAGE_NBYTES))
             assert max(nbytes) - min(nbytes) < PAGE_NBYTES * len(batches)
-    # A run just over the largest batch is halved.
-    first, second = _writes(tmp_path, _adjacent(96, [BATCH_NBYTES + 96]), monkeypatch)
-    assert abs(first[1] - first[0] - (second[1] - second[0])) <= 2 * PAGE_NBYTES
     # What is apart in the file gets batches of its own.
     apart = _adjacent(0, [10] * 7) + _adjacent(71, [10])
     assert _writes(tmp_path, apart, monkeypatch) == [(0, 70), (71, 81)]
-
-
-def _written(root: Path, num_files: int) -> list[Transfer]:
-    """Shards of several files, which exist at full length."""
-    transfers = []
-    for number in range(num_files):
-        transfers.append(_transfer(64, _drawn(300_000), file=str(number)))
-        (root / str(number)).write_bytes(bytes(64 + 300_000))
-    return transfers
 
 
 def _read_again(root: Path, transfers: Sequence[Transfer]) -> tuple[list[Transfer], list[Tally]]:
@@ -328,57 +287,48 @@ def _read_again(root: Path, transfers: Sequence[Transfer]) -> tuple[list[Transfe
     return into, read_ranges(root, into)
 
 
-def test_several_files_are_moved_with_the_same_checksums(tmp_path: Path) -> None:
-    transfers = _written(tmp_path, 5)
+def test_shards_are_written_to_and_read_from_any_place_of_several_files(tmp_path: Path) -> None:
+    half = MIB // 2
+    shapes = [(half,), (3, 7), (half,), (half,)]
+    begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
+    transfers = [
+        _transfer(begin, torch.randn(math.prod(shape)), shape)
+        for begin, shape in zip(begins[:-1], shapes, strict=True)
+    ]
+    transfers += [
+        _transfer(begins[-1], torch.randn(half), (8 * half,), 5),  # not side by side
+        _transfer(96, torch.randn(half), file="b"),  # another file
+        _transfer(4 * MIB + 2, torch.randn(half), file="b"),  # no place for a float32
+        _transfer(96, torch.randn(10), file="c"),  # little
+        _transfer(200, torch.randn(0), (10,), 4, file="c"),  # nothing
+        _transfer(20 * MIB - 40, torch.randn(10), file="c"),  # the last page of the file
+    ]
+    generator = random.Random(0)
+    contents = {n: bytearray(_file_of(tmp_path / n, 20 * MIB, generator)) for n in "abc"}
     written = write_ranges(tmp_path, transfers)
+    for transfer in transfers:
+        tensor, begin = transfer.entry.tensor, transfer.place.begin + 4 * transfer.entry.start
+        contents[transfer.file][begin : begin + tensor.nbytes] = bytes_of(tensor)
+    for name, content in contents.items():
+        assert (tmp_path / name).read_bytes() == content
+        _forget(tmp_path / name)
     new, tallies = _read_again(tmp_path, transfers)
     assert tallies == written
     for old, read in zip(transfers, new, strict=True):
         assert_bitwise(read.entry.tensor, old.entry.tensor)
-        assert (tmp_path / old.file).read_bytes()[64:] == bytes(old.entry.tensor.numpy())
 
 
 def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
-    transfers = _written(tmp_path, 4)
-    write_ranges(tmp_path, transfers)
+    transfers = [_transfer(64, _drawn(300_000), file=name) for name in "abc"]
     open_files = len(list(Path("/proc/self/fd").iterdir()))
-    (tmp_path / "2").write_bytes(bytes(1000))
-    with pytest.raises(OSError, match=r"2: the file now ends at byte 1000: it was truncated"):
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(1000 if name == "b" else 300_064))
+    with pytest.raises(OSError, match=r"b: the file now ends at byte 1000: it was truncated"):
         _read_again(tmp_path, transfers)
-    (tmp_path / "3").unlink()
-    with pytest.raises(OSError, match=r"3: .*No such file"):
-        write_ranges(tmp_path, transfers)
-    with pytest.raises(OSError, match="No such file"):
-        read_ranges(tmp_path, [_transfer(0, _drawn(64 * MIB), file="3")])
+    for move in (read_ranges, write_ranges):
+        with pytest.raises(OSError, match=r"c: .*No such file"):
+            move(tmp_path, transfers[2:])
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
-
-
-def test_shards_are_read_from_any_place_of_a_file(tmp_path: Path) -> None:
-    half = MIB // 2
-
-    def floats(numel: int) -> torch.Tensor:
-        return torch.empty(numel)
-
-    shapes = [(half,), (3, 7), (half,), (half,)]
-    begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
-    transfers = [
-        _transfer(begin, floats(math.prod(shape)), shape)
-        for begin, shape in zip(begins[:-1], shapes, strict=True)
-    ]
-    transfers += [
-        _transfer(begins[-1], floats(half), (8 * half,), 5),  # not side by side
-        _transfer(96, floats(half), file="b"),  # another file
-        _transfer(2, floats(half), file="b"),  # no place for a float32
-        _transfer(96, floats(10), file="c"),  # little
-        _transfer(96, floats(0), (10,), 4, file="c"),  # nothing
-        _transfer(20 * MIB - 40, floats(10), file="c"),  # the last page of the file
-    ]
-    contents = {name: _file_of(tmp_path / name, 20 * MIB, random.Random(0)) for name in "abc"}
-    read_ranges(tmp_path, transfers)
-    for transfer in transfers:
-        tensor = transfer.entry.tensor
-        begin = transfer.place.begin + 4 * transfer.entry.start
-        assert bytes_of(tensor) == contents[transfer.file][begin : begin + tensor.nbytes]
 
 
 def _fails_with(error: int) -> Callable[..., int]:
@@ -389,30 +339,13 @@ def _fails_with(error: int) -> Callable[..., int]:
     return call
 
 
-@needs_linux
-def test_a_new_file_has_all_its_blocks(tmp_path: Path) -> None:
-    with (tmp_path / "probe").open("wb") as probe:
-        call = folder._fallocate()
-        if call(probe.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(MIB)):
-            pytest.skip("this file system reserves no blocks")
-    write_durably(tmp_path / "file", HEAD, MIB)
-    assert (tmp_path / "file").read_bytes() == HEAD + bytes(MIB - len(HEAD))
-    assert (tmp_path / "file").stat().st_blocks * 512 >= MIB
-
-
-def test_without_reserved_blocks_a_new_file_has_its_length_and_a_full_disk_shows(
+def test_a_new_file_has_its_length_with_and_without_reserved_blocks_and_a_full_disk_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR)
-    for call in (None, *map(_fails_with, refusals)):
+    for call in (folder._fallocate(), None, _fails_with(errno.EOPNOTSUPP)):
         monkeypatch.setattr(folder, "_fallocate", lambda call=call: call)
         write_durably(tmp_path / "file", HEAD, MIB)
         assert (tmp_path / "file").read_bytes() == HEAD + bytes(MIB - len(HEAD))
-    for error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        monkeypatch.setattr(folder, "_fallocate", lambda error=error: _fails_with(error))
-        with pytest.raises(OSError) as caught:
-            write_durably(tmp_path / "file", HEAD, MIB)
-        assert caught.value.errno == error
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "platform", "darwin")  # Other systems are not asked.
-    assert folder._fallocate() is None
+    monkeypatch.setattr(folder, "_fallocate", lambda: _fails_with(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "file", HEAD, MIB)

@@ -1,14 +1,21 @@
-"""apply_delta: the receiver of patches, in plain torch, without a process group."""
+"""apply_delta: the receiver of patches, in plain torch, without a process group.
+
+A receiver is a dict of tensors, and has no object of ours. `model.state_dict()` makes new tensor
+objects at each call, but they share their storage, which torch keeps as one object: so that is
+where positions are. A copy of a tensor has none.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from layerzero.checkpoint.delta.chain import check_link, mark_of
-from layerzero.checkpoint.delta.patch import DeltaError, Patch
+from layerzero.checkpoint.delta.patch import DeltaError, Link, Patch
+
+_ATTRIBUTE = "_layerzero_delta"
 
 
 def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
@@ -36,15 +43,15 @@ def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
     for name, target in targets:
         _check_target(name, target, patch)
     _check_indices(targets[0][1], patch)
-    mark, anchor = mark_of(targets[0][1]), mark_of(anchors[0][1])
-    starts_here = check_link(patch, mark, anchor)
+    mark, anchor = _mark_of(targets[0][1]), _mark_of(anchors[0][1])
+    starts_here = _check_link(patch, mark, anchor)
     if starts_here and patch.before is not None:
         _check_before(targets[0][1], patch)
     # One of each that share their memory.
     distinct = {(each.device, each.data_ptr(), each.stride()): each for _, each in targets}
     for memory in distinct.values():
         _write(memory, patch)
-        mark_of(memory).follow(patch.link.stream)
+        _mark_of(memory).follow(patch.link.stream)
     anchor.follow(patch.link.stream)
     anchor.move(patch.link)
 
@@ -120,3 +127,76 @@ def _write(target: torch.Tensor, patch: Patch) -> None:
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         flat = target.view(-1) if target.is_contiguous() else target
         flat[_places(flat, patch.indices)] = values
+
+
+@dataclass
+class _Position:
+    """How far one sender's patches were applied."""
+
+    chain: str
+    number: int
+    """Of the last patch."""
+    part: int | None = None
+    """The last part of a `full()` that is incomplete; None: it is complete."""
+
+
+@dataclass
+class _Mark:
+    """What is known about one tensor of a receiver."""
+
+    stream: str | None = None
+    """The stream whose values it holds."""
+    positions: dict[int, _Position] = field(default_factory=dict)
+    """By sender, for those whose anchor it is."""
+
+    def follow(self, stream: str) -> None:
+        """From now on it holds values of `stream`; forgets chains of another one."""
+        if self.stream != stream:
+            self.stream = stream
+            self.positions.clear()
+
+    def move(self, link: Link) -> None:
+        """Record that the patch of `link` was applied."""
+        part = link.part if link.part + 1 < link.parts else None
+        self.positions[link.sender] = _Position(link.chain, link.number, part)
+
+
+def _mark_of(tensor: torch.Tensor) -> _Mark:
+    storage = tensor.untyped_storage()
+    marks: dict[int, _Mark] | None = getattr(storage, _ATTRIBUTE, None)
+    if marks is None:
+        marks = {}
+        setattr(storage, _ATTRIBUTE, marks)
+    return marks.setdefault(int(tensor.storage_offset()), _Mark())
+
+
+def _check_link(patch: Patch, mark: _Mark, anchor: _Mark) -> bool:
+    """Check that a patch comes next; returns whether it is the first one of its sender here.
+
+    Args:
+        mark: of the patch's tensor.
+        anchor: of the tensor that its link names.
+
+    Raises:
+        DeltaError: it is of another stream, or a patch was lost, or it was applied before.
+    """
+    link, found = patch.link, anchor.positions.get(patch.link.sender)
+    if link.parts:
+        before = _Position(link.chain, link.number, link.part - 1)
+        if link.part and (anchor.stream != link.stream or found != before):
+            raise DeltaError(
+                f"{patch.where}: a part was lost or repeated; apply all parts of one full(), in "
+                "order"
+            )
+        return False
+    is_of_stream = mark.stream in (None, link.stream)
+    if is_of_stream and found is None and link.after == 0:
+        return True
+    if is_of_stream and found is not None and found.chain == link.chain and found.part is None:
+        if link.after <= found.number < link.number:
+            return False
+        problem = "is repeated" if found.number >= link.number else "patches before it were lost"
+        problem += f": the tensors are at patch {found.number}"
+    else:
+        problem = "these tensors have not followed the sender's stream"
+    raise DeltaError(f"{patch.where}: {problem}; apply full() of every rank to begin again")

@@ -21,11 +21,16 @@ class Announcement(NamedTuple):
 
     kind: str
     name: str
-    aliases: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+    aliases: Sequence[str]
+    dtype_name: str
+    """As safetensors files have it."""
+    shape: Sequence[int]
+    order: Sequence[int]
     is_whole: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
 
     @property
     def nbytes(self) -> int:
@@ -58,18 +63,12 @@ def index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
 
 
-def announce(entries: Iterable[Entry]) -> list[list[Any]]:
-    """This rank's announcements, as JSON values."""
+def announce(entries: Iterable[Entry]) -> list[Announcement]:
     return [
-        [
-            entry.kind,
-            entry.name,
-            list(entry.aliases),
-            dtype_name(entry.tensor.dtype, entry.name),
-            list(entry.extent.shape),
-            list(entry.order),
-            entry.is_whole,
-        ]
+        Announcement(
+            *(entry.kind, entry.name, entry.aliases, dtype_name(entry.tensor.dtype, entry.name)),
+            *(entry.extent.shape, entry.order, entry.is_whole),
+        )
         for entry in entries
         if entry.announces
     ]
@@ -81,7 +80,7 @@ def merge(
     """All tensors of the checkpoint; and the writing rank of each that several ranks have whole.
 
     Args:
-        announced: the result of `announce` of each rank, by rank.
+        announced: the result of `announce` of each rank, by rank, as JSON has it.
 
     Raises:
         CheckpointError: ranks differ in the dtype or shape of a tensor.
@@ -89,18 +88,16 @@ def merge(
     found: dict[tuple[str, str], Announcement] = {}
     writers: dict[tuple[str, str], int] = {}
     for rank, rows in enumerate(announced):
-        for kind, name, aliases, dtype, shape, order, is_whole in rows:
-            new = Announcement(
-                kind, name, tuple(aliases), DTYPES[dtype], tuple(shape), tuple(order), is_whole
-            )
-            old = found.setdefault((kind, name), new)
+        for new in (Announcement(*row) for row in rows):
+            key = new.kind, new.name
+            old = found.setdefault(key, new)
             if (old.dtype, old.shape, old.is_whole) != (new.dtype, new.shape, new.is_whole):
                 raise CheckpointError(
-                    f"{name} is {old.dtype} of shape {old.shape} (whole: {old.is_whole}) on one "
-                    f"rank, {new.dtype} of shape {new.shape} (whole: {new.is_whole}) on another"
+                    f"{new.name} is {old.dtype} of shape {old.shape} (whole: {old.is_whole}) on "
+                    f"one rank, {new.dtype} of shape {new.shape} (whole: {new.is_whole}) on another"
                 )
-            if is_whole:
-                writers.setdefault((kind, name), rank)
+            if new.is_whole:
+                writers.setdefault(key, rank)
     return list(found.values()), writers
 
 
@@ -141,7 +138,7 @@ def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: in
     return FilePlan(kind, files, index)
 
 
-def _place(tensor: Announcement) -> tuple[int, str, tuple[int, ...], str]:
+def _place(tensor: Announcement) -> tuple[int, str, Sequence[int], str]:
     """Sort key: wide dtypes first, so that every tensor is aligned; then the order on ranks.
 
     The latter makes a rank's shards adjacent in the file.
