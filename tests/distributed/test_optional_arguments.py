@@ -170,6 +170,30 @@ def test_only_the_arguments_of_the_last_wrapping_count() -> None:
         assert found[-1] is None
 
 
+def test_names_and_patterns_stand_for_modules() -> None:
+    model = seeded(lambda: Tower(3))
+    blocks = [*model.blocks]
+    for listed, expected in (
+        (["act"], [model.act]),
+        (("blocks.{1-2}", model.act), [*blocks[1:], model.act]),
+        (["blocks*"], [model.blocks]),  # Not those inside it again.
+        (iter(["re:blocks\\.[02]"]), [blocks[0], blocks[2]]),
+        ([], []),
+    ):
+        assert [*map(id, optional_by_name(model, listed))] == [*map(id, expected)]
+    model.act = torch.compile(model.act, backend="eager")
+    assert [*optional_by_name(model, ["act"])] == [model.act]
+    for listed, error, message in (
+        ("act", TypeError, "expected a list of names or modules, got 'act'"),
+        (None, TypeError, "got None"),
+        (["atc"], ValueError, "'atc' matches no module; near matches: 'act'"),
+        ([""], ValueError, "'' matches no module"),
+        (["a["], ValueError, "optional_modules: pattern 'a.': unexpected"),
+    ):
+        with pytest.raises(error, match=message):
+            list(optional_by_name(model, listed))
+
+
 def refused(
     error: type[Exception], pattern: str, choose: Callable[[nn.Module], Any], **options: Any
 ) -> None:
