@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -82,11 +82,7 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
     """Maps names in `model.state_dict()`, which modules may change, to those that `load_state_dict`
     of the wrapper expects: paths in the module tree."""
     places: dict[int, list[str]] = {}
-    tensors = itertools.chain(
-        nn.Module.named_parameters(model, remove_duplicate=False),
-        nn.Module.named_buffers(model, remove_duplicate=False),
-    )
-    for name, tensor in tensors:
+    for name, tensor in _by_path(model):
         # `checkpoint_wrapper` adds its part to the names of entries itself, in a hook.
         path = global_name(model, name).replace("_checkpoint_wrapped_module.", "")
         places.setdefault(id(tensor), []).append(path)
@@ -95,6 +91,17 @@ def _names_to_load(model: nn.Module) -> dict[str, str]:
         own = places.get(id(value))
         found[clean_name(name)] = own.pop(0) if own else name
     return found
+
+
+def _by_path(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the module tree. `named_parameters` is not used: a module inside may override
+    `named_modules`, as fine-tuning schedules have it do, with names of no path."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield prefix + name, tensor
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _by_path(child, f"{prefix}{name}.")
 
 
 def set_optimizer_state_dict(

@@ -15,6 +15,7 @@ from torch import nn
 
 from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.groups import own_rank
+from layerzero.notices import columns
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.clocks import read_clock
@@ -22,7 +23,6 @@ from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
 from layerzero.step_ledger.plot import draw
 from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
-from layerzero.step_ledger.text import as_text
 from layerzero.step_ledger.trace import write_trace
 
 
@@ -100,7 +100,18 @@ class Ledger:
     def __str__(self) -> str:
         if self._explained is None:
             return "Ledger of a block that has not ended"
-        return as_text(self)
+        rows, ranks = self.units, self.ranks
+        lines = [
+            f"rank {self.rank} of {len(ranks)}, mean of {self.num_steps} "
+            f"step{'s' * (self.num_steps != 1)}: {self.step_ms:.2f} ms, of which "
+            f"{sum(map(_exposed, rows)):.2f} ms are exposed communication",
+            "  ".join(f"{name} {ms:.2f}" for name, ms in self.parts.items()),
+            "",
+            *columns([_UNITS, *map(_unit_row, rows)], (0, len(_UNITS) - 1)),
+            "",
+            *columns([_RANKS, *map(_rank_row, ranks)], (0,)),
+        ]
+        return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
         """Write all ranks' timelines as JSON, which <https://ui.perfetto.dev> opens.
@@ -117,6 +128,29 @@ class Ledger:
             RuntimeError: no step ran inside the block.
         """
         draw(self._all, self._rank, path)
+
+
+_UNITS = ("unit", "gather ms", "exposed", "MB", "reduce ms", "exposed", "MB", "why")
+_RANKS = ("rank", "step ms", "compute", "exposed", "others waited for it", "clock error ms")
+_SMALL = 0.005
+"""Milliseconds below which a reason is not printed."""
+
+
+def _unit_row(row: UnitRow) -> tuple[str, ...]:
+    gather = row.gather_ms, row.exposed_gather_ms, row.gather_bytes * 1e-6
+    reduction = row.reduce_ms, row.exposed_reduce_ms, row.reduce_bytes * 1e-6
+    worst_first = sorted(row.reasons.items(), key=lambda item: -item[1])
+    why = ", ".join(f"{name} {ms:.2f}" for name, ms in worst_first if ms >= _SMALL)
+    return row.fqn or "(root)", *(f"{value:.2f}" for value in (*gather, *reduction)), why
+
+
+def _rank_row(row: RankRow) -> tuple[str, ...]:
+    numbers = row.step_ms, row.compute_ms, _exposed(row), row.waited_for_ms
+    return str(row.rank), *(f"{value:.2f}" for value in numbers), f"{row.clock_error_ms:.3f}"
+
+
+def _exposed(row: UnitRow | RankRow) -> float:
+    return row.exposed_gather_ms + row.exposed_reduce_ms
 
 
 @contextmanager

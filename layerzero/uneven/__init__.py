@@ -1,8 +1,7 @@
 """Ranks with uneven numbers of batches: those that ran out follow the others. On by use only.
 
-    requests.py     what a rank wants to do next; pure Python
     optimizers.py   optimizers and scalers of a joined loop, on a rank that follows the others
-    negotiation.py  one join on this rank, and the exchange: what all ranks do next, or an error
+    negotiation.py  what a rank wants to do next, and the exchange: what all do next, or an error
     follower.py     one pass that only some ranks run
     running_join.py the extension that a model has inside a join, and what a rank follows
     joinable.py     `layerzero.join`, and ZeRO3 as a torch `Joinable`

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from layerzero.optional.exchange import Exchange
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.requests import OUT, WIDTH, Kind, Request
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; the lowest is chosen first."""
+
+    BACKWARD = 0
+    MICRO_FORWARD = 1
+    EVALUATION = 2
+    FORWARD = 3
+    CLIP = 4
+    REDUCE = 5
+    STEP = 6
+    CALL = 7
+    """Another collective call: ranks without batches cannot take part in it."""
+    OUT = 8
+
+
+_TEXTS = (
+    *("backward", "a forward inside no_sync", "a forward without gradients", "a forward"),
+    *("clip_grad_norm_", "reduce_gradients", "optimizer.step", "", "out of batches"),
+)
+FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
+"""What ranks without a batch for it follow collective by collective."""
+
+
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
+
+    kind: int
+    which: int = 0
+    """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
+    the join's list."""
+    is_training: int = False
+    """Of a forward: whether its module is in training mode."""
+    requires_sync: int = True
+    """Of a backward: whether gradients are reduced."""
+    max_norm: int = 0
+    """`bits_of` that of `clip_grad_norm_`."""
+    norm_type: int = 0
+    """The same."""
+
+    def __str__(self) -> str:
+        return _TEXTS[self.kind]
+
+
+OUT = Request(Kind.OUT)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,11 +123,12 @@ class Negotiation:
         rows = self.exchange([*row, *optimizers.gradient_states(looks), *optimizers.options()])
         if notified is not None:
             notified.wait()
-        requests = [Request(*row[1 : 1 + WIDTH]) for row in rows]
+        width = 1 + len(request)
+        requests = [Request(*row[1:width]) for row in rows]
         running = [each for each in requests if each != OUT]
         self.num_active, self.num_ranks = len(running), len(requests)
         if request == OUT and not is_last:
-            self._follow_optimizers([row[1 + WIDTH :] for row in rows], requests)
+            self._follow_optimizers([row[width:] for row in rows], requests)
         chosen = min(running, default=None)
         if chosen is not None:
             # What every rank with batches left must do together.

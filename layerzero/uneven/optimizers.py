@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.optim.in_backward import whole_groups
-from layerzero.uneven.requests import bits_of, number_of
 
 _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
@@ -45,7 +45,7 @@ class JoinedOptimizers:
 
     def gradient_states(self, looks: bool) -> list[int]:
         """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
-        return [_state_of(_parameters_of(each), looks) for each in self.all]
+        return [_state_of(each, looks) for each in self.all]
 
     def zero_like(self, states: Sequence[Sequence[int]]) -> None:
         """Zero the gradients of the optimizers whose gradients are zero or None on all others.
@@ -58,11 +58,20 @@ class JoinedOptimizers:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in whole_groups(optimizer) for parameter in group]
+def bits_of(number: float) -> int:
+    """A float as 64 bits."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
 
 
-def _state_of(parameters: Sequence[nn.Parameter], looks: bool) -> int:
+def number_of(bits: int) -> float:
+    """The float of `bits_of`."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
+
+
+def _state_of(optimizer: torch.optim.Optimizer, looks: bool) -> int:
+    parameters = chain(*whole_groups(optimizer))
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return _IS_NONE

@@ -23,16 +23,8 @@ from layerzero.step.first_forward import check_first_forward
 from layerzero.step.root import RootState
 from layerzero.step.unit import Hold, Unit
 from layerzero.uneven.follower import Follower
-from layerzero.uneven.negotiation import Negotiation
-from layerzero.uneven.requests import (
-    FOLLOWED,
-    FORWARDS,
-    OUT,
-    Kind,
-    Request,
-    bits_of,
-    number_of,
-)
+from layerzero.uneven.negotiation import FOLLOWED, FORWARDS, OUT, Kind, Negotiation, Request
+from layerzero.uneven.optimizers import bits_of, number_of
 
 _FIRST = int(Hold.FIRST_OF_FORWARD)
 _OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)

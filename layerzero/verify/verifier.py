@@ -74,9 +74,6 @@ class Verifier(Transport, Extension):
         root.extensions.add(self)
         root.context.transport = self
 
-    def _keep(self, checksums: torch.Tensor) -> Checksums:
-        return kept(checksums)
-
     @property
     def _root(self) -> RootState:
         root = self._root_ref()
@@ -98,7 +95,7 @@ class Verifier(Transport, Extension):
         """`collectives.all_gather`, checked."""
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
-        checksum, slices = self._keep(word_sums([shard])), slices_of(full, group)
+        checksum, slices = kept(word_sums([shard])), slices_of(full, group)
         handle_ref, sent = self._handle_of.get(id(shard)), None
         handle = None if handle_ref is None else handle_ref()
         if handle_ref is not None and handle is not None and handle.main_shard is shard:
@@ -130,7 +127,7 @@ class Verifier(Transport, Extension):
     ) -> None:
         """What peers sent is in `slices`."""
         if sent is None or not sent.is_void:
-            self._wire.note(operation, group, checksum, self._keep(word_sums(slices)))
+            self._wire.note(operation, group, checksum, kept(word_sums(slices)))
 
     def reduce_scatter(
         self,
@@ -157,7 +154,7 @@ class Verifier(Transport, Extension):
         self, sent: torch.Tensor, group: ShardGroup, operation: Operation, add: Add
     ) -> Add:
         """`add`, which also notes what was `sent` and received: checksums of each rank's part."""
-        kept_sent = self._keep(sent)
+        kept_sent = kept(sent)
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             if add is ordered_sum_:
@@ -165,7 +162,7 @@ class Verifier(Transport, Extension):
             else:
                 received = _of_peers(parts, group)
                 add(summed, parts, scale)
-            self._wire.note(operation, group, kept_sent, self._keep(received))
+            self._wire.note(operation, group, kept_sent, kept(received))
 
         return check_and_add
 

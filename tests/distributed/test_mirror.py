@@ -5,8 +5,7 @@ or make the host wait for, stand-ins do here.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
 from layerzero.comm import collectives
@@ -84,51 +82,6 @@ def test_the_group_of_a_device_carries_the_small_exchanges_of_the_host() -> None
     received = [torch.zeros(2)]
     group.allgather([received], [torch.ones(2)]).wait()
     assert received[0].tolist() == [1.0, 1.0]
-
-
-class _Lazy(TorchDispatchMode):
-    """As CUDA does, waits for the device where a kernel is used for the first time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_busy = False
-        self._loaded: set[Any] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func not in self._loaded:
-            self._loaded.add(func)
-            self.is_busy = False
-        return func(*args, **(kwargs or {}))
-
-    def sleep(self, cycles: int) -> None:
-        self.is_busy = True
-
-    def synchronize(self) -> None:
-        self.is_busy = False
-
-    def query(self) -> bool:
-        return not self.is_busy
-
-
-@contextmanager
-def _cuda_that_loads_lazily() -> Iterator[None]:
-    lazy = _Lazy()
-    stand_ins = {
-        "Stream": lambda *_, **__: lazy,
-        "stream": lambda _: nullcontext(),
-        "synchronize": lazy.synchronize,
-        "_sleep": lazy.sleep,
-    }
-    with mock.patch.multiple(torch.cuda, **stand_ins), lazy:
-        yield
-
-
-@on_ranks(1)
-def test_loading_a_kernel_is_not_taken_for_a_blocked_host() -> None:
-    with _cuda_that_loads_lazily():
-        found = scenes.on_the_current_stream("cpu")
-    wrong = [name for name, is_right in found.items() if not is_right]
-    assert wrong == ["without a work: a work comes back"], "gloo returns one either way"
 
 
 @on_ranks(1, fresh=True)

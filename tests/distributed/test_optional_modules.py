@@ -1,10 +1,9 @@
 """Modules that a rank may skip: every pattern, what it costs, what is still an error, and reentrant
 checkpoints."""
 
-import copy
+import functools
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,17 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import CollectiveError, ZeRO3
+from layerzero import ZeRO3
 from layerzero.watch import desync
-from tests.harness.checks import assert_bitwise, named
+from tests.harness.checks import collective_error, named
 from tests.harness.internals import inner_units
+from tests.harness.models import WIDTH, Block
 from tests.harness.optional_runs import (
     SIMPLE,
-    WIDTH,
     Backbone,
-    Block,
     Model,
-    Plan,
     Region,
     Run,
     Sample,
@@ -34,7 +31,7 @@ from tests.harness.optional_runs import (
     loss_of,
 )
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
@@ -45,7 +42,6 @@ PLACES = ("0", "inside 0", "1")
 """One region each: before the text, in its first block, behind it."""
 REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
-IN_FLIGHT = Plan(((1,), (1,)), in_flight=True, clips=False)
 
 
 def three_regions(by_block: bool = True) -> Model:
@@ -90,24 +86,6 @@ def test_every_pattern_of_three_regions_is_one_process_to_the_bit(
     for pattern in patterns:
         with named(pattern):
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
-
-
-@on_ranks(2)
-def test_ranks_may_end_a_forward_in_different_units() -> None:
-    """One that enters nothing returns the head's output, as the root unit's; also with two forwards
-    before the first backward."""
-    model = three_regions()
-    model.units.update(model.module.end_in_slot() - {"stem"})
-    run, draw = Run(model, torch.float32, timeout=TIMEOUT), Draw()
-    patterns = (NOBODY, EVERYBODY), (EVERYBODY, NOBODY), (NOBODY, NOBODY)
-    for pattern in patterns:
-        for _ in range(2):
-            run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
-    both = (EVERYBODY, EVERYBODY)
-    for two in [*((each, both) for each in patterns), *((both, each) for each in patterns)]:
-        with named(two):
-            samples = [[draw(enters) for enters in pattern] for pattern in two]
-            run.step(IN_FLIGHT, samples, exact=True)
 
 
 class TwoOrders(nn.Module):
@@ -270,10 +248,26 @@ class Parting(nn.Module):
         return x.square().mean()
 
 
-def _fails_apart() -> dict[str, str]:
-    """Messages of steps that one rank does otherwise, by how many went well before, and how."""
+PARTING_TIMEOUT = timedelta(seconds=55)
+AT_ONCE_S = 20.0
+"""As in test_parting.py, which has the same cases without optional modules."""
+ALONE = "rank 0 issued agreement of optional modules in a call of 'region' outside the"
+
+
+def _part(model: ZeRO3, route: list[int] | None) -> None:
+    rank, x = dist.get_rank(), torch.ones(2, WIDTH)
+    if route is None and rank == 0:
+        model.region(x)
+    for _ in range(2):
+        model(x, rank == 0 and route is not None).backward()
+
+
+@on_ranks(2)
+def test_ranks_that_part_fail_at_once_and_by_name() -> None:
+    """In required units, or in an optional module that one calls by itself; in the first step, or
+    once places are known."""
     desync.LONGEST_PAUSE_S = 0.1
-    messages, rank = {}, dist.get_rank()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     for steps, route in ((0, [1, 0, 2]), (3, [0, 1]), (3, None)):
         # Each case on a group of its own: a failure leaves the connections of a group unusable.
         group = dist.new_group(timeout=PARTING_TIMEOUT)
@@ -288,36 +282,15 @@ def _fails_apart() -> dict[str, str]:
             model.region(x)  # On all ranks; then on one alone.
         elif rank:
             module.route = route
-        start = time.monotonic()
-        with pytest.raises(CollectiveError) as caught:
-            if route is None and rank == 0:
-                model.region(x)
-            for _ in range(2):
-                model(x, rank == 0 and route is not None).backward()
-        assert time.monotonic() - start < AT_ONCE_S, str(caught.value)
-        messages[f"{steps} {route}"] = str(caught.value)
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{steps} {route} {rank}", "")
-        store.wait([f"{steps} {route} {each}" for each in range(2)])
-    return messages
 
-
-PARTING_TIMEOUT = timedelta(seconds=55)
-AT_ONCE_S = 20.0
-"""As in test_parting.py, which has the same cases without optional modules."""
-
-
-def test_ranks_that_part_fail_at_once_and_by_name() -> None:
-    """In required units, or in an optional module that one calls by itself."""
-    first, second = run_ranks(2, _fails_apart)
-    alone = "rank 0 issued agreement of optional modules in a call of 'region' outside the"
-    for case, message in first.items():
-        verdict = message.partition("(the ranks took ")[2].partition(").\n")[0]
-        assert "rank 0" in verdict and "rank 1" in verdict, (case, message)
-        assert verdict in second[case], (case, second[case])
+        message = collective_error(functools.partial(_part, model, route), AT_ONCE_S)
+        case = f"{steps} {route}"
+        store.set(f"{case} {rank}", message)
+        messages = [store.get(f"{case} {each}").decode() for each in range(2)]
+        verdict = messages[0].partition("(the ranks took ")[2].partition(").\n")[0]
+        assert "rank 0" in verdict and "rank 1" in verdict and verdict in messages[1], messages
         assert "Every rank must call the same units in the same order" in message
-        if case.endswith("None"):
-            assert alone in message and alone in second[case], message
+        assert route is not None or ALONE in message, message
 
 
 @on_ranks(2)
@@ -355,19 +328,17 @@ def test_compiled_units_and_regions_train_like_one_process() -> None:
 
 
 class Part(nn.Module):
-    """With a tower between two blocks. Where it is not told, its input says whether to enter it."""
+    """With a tower between two blocks, which a sample enters or not."""
 
-    def __init__(self, way: str = "plain") -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
         self.stem, self.trunk = Block(), Block()
         self.tower = nn.Sequential(Block(), Block())
         self.way = way
 
-    def forward(self, x: Tensor, enters: bool | None = None) -> Tensor:
-        x = self.stem(x)
-        if x.sum() > 0 if enters is None else enters:
-            x = self._entered(x)
-        return self.trunk(x)
+    def forward(self, sample: tuple[Tensor, bool]) -> Tensor:
+        x = self.stem(sample[0])
+        return self.trunk(self._entered(x) if sample[1] else x)
 
     def _entered(self, x: Tensor) -> Tensor:
         if self.way == "recomputed":
@@ -376,51 +347,25 @@ class Part(nn.Module):
             for block in self.tower:
                 x = checkpoint(block, x, use_reentrant=True)
             return x
-        if self.way == "without gradients":
-            with torch.no_grad():
-                y = self.tower(x)
-            return x + y
-        return self.tower(x)
-
-
-def sharded(part: Part, group: Any = None) -> ZeRO3:
-    return ZeRO3(
-        part, group, auto_wrap_policy={Block}, optional_modules=[part.tower], timeout=TIMEOUT
-    )
-
-
-def assert_same_weights(model: ZeRO3, twin: nn.Module) -> None:
-    with model.summon_full_params():
-        for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert_bitwise(one.detach(), other.detach(), name)
+        with torch.no_grad():
+            y = self.tower(x)
+        return x + y
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
-    found = {}
-    """Exchanges in a known step, for each way."""
-    for way in ("recomputed", "recomputed by block", "without gradients"):
-        for is_frozen in (True, False):
-            torch.manual_seed(0)
-            part = Part(way)
-            part.tower.requires_grad_(not is_frozen)
-            twin = copy.deepcopy(part)
-            model = sharded(part)
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-            for step, enters in enumerate([(0, 0), (1, 1), (1, 0), (0, 1), (1, 1)]):
-                torch.manual_seed(step)
-                rows = torch.randn(2, 3, WIDTH)
-                own = rows[dist.get_rank()].requires_grad_()
-                with counted_exchanges() as exchanges:
-                    model(own, bool(enters[dist.get_rank()])).square().mean().backward()
-                found[f"{way}, {is_frozen}"] = len(exchanges)
-                for each, enter in zip(rows, enters, strict=True):
-                    (twin(each.detach().requires_grad_(), enter).square().mean() / 2).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert_same_weights(model, twin)
-    # In backward ranks find that no gradient of the tower exists.
-    assert found["without gradients, True"] == 2
-    assert found["without gradients, False"] == 3
+    """In known steps without gradients of the tower, ranks find in backward that it has none."""
+    units = {"stem", "trunk", "tower.0", "tower.1"}
+    ways = ("recomputed", "recomputed by block", "without gradients")
+    for way, is_frozen in itertools.product(ways, (True, False)):
+        torch.manual_seed(0)
+        part = Part(way)
+        part.tower.requires_grad_(not is_frozen)
+        run: Any = Run(Model(part, units, ["tower"]), torch.float32, timeout=TIMEOUT)
+        generator = torch.Generator().manual_seed(0)
+        for enters in [(0, 0), (1, 1), (1, 0), (0, 1), (1, 1)]:
+            rows = torch.randn(2, 3, WIDTH, generator=generator)
+            with named(way, is_frozen, enters), counted_exchanges() as exchanges:
+                run.step(SIMPLE, [[*zip(rows, enters, strict=True)]], exact=True)
+        assert way != "without gradients" or len(exchanges) == (2 if is_frozen else 3)

@@ -20,8 +20,8 @@ from tests.harness.checks import named
 from tests.harness.optional_runs import (
     SIMPLE,
     STEPS,
-    Batches,
     Run,
+    random_batches,
     random_model,
     random_plan,
     random_settings,
@@ -43,17 +43,17 @@ def _train(seed: int, **given: Any) -> None:
     is_simple = rng.random() < 0.5
     dtype = torch.float32 if is_simple and follows_order else torch.float64
     run = Run(model, dtype, timeout=TIMEOUT, **settings)
-    batches = Batches(rng, dtype)
+    draw = random_batches(rng, dtype)
     for _ in range(STEPS):
         plan = SIMPLE if is_simple else random_plan(rng)
         between = rng.choice(["nothing", "nothing", "evaluate", "freeze", "raise"])
         if between == "evaluate":
-            run.evaluate(batches.draw(world_size))
+            run.evaluate(draw(world_size))
         elif between == "freeze":
             run.toggle(rng)
         elif between == "raise":
-            run.fail(batches.draw(world_size))
-        samples = [batches.draw(world_size) for _ in range(plan.num_forwards)]
+            run.fail(draw(world_size))
+        samples = [draw(world_size) for _ in range(plan.num_forwards)]
         run.step(plan, samples, exact=is_simple and follows_order)
 
 

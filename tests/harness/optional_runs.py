@@ -20,8 +20,8 @@ from layerzero import BackwardPrefetch, ZeRO3
 from layerzero.flat.parameter_info import get_info
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
+from tests.harness.models import WIDTH, Block
 
-WIDTH = 6
 STEPS = 5
 WAYS = ("lost", "detached", "no_grad", "part")
 """The result of a region is not used; is used without its gradient; is computed without autograd;
@@ -42,16 +42,6 @@ class Sample:
         if self.seed is None:
             return int(slot in self.enters)
         return random.Random(f"{self.seed} {slot}").choice([0, 0, 1, 1, 2, 3])
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 5)
-        self.down = nn.Linear(5, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Region(nn.Module):
@@ -116,9 +106,9 @@ class TextBlock(nn.Module):
 
     def __init__(self, slot: Slot | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 5)
+        self.up = nn.Linear(WIDTH, 7)  # As in a Block, with which it may be tied.
         self.slot = slot
-        self.down = nn.Linear(5, WIDTH)
+        self.down = nn.Linear(7, WIDTH)
 
     def forward(self, x: Tensor, sample: Sample | None = None) -> Tensor:
         y = torch.tanh(self.up(x))
@@ -199,25 +189,19 @@ class Model:
 
 def random_model(rng: random.Random) -> Model:
     apart = random.Random(str(rng.getstate()))
-    model = _random_model(rng)
-    if apart.random() < 0.3:
-        model.units.update(model.module.end_in_slot())
-    return model
-
-
-def _random_model(rng: random.Random) -> Model:
     module, regions = _backbone(rng)
     _tie(rng, module, regions)
-    _freeze(rng, regions)
+    for region in regions:
+        if rng.random() < 0.2:  # A frozen tower; with a projector, that stays trainable.
+            frozen = region if region.projector is None else region.blocks
+            frozen.requires_grad_(False)
     names = {each: name for name, each in module.named_modules()}
     units, optional = set[str](), list[str]()
     for region in regions:
         own = _units_of(rng, region)
         units |= {names[each] for each in own}
-        if region not in own and region.projector is None and rng.random() < 0.4:
-            optional.append(names[region.blocks])  # a plain container
-        else:
-            optional.append(names[region])
+        is_container = region not in own and region.projector is None and rng.random() < 0.4
+        optional.append(names[region.blocks if is_container else region])
     if rng.random() < 0.8:
         units |= {names[block] for block in module.text}
     # A slot is a container, too; then regions inside may be named as well, or not.
@@ -228,6 +212,8 @@ def _random_model(rng: random.Random) -> Model:
                 below = names[slot] + "."
                 optional = [name for name in optional if not name.startswith(below)]
     rng.shuffle(optional)
+    if apart.random() < 0.3:
+        units.update(module.end_in_slot())
     return Model(module, units, optional)
 
 
@@ -283,15 +269,6 @@ def _tie(rng: random.Random, module: Backbone, regions: list[Region]) -> None:
     first.up.weight = other.up.weight
 
 
-def _freeze(rng: random.Random, regions: list[Region]) -> None:
-    for region in regions:
-        if rng.random() < 0.2:
-            # A frozen tower; with a projector, that stays trainable.
-            region.blocks.requires_grad_(False)
-            if region.projector is None:
-                region.requires_grad_(False)
-
-
 def random_settings(rng: random.Random, world_size: int) -> dict[str, Any]:
     layered = world_size == 4 and rng.random() < 0.5
     outer = rng.choice(["zero1", "replicate", "shard"]) if layered else "zero1"
@@ -310,26 +287,21 @@ def random_settings(rng: random.Random, world_size: int) -> dict[str, Any]:
     }
 
 
-class Batches:
-    """One sample for each rank and forward. Seeds repeat, as the structures of real batches do."""
+def random_batches(rng: random.Random, dtype: torch.dtype) -> Callable[[int], list[Sample]]:
+    """A function that draws one sample for each of so many ranks, in some draws of one seed. Seeds
+    repeat, as the structures of real batches do."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    known = [None, *(rng.randrange(1 << 30) for _ in range(3))]
 
-    def __init__(self, rng: random.Random, dtype: torch.dtype) -> None:
-        self._rng = rng
-        self._dtype = dtype
-        self._generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-        self._known = [None, *(rng.randrange(1 << 30) for _ in range(3))]
+    def pick() -> int | None:
+        return rng.choice(known) if rng.random() < 0.6 else rng.randrange(1 << 30)
 
-    def draw(self, world_size: int) -> list[Sample]:
-        """Of all ranks; in some draws, of one seed."""
-        agrees, agreed = self._rng.random() < 0.3, self._rng.choice(self._known)
-        return [Sample(self._rows(), agreed if agrees else self._pick()) for _ in range(world_size)]
+    def draw(world_size: int) -> list[Sample]:
+        agrees, agreed = rng.random() < 0.3, rng.choice(known)
+        rows = torch.randn(world_size, 2, WIDTH, generator=generator, dtype=dtype)
+        return [Sample(each, agreed if agrees else pick()) for each in rows]
 
-    def _pick(self) -> int | None:
-        is_known = self._rng.random() < 0.6
-        return self._rng.choice(self._known) if is_known else self._rng.randrange(1 << 30)
-
-    def _rows(self) -> Tensor:
-        return torch.randn(2, WIDTH, generator=self._generator, dtype=self._dtype)
+    return draw
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.checks import assert_close_in_float64
-from tests.harness.ranks import float64_by_default
-
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
-from finetuning_scheduler import (
-    FinetuningScheduler,
-    FTSCheckpoint,
-    FTSEarlyStopping,
-    fts_supporters,
-)
+from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, fts_supporters
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -38,14 +31,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, units
 from layerzero.flat.parameter_info import get_info
-from layerzero.integrations.finetuning_scheduler import ZeRO3StrategyAdapter
 from layerzero.integrations.lightning import ZeRO3Strategy
-from tests.harness.checks import assert_same_parameters
+from tests.harness.checks import assert_close_in_float64, assert_same_parameters
 from tests.harness.internals import inner_units, root_state
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
 from tests.integrations.test_lightning_parallel import loader, styles
 from tests.integrations.trainers import (
-    NUM_BATCHES,
     RANKS,
     Regression,
     full,
@@ -63,99 +54,33 @@ PHASES = [
     ["blocks.1.up.weight", "blocks.1.down.bias", "blocks.0.down.weight"],
     ["stem.weight", "blocks.1.up.bias", "blocks.0.up.weight", "blocks.0.up.bias"],
 ]
-ENDS = [1, 3, 6]
-"""Epochs after which the phases end."""
-
-
-def _schedule() -> dict[int, Any]:
-    return {
-        depth: {"params": list(names), "max_transition_epoch": end, "lr": 0.05 / (depth + 1)}
-        for depth, (names, end) in enumerate(zip(PHASES, ENDS, strict=True))
-    }
-
-
-def _scheduler(**arguments: Any) -> FinetuningScheduler:
-    adapter = "layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
-    is_sharded = torch.distributed.is_initialized()
-    if "ft_schedule" in arguments:
-        arguments |= {"epoch_transitions_only": True, "restore_best": False}
-    return FinetuningScheduler(
-        allow_untested=True,
-        custom_strategy_adapters={"layerzero": adapter} if is_sharded else None,
-        **arguments,
-    )
-
-
-_Epoch = tuple[int, list[str], list[list[str]], list[float]]
-"""Depth of the schedule, names that are trained, those of each optimizer group, learning rates."""
 
 
 class _Watch(Callback):
-    """What is trained in each epoch, and how."""
+    """What each epoch trains: depth of the schedule, names, optimizer groups and their rates."""
 
     def __init__(self) -> None:
-        self.epochs: list[_Epoch] = []
-        self.val_losses: list[float] = []
+        self.epochs: list[tuple[int, list[str], list[list[str]], list[float]]] = []
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any
-    ) -> None:
-        if len(self.epochs) > trainer.current_epoch - self.first_epoch:
-            return
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        scheduler = next(c for c in trainer.callbacks if isinstance(c, FinetuningScheduler))
         name_of = {id(p): name for name, p in module.named_parameters()}
-        (optimizer,) = trainer.optimizers
-        groups = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        thawed = sorted(name for name, p in module.named_parameters() if p.requires_grad)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        self.epochs.append((self.scheduler_of(trainer).curr_depth, thawed, groups, rates))
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.first_epoch = trainer.current_epoch
-
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.val_losses.append(float(trainer.callback_metrics["val_loss"]))
-
-    @staticmethod
-    def scheduler_of(trainer: pl.Trainer) -> FinetuningScheduler:
-        return next(c for c in trainer.callbacks if isinstance(c, FinetuningScheduler))
-
-
-def _fit(
-    folder: Path,
-    callbacks: list[Any],
-    max_epochs: int,
-    strategy: Any = None,
-    model: Regression | None = None,
-    data: Callable[[], Any] = rows,
-    **arguments: Any,
-) -> tuple[Regression, _Watch]:
-    model = model or seeded()
-    watch = _Watch()
-    own = trainer(
-        strategy,
-        max_epochs=max_epochs,
-        callbacks=[*callbacks, watch],
-        default_root_dir=folder,
-        enable_checkpointing=True,
-    )
-    own.fit(model, data(), data(), **arguments)
-    return model, watch
-
-
-def _three_phases(
-    folder: Path, strategy: Any = None, callbacks: Sequence[Callback] = (), **arguments: Any
-) -> tuple[Regression, _Watch]:
-    scheduler = _scheduler(ft_schedule=_schedule())
-    checkpoints = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=1)
-    return _fit(folder, [scheduler, checkpoints, *callbacks], ENDS[-1], strategy, **arguments)
+        groups = trainer.optimizers[0].param_groups
+        self.epochs.append(
+            (
+                scheduler.curr_depth,
+                sorted(name for name, p in module.named_parameters() if p.requires_grad),
+                [sorted(name_of[id(p)] for p in group["params"]) for group in groups],
+                [group["lr"] for group in groups],
+            )
+        )
 
 
 class _Stop(Callback):
     """Saves after so many epochs, and ends the run; the scheduler would go on to its last phase."""
 
     def __init__(self, path: Path, num_epochs: int) -> None:
-        self.path = path
-        self.num_epochs = num_epochs
+        self.path, self.num_epochs = path, num_epochs
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == self.num_epochs - 1:
@@ -163,79 +88,87 @@ class _Stop(Callback):
             trainer.should_stop = True
 
 
-def _assert_phases(watch: _Watch, first_epoch: int = 0) -> None:
-    """Each epoch trains what its phase and those before name, in groups one a phase."""
-    for epoch, (depth, thawed, groups, _) in enumerate(watch.epochs, start=first_epoch):
-        expected_depth = sum(epoch >= end for end in ENDS[:-1])
-        assert depth == expected_depth, epoch
-        wanted = [sorted(names) for names in PHASES[: depth + 1]]
-        assert [sorted(group) for group in groups] == wanted, epoch
-        assert thawed == sorted(name for names in PHASES[: depth + 1] for name in names), epoch
+def _fit(
+    folder: Path,
+    strategy: Any = None,
+    model: Regression | None = None,
+    *,
+    ends: Sequence[int] = (1, 2, 3),
+    restore_best: bool = True,
+    epochs: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    data: Callable[[], Any] = rows,
+    ckpt_path: Path | None = None,
+    **adapter: Any,
+) -> tuple[Regression, _Watch]:
+    """Train through phases that end after these epochs. A phase begins with the best weights of the
+    one before; the worst count as these, which are not the last ones."""
+    model, watch = model or seeded(), _Watch()
+    phases = enumerate(zip(PHASES, ends, strict=True))
+    schedule = {
+        depth: {"params": list(names), "max_transition_epoch": end, "lr": 0.05 / (depth + 1)}
+        for depth, (names, end) in phases
+    }
+    place = "layerzero.integrations.finetuning_scheduler:ZeRO3StrategyAdapter"
+    scheduler = FinetuningScheduler(
+        ft_schedule=schedule,
+        epoch_transitions_only=True,
+        restore_best=restore_best,
+        allow_untested=True,
+        custom_strategy_adapters={"layerzero": place} if strategy is not None else None,
+        **({"strategy_adapter_cfg": adapter} if adapter else {}),
+    )
+    best = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", mode="max", save_top_k=1)
+    own = trainer(
+        strategy,
+        max_epochs=epochs or ends[-1],
+        callbacks=[scheduler, best, *callbacks, watch],
+        default_root_dir=folder,
+        enable_checkpointing=True,
+    )
+    own.fit(model, data(), data(), ckpt_path=ckpt_path)
+    return model, watch
 
 
-def _restored(tmp_path: Path, kind: str, whole: Regression, watch: _Watch, stop: int) -> None:
-    """Stop after `stop` epochs, inside a phase or at its end, and go on from the checkpoint."""
-    folder = tmp_path / f"{kind}_{stop}"
-    path = folder / "stopped.ckpt"
-    stopping = [_Stop(path, stop)]
-    first, first_watch = _three_phases(folder, zero3_strategy(state_dict_type=kind), stopping)
-    assert len(first_watch.epochs) == stop
-    strategy = zero3_strategy(state_dict_type=kind)
-    model = seeded(seed=7)
-    _, again_watch = _three_phases(folder / "again", strategy, model=model, ckpt_path=path)
-    assert first.losses + model.losses == whole.losses, (kind, stop)
-    assert watch.epochs[stop:] == again_watch.epochs, (kind, stop)
-    assert_same_parameters(full(model), full(whole))
+ENDS = (1, 3, 6)
 
 
-def _phases_on_ranks(tmp_path: Path) -> tuple[list[float], dict[str, Tensor], list[_Epoch]]:
-    model, watch = _three_phases(tmp_path / "whole")
-    _assert_phases(watch)
-    frozen = seeded().stem.bias
-    assert torch.equal(full(model)["stem.bias"], frozen), "no phase names it"
-    for kind, stop in (("full", 3), ("sharded", 4)):
-        _restored(tmp_path, kind, model, watch, stop)
-    return model.losses, full(model), watch.epochs
+def _phases_on_ranks(tmp_path: Path) -> tuple[list[float], dict[str, Tensor], Any]:
+    def fit(
+        folder: Path, kind: str = "full", restore_best: bool = False, **options: Any
+    ) -> tuple[Regression, _Watch]:
+        strategy = zero3_strategy(state_dict_type=kind)
+        return _fit(folder, strategy, ends=ENDS, restore_best=restore_best, **options)
+
+    whole, watch = fit(tmp_path / "whole")
+    for epoch, (depth, thawed, groups, _) in enumerate(watch.epochs):
+        assert depth == sum(epoch >= end for end in ENDS[:-1]), epoch
+        assert groups == [sorted(names) for names in PHASES[: depth + 1]], epoch
+        assert thawed == sorted(chain(*groups)), epoch
+    assert torch.equal(full(whole)["stem.bias"], seeded().stem.bias), "no phase names it"
+    for kind, stop in (("full", 3), ("sharded", 4)):  # At the end of a phase, and inside one.
+        folder = tmp_path / kind
+        stopping = [_Stop(folder / "stopped.ckpt", stop)]
+        first, _ = fit(folder, kind, callbacks=stopping)
+        options = {"model": seeded(seed=7), "ckpt_path": folder / "stopped.ckpt"}
+        again, resumed = fit(folder, kind, **options)
+        assert first.losses + again.losses == whole.losses, (kind, stop)
+        assert watch.epochs[stop:] == resumed.epochs, (kind, stop)
+        assert_same_parameters(full(again), full(whole))
+    best, best_watch = fit(tmp_path / "best", "sharded", restore_best=True)
+    assert best.losses != whole.losses and best_watch.epochs == watch.epochs
+    return best.losses, full(best), watch.epochs
 
 
 @pytest.mark.slow
 @float64_by_default()  # sums of one process and of two ranks have other orders
 def test_three_phases_are_those_of_one_process_with_restores_inside_phases(tmp_path: Path) -> None:
     results = run_ranks(RANKS, _phases_on_ranks, tmp_path, in_float64=True)
-    (losses, parameters, epochs), (other_losses, _, _) = results
-    model, alone = _three_phases(tmp_path / "alone")
-    assert len(model.losses) == 6 * NUM_BATCHES
-    assert epochs == alone.epochs
-    mean = (torch.tensor(losses) + torch.tensor(other_losses)) / 2
-    assert_close_in_float64(mean, torch.tensor(model.losses), "losses")
-    assert_close_in_float64(parameters, full(model), "parameter")
-
-
-def _implicit(
-    folder: Path, kind: str | None = None
-) -> tuple[list[float], dict[str, Tensor], list[_Epoch]]:
-    """Phases of two parameters end when the loss stops falling fast; each starts from the best."""
-    scheduler = _scheduler(max_depth=3, base_max_lr=0.05)
-    stopping = FTSEarlyStopping(monitor="val_loss", patience=1, min_delta=0.05)
-    checkpoints = FTSCheckpoint(folder / "checkpoints", monitor="val_loss", save_top_k=1)
-    strategy = None if kind is None else zero3_strategy(state_dict_type=kind)
-    model, watch = _fit(folder, [scheduler, stopping, checkpoints], 12, strategy)
-    return watch.val_losses, full(model), watch.epochs
-
-
-@float64_by_default()  # sums of one process and of two ranks have other orders
-@pytest.mark.slow
-def test_an_implicit_schedule_with_early_stopping_is_that_of_one_process(tmp_path: Path) -> None:
-    (losses, parameters, epochs), _ = run_ranks(
-        RANKS, _implicit, tmp_path / "ranks", "sharded", in_float64=True
-    )
-    alone_losses, alone_parameters, alone_epochs = _implicit(tmp_path / "alone")
-    depths = [depth for depth, *_ in epochs]
-    assert sorted(set(depths)) == [0, 1, 2, 3], depths
-    assert max(depths.count(depth) for depth in range(4)) > 1, "some phase took its time"
-    assert epochs == alone_epochs
-    assert_close_in_float64(torch.tensor(losses), torch.tensor(alone_losses), "validation losses")
-    assert_close_in_float64(parameters, alone_parameters, "parameter")
+    alone, watch = _fit(tmp_path / "alone", ends=ENDS)
+    losses = torch.tensor([losses for losses, _, _ in results]).mean(0)
+    assert_close_in_float64(losses, torch.tensor(alone.losses), "losses")
+    assert_close_in_float64(results[0][1], full(alone), "parameter")
+    assert results[0][2] == watch.epochs
 
 
 class _Own(Regression):
@@ -246,45 +179,7 @@ class _Own(Regression):
             ZeRO3(self.blocks[1])
 
 
-@on_ranks(RANKS)
-def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
-    def fit(strategy: ZeRO3Strategy, model: Regression | None = None, **cfg: Any) -> Regression:
-        scheduler = _scheduler(ft_schedule=_schedule(), strategy_adapter_cfg=cfg)
-        checkpoints = FTSCheckpoint(tmp_path / "planned", save_top_k=0)
-        return _fit(tmp_path, [scheduler, checkpoints], 2, strategy, model)[0]
-
-    plain = fit(zero3_strategy())
-    plan = {
-        r"blocks\.\d+": {"reshard_after_forward": False, "act_ckpt": "wrapped"},
-        "blocks.1": {},
-        r"blocks\.1\.(up|down)": None,
-        "head": {"cpu_offload_policy": {"pin_memory": False}},
-    }
-    defaults = {"backward_prefetch": "backward_post", "num_to_forward_prefetch": 2}
-    model = fit(ZeRO3Strategy(deterministic=True), zero3_plan=plan, zero3_defaults=defaults)
-    assert model.losses == plain.losses
-    found = {unit.fqn: unit for unit in inner_units(model)}
-    assert sorted(found) == ["", "blocks.0", "blocks.1", "blocks.1.down", "blocks.1.up", "head"]
-    # The last pattern that matches decides alone.
-    assert not found["blocks.0"].options.reshard_after_forward
-    assert found["blocks.1"].options.reshard_after_forward
-    assert root_state(model).scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    # What configure_model sharded, and a list of modules, is skipped.
-    overlapping = {"blocks": {}, r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
-    model = fit(ZeRO3Strategy(), seeded(_Own), zero3_plan=overlapping)
-    assert model.losses == plain.losses
-    found = {unit.fqn: unit for unit in inner_units(model)}
-    assert sorted(found) == ["", "blocks.0", "blocks.1", "head"]
-    assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
-    with pytest.raises(ValueError, match=r"matches no.*near matches: 'blocks'"):
-        fit(ZeRO3Strategy(), zero3_plan={"bloks": {}})
-    with pytest.raises(ValueError, match="auto_wrap_policy is given, but strategy_adapter_cfg has"):
-        fit(zero3_strategy(), zero3_plan={"head": {}})
-    with pytest.raises(ValueError, match="unknown option 'reshard'"):
-        fit(ZeRO3Strategy(), zero3_plan={"head": {"reshard": True}})
-
-
-class _Changed(Regression):
+class _Split(Regression):
     """Splits and wraps its layers, and makes a parameter anew, once the schedule is there."""
 
     def configure_model(self) -> None:
@@ -297,34 +192,68 @@ class _Changed(Regression):
         self.stem.weight = nn.Parameter(self.stem.weight.detach())
 
 
+class _Wrapped(Regression):
+    def make_layers(self) -> None:
+        super().make_layers()
+        self.blocks[0] = checkpoint_wrapper(self.blocks[0])
+
+
 class _Renamed(Regression):
     def configure_model(self) -> None:
         self.blocks = nn.ModuleList([nn.Sequential(*self.blocks)])
 
 
-_SHORT = {
-    depth: {"params": names, "max_transition_epoch": depth + 1}
-    for depth, names in enumerate(PHASES)
-}
+@on_ranks(RANKS)
+def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
+    def fit(
+        cls: type[Regression] = Regression, strategy: Any = None, **adapter: Any
+    ) -> tuple[dict[str, Any], Regression]:
+        strategy = strategy or ZeRO3Strategy(deterministic=True)
+        model, _ = _fit(tmp_path, strategy, seeded(cls), epochs=2, **adapter)
+        assert type(model).__name__ == cls.__name__
+        return {unit.fqn: unit for unit in inner_units(model)}, model
 
-
-def _short(folder: Path, strategy: Any = None, cls: Any = Regression, **cfg: Any) -> Any:
-    scheduler = _scheduler(ft_schedule=_SHORT, **cfg)
-    checkpoints = FTSCheckpoint(folder / "checkpoints", save_top_k=0)
-    data = partial(loader, 1 if strategy is None else 2)
-    return _fit(folder, [scheduler, checkpoints], 3, strategy, seeded(cls), data)
+    plan = {
+        r"blocks\.\d+": {"reshard_after_forward": False, "act_ckpt": "wrapped"},
+        "blocks.1": {},
+        r"blocks\.1\.(up|down)": None,
+        "head": {"cpu_offload_policy": {"pin_memory": False}},
+    }
+    defaults = {"backward_prefetch": "backward_post", "num_to_forward_prefetch": 2}
+    _, plain = fit()
+    strategy = ZeRO3Strategy(deterministic=True)
+    found, model = fit(strategy=strategy, zero3_plan=plan, zero3_defaults=defaults)
+    assert model.losses == plain.losses
+    assert sorted(found) == ["", "blocks.0", "blocks.1", "blocks.1.down", "blocks.1.up", "head"]
+    # The last pattern that matches decides alone.
+    reshards = {name: unit.options.reshard_after_forward for name, unit in found.items()}
+    assert not reshards["blocks.0"] and reshards["blocks.1"]
+    head = OffloadPolicy(params=True, pin_memory=False)
+    assert strategy.plan.apply_modules["head"] == {"cpu_offload": head}
+    assert root_state(model).scheduler.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+    # What configure_model sharded, and a list of modules, is skipped.
+    overlapping = {"blocks": {}, r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
+    found, model = fit(_Own, zero3_plan=overlapping)
+    assert model.losses == plain.losses
+    assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
+    # A wrapper that is there from the beginning is in no name of the schedule, or of the plan.
+    found, model = fit(_Wrapped, zero3_plan={"blocks.0": {}})
+    assert sorted(found) == ["", "blocks.0"] and model.losses == plain.losses
+    for text, cls, strategy, adapter in (
+        (r"matches no.*near matches: 'blocks'", Regression, None, {"bloks": {}}),
+        ("auto_wrap_policy is given, but", Regression, ZeRO3Strategy({nn.Linear}), {"head": {}}),
+        ("unknown option 'reshard'", Regression, None, {"head": {"reshard": True}}),
+        (r"phase 0 unfreezes 'blocks.1.down.weight', which .* no lon", _Renamed, None, {}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fit(cls, strategy, zero3_plan=adapter)
 
 
 def _changed(tmp_path: Path) -> Any:
-    cfg = {"zero3_plan": {r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}}
-    strategy = ZeRO3Strategy(tensor_parallel_size=2)
-    model, watch = _short(tmp_path, strategy, _Changed, strategy_adapter_cfg=cfg)
-    assert isinstance(model, _Changed) and type(model).__name__ == "_Changed"
+    plan = {r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
+    strategy, data = ZeRO3Strategy(tensor_parallel_size=2), partial(loader, 2)
+    model, watch = _fit(tmp_path, strategy, seeded(_Split), data=data, zero3_plan=plan)
     assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1", "head"]
-    with pytest.raises(
-        ValueError, match=r"phase 0 unfreezes 'blocks.1.down.weight', which .* no lon"
-    ):
-        _short(tmp_path, ZeRO3Strategy(), _Renamed)
     return model.losses, full(model), watch.epochs
 
 
@@ -332,37 +261,12 @@ def _changed(tmp_path: Path) -> Any:
 @float64_by_default()  # sums of one process and of two ranks have other orders
 def test_wrapped_split_and_remade_layers_are_thawed_by_their_phases(tmp_path: Path) -> None:
     results = run_ranks(4, _changed, tmp_path, timeout=120, in_float64=True)
-    model, alone = _short(tmp_path / "alone")
+    alone, watch = _fit(tmp_path / "alone", data=loader)
     losses = torch.tensor([losses for losses, _, _ in results]).view(2, 2, -1)
     assert torch.equal(losses[:, 0], losses[:, 1]), "tensor-parallel ranks have one batch"
-    assert_close_in_float64(losses[:, 0].mean(0), torch.tensor(model.losses), "losses")
-    assert_close_in_float64(results[0][1], full(model), "parameter")
-    assert [epoch[1] for epoch in results[0][2]] == [epoch[1] for epoch in alone.epochs]
-    assert len(alone.epochs) == 3
-
-
-def _plan_of(model: Regression | None = None, **cfg: Any) -> Any:
-    """What the adapter makes of a configuration, without any training."""
-    strategy = ZeRO3Strategy()
-    model = model or seeded()
-    model._trainer = type("Trainer", (), {"strategy": strategy})()
-    adapter = ZeRO3StrategyAdapter(**cfg)
-    adapter.connect(type("Scheduler", (), {"pl_module": model})())
-    adapter.on_before_init_fts()
-    return strategy.plan
-
-
-def test_wrappers_of_init_are_in_no_name_a_schedule_sees() -> None:
-    model = seeded()
-    names = [name for name, _ in model.named_parameters()]
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    plan = _plan_of(model, zero3_plan={"blocks.0": {}, r"blocks\.\d+\.up": {}})
-    assert [name for name, _ in model.named_parameters()] == names
-    assert type(model).__name__ == "Regression" and isinstance(model, Regression)
-    assert list(plan.apply_modules) == ["blocks.0", r"re:blocks\.\d+\.up"]
-    plan = _plan_of(zero3_plan={"head": {"cpu_offload_policy": {"pin_memory": False}}})
-    expected = OffloadPolicy(params=True, pin_memory=False)
-    assert plan.apply_modules["head"] == {"cpu_offload": expected}
+    assert_close_in_float64(losses[:, 0].mean(0), torch.tensor(alone.losses), "losses")
+    assert_close_in_float64(results[0][1], full(alone), "parameter")
+    assert [epoch[1] for epoch in results[0][2]] == [epoch[1] for epoch in watch.epochs]
 
 
 def _example(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.optim import attach
@@ -34,8 +33,8 @@ from tests.integrations.test_transformers import (
     logged,
     needs_peft,
     plain_trainer,
-    safetensors_of,
     sharded_trainer,
+    stored,
     trained,
     weights_of,
 )
@@ -43,7 +42,6 @@ from tests.integrations.test_transformers import (
 
 def _counts_of_adapters(folder: Path) -> None:
     peft = pytest.importorskip("peft")
-
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
     plain = peft.get_peft_model(build("llama"), config)
     model = shard(peft.get_peft_model(build("llama"), config))
@@ -143,16 +141,12 @@ class _ShardedFirst(ZeRO3Trainer, _Preferences):
     pass
 
 
-class _ShardedLast(_Preferences, ZeRO3Trainer):
-    pass
-
-
 @on_ranks(2, timeout=120)
 def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
     tmp_path: Path,
 ) -> None:
     results = []
-    for cls in (_Preferences, _ShardedFirst, _ShardedLast):
+    for cls in (_Preferences, _ShardedFirst):
         as_if_launched(True)
         torch.manual_seed(0)  # New rows of the embedding are drawn.
         model, reference = build("llama"), build("llama")
@@ -161,7 +155,7 @@ def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
             sizes = zip(model.parameters(), reference.parameters(), strict=True)
             assert all(trained.shape == frozen.shape for trained, frozen in sizes)
         results.append((logged(ours, "loss"), ours.distances))
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
 
 
 @on_ranks(2, timeout=120)
@@ -223,20 +217,6 @@ def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path)
 
 
 @on_ranks(2, timeout=120)
-def test_what_touches_model_and_loss_is_as_ever(tmp_path: Path) -> None:
-    uneven = torch.utils.data.Subset(Sentences(), range(7))
-    plain = trained(plain_trainer(build("llama"), tmp_path, gradient_accumulation_steps=2))
-    expected = torch.from_numpy(plain.predict(uneven).predictions)
-    # What is launched is a fact of the process: not before the plain one is through.
-    ours = trained(sharded_trainer(build("llama"), tmp_path, gradient_checkpointing=True))
-    assert logged(ours, "loss") == logged(plain, "loss")
-    assert_bitwise(torch.from_numpy(ours.predict(uneven).predictions), expected, "predictions")
-    noisy = trained(sharded_trainer(build("llama"), tmp_path, neftune_noise_alpha=5.0))
-    assert logged(noisy, "loss") != logged(ours, "loss")
-    assert not noisy.model.get_input_embeddings()._forward_hooks, "the noise is for training alone"
-
-
-@on_ranks(2, timeout=120)
 def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     as_if_launched(True)
     root, first = tmp_path, dist.get_rank() == 0
@@ -275,11 +255,8 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     dist.barrier()
     assert len(list((root / "ours").glob("model.own-*.safetensors"))) > 1
     expected = dict(sorted(plain.state_dict().items()))
-    assert_same_parameters(
-        dict(sorted(safetensors_of(root / "given" / "model.safetensors").items())), expected
-    )
-    inside = dict(sorted(safetensors_of(root / "inside" / "model.safetensors").items()))
-    assert_same_parameters(inside, dict(sorted(plain.model.state_dict().items())))
+    assert_same_parameters(stored(root / "given"), expected)
+    assert_same_parameters(stored(root / "inside"), dict(sorted(plain.model.state_dict().items())))
     assert not (root / "refused").exists()
 
 
@@ -323,52 +300,52 @@ def _stateful_and_local(accelerator: Any, model: Any, folder: Path) -> None:
 @on_ranks(2, timeout=120)
 def test_an_accelerator_names_its_checkpoints(tmp_path: Path) -> None:
     as_if_launched(True)
-    root = tmp_path / "checkpoints"
+    root, ids = tmp_path / "checkpoints", torch.arange(6).view(1, -1)
 
     def started(**changes: Any) -> tuple[Any, Any, Any]:
         named = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, **changes)
         accelerator = Accelerator(cpu=True, project_config=named)
         module = build("llama")
-        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
-        return accelerator, *prepare(accelerator, module, optimizer)
+        head = [*module.lm_head.parameters()]
+        optimizers = [
+            torch.optim.AdamW(module.model.parameters(), 1e-2),
+            torch.optim.SGD(head, 1e-2, 0.9),
+        ]
+        # They were made before the model was sharded, and are known all the same.
+        model, *prepared = prepare(accelerator, module, *optimizers)
+        assert all(attach.holds_sharded_params(each.optimizer) for each in prepared)
+        return accelerator, model, prepared
 
-    accelerator, model, optimizer = started(total_limit=2)
-    # It was made before the model was sharded, and is known all the same.
-    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
-    assert attach.holds_sharded_params(optimizer.optimizer)
-    assert "_layerzero_waiting" in vars(optimizer.optimizer)
+    def step(accelerator: Any, model: Any, optimizers: Any) -> dict[str, Any]:
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        return weights_of(model)
+
+    run = accelerator, model, _ = started(total_limit=2)
     with pytest.raises(ValueError, match="that saved one"):
         accelerator.load_state()
-    saved = []
+    weights = []
     for _ in range(3):
-        loss = model(input_ids=torch.arange(6).view(1, -1), labels=torch.arange(6).view(1, -1)).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        weights.append(step(*run))
         accelerator.save_state()
-        saved.append(weights_of(model))
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
-    dist.barrier()
+    weights.append(step(*run))
     if dist.get_rank() == 0:
         (root / "checkpoint_7").mkdir()  # killed while it was written
-    accelerator, model, optimizer = started(iteration=2)
+    dist.barrier()
+    run = accelerator, model, _ = started(iteration=2)
     accelerator.load_state()
-    assert_same_parameters(weights_of(model), saved[2])
+    assert_same_parameters(weights_of(model), weights[2])
+    assert_same_parameters(step(*run), weights[3])
     accelerator.load_state(root / "checkpoint_1")
-    assert_same_parameters(weights_of(model), saved[1])
+    assert_same_parameters(weights_of(model), weights[1])
     with pytest.raises(ValueError, match=r"checkpoint_2: exists already"):
         accelerator.save_state()
-    accelerator.project_configuration.iteration = 3
-    assert Path(accelerator.save_state()).parent == root / "checkpoint_3"
     with pytest.raises(checkpoint.CheckpointError):
         accelerator.load_state(root / "checkpoint_9")
-    accelerator.save_model(model, tmp_path / "model")
-    dist.barrier()
-    kept = safetensors_of(tmp_path / "model" / "model.safetensors")
-    assert_same_parameters(
-        {name: saved[1][name] for name in sorted(kept)}, dict(sorted(kept.items()))
-    )
-    _stateful_and_local(accelerator, model, root.parent)
+    _stateful_and_local(accelerator, model, tmp_path)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with pytest.raises(NotImplementedError, match="register_save_state_pre_hook"):
         accelerator.save_state()
@@ -394,15 +371,6 @@ def _logits(model: Any) -> Any:
     return model(input_ids=PROMPT).logits
 
 
-class _Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-
-    def forward(self, x: Any) -> Any:
-        return self.attention(x, x, x)[0]
-
-
 @needs_peft
 @on_ranks(2, timeout=120, in_float64=True)
 def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
@@ -414,8 +382,6 @@ def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
         lora,
         peft.LoraConfig(r=4, target_modules=[*TARGETS, "embed_tokens"], use_dora=True),
         peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
-        peft.HRAConfig(r=4, target_modules=TARGETS),
-        peft.VBLoRAConfig(r=4, num_vectors=8, vector_length=4, target_modules=["q_proj"]),
     ):
         what = type(config).__name__
         expected = _logits(_adapted(config))
@@ -448,11 +414,6 @@ def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
         dist.barrier()
         again = in_default_dtype(type(plain).from_pretrained(tmp_path / what)).eval()
         assert_close_in_float64(_logits(again), expected, f"{what}, saved")
-    # It merges in every forward, by putting other parameters in place of the weights.
-    config = peft.LoraConfig(target_modules=["attention"])
-    model = ZeRO3(peft.get_peft_model(_Attends(), config))
-    with pytest.raises(RuntimeError, match=r"forward: the model .*replaced .*layer.in_proj_weight"):
-        model(torch.ones(3, 1, 8))
 
 
 @needs_peft
@@ -467,9 +428,7 @@ def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> 
     for name, config in {
         "prompts": peft.PromptTuningConfig(**prompts),
         "prefixes": peft.PrefixTuningConfig(**prompts),
-        "encoded": peft.PromptEncoderConfig(**prompts, encoder_hidden_size=10),
         "projections in every layer": peft.VeraConfig(r=4, target_modules=["q_proj"]),
-        "random": peft.RandLoraConfig(r=4, target_modules=TARGETS),
         "a bank": peft.VBLoRAConfig(**vectors),
         "computed": peft.VBLoRAConfig(**vectors, save_only_topk_weights=True),
         "tied": peft.LoraConfig(
@@ -482,10 +441,8 @@ def test_adapters_of_every_kind_are_saved_as_peft_saves_them(tmp_path: Path) -> 
         if first:
             plain.save_pretrained(tmp_path / "plain" / name)
         dist.barrier()
-        file = "adapter_model.safetensors"
         found, expected = (
-            dict(sorted(safetensors_of(tmp_path / part / name / file).items()))
-            for part in ("", "plain")
+            stored(tmp_path / part / name, "adapter_model") for part in ("", "plain")
         )
         assert_same_parameters(found, expected, what=name)
         again = peft.PeftModel.from_pretrained(build("llama", **tied), tmp_path / name)

@@ -55,7 +55,12 @@ def styles() -> dict[str, ParallelStyle]:
 
 
 class Split(Regression):
-    """Its blocks are split over the tensor-parallel axis, if there is one."""
+    """Its blocks are split over the tensor-parallel axis, if there is one. Counts its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # Lightning moves metrics, which on meta have no values.
+            self.num_samples = SumMetric()
 
     def configure_model(self) -> None:
         for block in self.blocks:
@@ -63,14 +68,6 @@ class Split(Regression):
                 continue  # configure_model is called again for each use of the Trainer.
             if self.device_mesh is not None:
                 parallelize_module(block, self.device_mesh["tensor_parallel"], styles())
-
-
-class Counting(Split):
-    """Counts its samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_samples = SumMetric()
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = super().training_step(batch, index)
@@ -118,33 +115,6 @@ class _Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _trains(tmp_path: Path) -> Any:
-    plan = ShardingPlan(apply_modules={"blocks.{*}": {"act_ckpt": "wrapped"}})
-    model = fit(strategy())
-    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
-    assert model.blocks[0].up.weight.layerzero.tensor_parallel is not None
-    expected = full(model)
-    for options in ({"plan": plan}, {"zero3_size": 1, "outer": "replicate"}):
-        other = fit(strategy(**options))
-        assert_close_in_float64(torch.tensor(other.losses), torch.tensor(model.losses), "losses")
-        assert_close_in_float64(full(other), expected, "parameter")
-    for kind in ("full", "sharded"):
-        fit(strategy(state_dict_type=kind), callbacks=[_Save(tmp_path / kind)], max_epochs=1)
-    resumed = fit(strategy(), seed=7, ckpt=tmp_path / "sharded")
-    assert resumed.losses == model.losses[NUM_BATCHES:]
-    assert_same_parameters(full(resumed), expected)
-    with trainer(strategy()).init_module(empty_init=True):
-        unmade = Split()
-    trainer(strategy()).fit(unmade, loader(2), ckpt_path=tmp_path / "full")
-    assert_same_parameters(full(unmade), expected, what="without storage before")
-    clipped = fit(strategy(), **CLIP)
-    _an_overflow_of_one_part_is_one_of_all()
-    _one_value_on_all_ranks()
-    _samples_are_counted_once()
-    _what_does_not_fit()
-    return model.losses, expected, full(clipped)
-
-
 class _Overflow(Callback):
     """On the last rank, in the first step, in what is split; and the scales that follow."""
 
@@ -159,42 +129,6 @@ class _Overflow(Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
-def _an_overflow_of_one_part_is_one_of_all() -> None:
-    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    overflow = _Overflow()
-    model = fit(strategy(precision_plugin=scaled), callbacks=[overflow], max_epochs=1)
-    assert overflow.scales == [32.0] * NUM_BATCHES
-    # The stem is whole on every rank: it stays the same on those of one tensor-parallel group.
-    for name, value in full(model).items():
-        assert_same_on_all_ranks(value, name)
-
-
-def _one_value_on_all_ranks() -> None:
-    """Ranks that were seeded differently start from the first one's weights."""
-    own = trainer(strategy(), max_epochs=0)
-    model = seeded(Split, seed=dist.get_rank())
-    own.fit(model, loader(2))
-    for name, value in full(model).items():
-        assert_same_on_all_ranks(value, name)
-    assert_same_parameters(full(model), full(seeded()))
-
-
-def _samples_are_counted_once() -> None:
-    own = strategy()
-    fitter = trainer(own, max_epochs=1)
-    model = seeded(Counting)
-    fitter.fit(model, loader(2))
-    assert fitter.callback_metrics["samples_epoch"] == NUM_BATCHES * 8
-    assert model.num_samples.compute() == NUM_BATCHES * 8
-    mesh = model.device_mesh
-    assert mesh is own.device_mesh and mesh.mesh_dim_names == ("data_parallel", "tensor_parallel")
-    place = mesh["data_parallel"].get_local_rank()
-    assert own.distributed_sampler_kwargs == {"num_replicas": 2, "rank": place}
-    for all_of, expected in ((True, False), (False, True)):
-        assert own.reduce_boolean_decision(dist.get_rank() == 3, all_of) is expected
-    assert own.reduce_boolean_decision(True)
-
-
 class _OnOwnMesh(Regression):
     mesh: Any
 
@@ -202,22 +136,61 @@ class _OnOwnMesh(Regression):
         parallelize_module(self.blocks[0], self.mesh["tp"], styles())
 
 
-def _what_does_not_fit() -> None:
+def _trains(tmp_path: Path) -> Any:
+    own, model = strategy(), seeded(Split, seed=dist.get_rank())  # The first rank's values count.
+    fitter = trainer(own)
+    fitter.fit(model, loader(2))
+    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1"]
+    assert model.blocks[0].up.weight.layerzero.tensor_parallel is not None
+    assert fitter.callback_metrics["samples_epoch"] == NUM_BATCHES * 8
+    assert model.num_samples.compute() == 2 * NUM_BATCHES * 8
+    mesh = model.device_mesh
+    assert mesh is own.device_mesh and mesh.mesh_dim_names == ("data_parallel", "tensor_parallel")
+    place = mesh["data_parallel"].get_local_rank()
+    assert own.distributed_sampler_kwargs == {"num_replicas": 2, "rank": place}
+    for all_of, decided in ((True, False), (False, True)):
+        assert own.reduce_boolean_decision(dist.get_rank() == 3, all_of) is decided
+    assert own.reduce_boolean_decision(True)
+    expected = full(model)
+
+    plan = ShardingPlan(apply_modules={"blocks.{*}": {"act_ckpt": "wrapped"}})
+    for options in ({"plan": plan}, {"zero3_size": 1, "outer": "replicate"}):
+        other = fit(strategy(**options))
+        assert_close_in_float64(torch.tensor(other.losses), torch.tensor(model.losses), "losses")
+        assert_close_in_float64(full(other), expected, "parameter")
+    for kind in ("full", "sharded"):
+        fit(strategy(state_dict_type=kind), callbacks=[_Save(tmp_path / kind)], max_epochs=1)
+    resumed = fit(strategy(), seed=7, ckpt=tmp_path / "sharded")
+    assert resumed.losses == model.losses[NUM_BATCHES:]
+    assert_same_parameters(full(resumed), expected)
+    with trainer(strategy()).init_module(empty_init=True):
+        unmade = Split()
+    trainer(strategy()).fit(unmade, loader(2), ckpt_path=tmp_path / "full")
+    assert_same_parameters(full(unmade), expected, what="without storage before")
+    # An overflow of one part is one of all.
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    overflow = _Overflow()
+    scaled_model = fit(strategy(precision_plugin=scaled), callbacks=[overflow], max_epochs=1)
+    assert overflow.scales == [32.0] * NUM_BATCHES
+    # The stem is whole on every rank: it stays the same on those of one tensor-parallel group.
+    for name, value in full(scaled_model).items():
+        assert_same_on_all_ranks(value, name)
+
     with pytest.raises(ValueError, match=r"make 1 x 3 = 3 ranks, but the Trainer has 4; choose"):
         fit(ZeRO3Strategy(tensor_parallel_size=3))
     with pytest.raises(ValueError, match=r"pass either the process group"):
         ZeRO3Strategy(process_group=dist.group.WORLD, tensor_parallel_size=2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    _OnOwnMesh.mesh = mesh
+    _OnOwnMesh.mesh = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(
         ValueError, match=r"pass tensor_parallel_size=2 and .* or pass as process_gro"
     ):
         fit(ZeRO3Strategy(), _OnOwnMesh)
     own = ZeRO3Strategy({Block}, process_group=mesh["dp"], zero3_size=1)
-    model = fit(own, _OnOwnMesh)
-    assert model.device_mesh == mesh
+    on_own = fit(own, _OnOwnMesh)
+    assert on_own.device_mesh == mesh
     assert own.distributed_sampler_kwargs["num_replicas"] == 2
-    assert_close_in_float64(full(model), full(fit(strategy())), "parameter")
+    assert_close_in_float64(full(on_own), expected, "parameter")
+    return model.losses, expected, full(fit(strategy(), **CLIP))
 
 
 def _goes_on(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import gathered, recorded_operations
+from tests.harness.regions import recorded_regions
 
 pytest.importorskip("megatron.core")
 
@@ -205,14 +206,9 @@ def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
     ] * 2
 
 
-ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
-MORE = ("shared", "shared_embedding", "allreduce", "is_embedding_or_output_parameter")
-
-
-def _groups(options: Any) -> tuple[Any, Any]:
-    """(settings and names of each parameter group, attributes of each parameter)."""
+def _groups(options: Any, engine: str) -> list[tuple[dict[str, Any], list[str]]]:
+    """Settings of each parameter group, and the names in it."""
     example = _example()
-    make = example.with_ddp if options.engine == "ddp" else example.with_layerzero
     example_config = example.optimizer_config
 
     def config_with_decoupled_rate(options: Any) -> Any:
@@ -222,35 +218,32 @@ def _groups(options: Any) -> tuple[Any, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(example, "optimizer_config", config_with_decoupled_rate)
+        make = getattr(example, f"with_{engine}")
         chunks, optimizer, _ = make(options, example.transformer_config(options))
-    named = {id(p): f"{i}.{name}" for i, c in enumerate(chunks) for name, p in c.named_parameters()}
-    groups = [
+    named = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
+    return [
         (
             {key: value for key, value in sorted(group.items()) if key != "params"},
             [named[id(parameter)] for parameter in group["params"]],
         )
         for group in optimizer.param_groups
     ]
-    attributes = {
-        name: {each: getattr(p, each, None) for each in (*ATTRIBUTES, *MORE)}
-        for chunk in chunks
-        for name, p in chunk.named_parameters()
-    }
-    return groups, attributes
 
 
 @on_ranks(2)
-def test_groups_and_attributes_are_those_of_the_original_parameters() -> None:
-    cases = (["--tensor", "2", "--sequence-parallel"], ["--pipeline", "2"], ["--schedule"])
-    for arguments in cases:
-        expected, their_attributes = _on_megatrons_ranks(
-            [*SMALL, *arguments, "--engine", "ddp"], _groups
+def test_groups_are_those_of_the_original_parameters() -> None:
+    for arguments in (
+        ["--tensor", "2", "--sequence-parallel"],
+        ["--pipeline", "2"],
+        ["--schedule"],
+    ):
+        ours, theirs = _on_megatrons_ranks(
+            [*SMALL, *arguments],
+            lambda options: [_groups(options, engine) for engine in ("layerzero", "ddp")],
         )
-        groups, attributes = _on_megatrons_ranks([*SMALL, *arguments], _groups)
-        assert attributes == their_attributes, arguments
-        assert groups == expected, arguments
-    rates = {setting["max_lr"] for setting, _ in groups}
-    multipliers = {setting["wd_mult"] for setting, _ in groups}
+        assert ours == theirs, arguments
+    rates = {setting["max_lr"] for setting, _ in ours}
+    multipliers = {setting["wd_mult"] for setting, _ in ours}
     assert (rates, multipliers) == ({0.5, 1e-2}, {0.0, 1.0}), "else nothing was to be decided"
 
 
@@ -317,9 +310,8 @@ def _gradients_of(options: Any) -> None:
     surface.run(micro_batches=2)
     expected = surface.gradients()
     assert expected
-
-    chunk.scale_gradients(torch.tensor([0.5]))
-    chunk.scale_gradients(0.5)
+    for factor in (torch.tensor([0.5]), 0.5):
+        chunk.scale_gradients(factor)
     for half, whole in zip(surface.gradients(), expected, strict=True):
         assert torch.equal(half, whole / 4)
 
@@ -345,13 +337,11 @@ def _gradients_of(options: Any) -> None:
         checked = _Surface(options)
     checked.run()
     if dist.get_rank() == 1:
-        weight = next(p for p in checked.chunk.parameters() if p.numel())
-        weight.data[0] = math.nan
+        next(p for p in checked.chunk.parameters() if p.numel()).data[0] = math.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         checked.run()
 
-
-def _groups_of(options: Any) -> None:
+    # Groups of a collection, with those left out that Megatron may leave out.
     collection = ProcessGroupCollection.use_mpu_process_groups()
     assert MegatronRanks.of(collection, 1) == MegatronRanks.of(None, 1)
     minimal = ProcessGroupCollection(
@@ -366,90 +356,55 @@ def _groups_of(options: Any) -> None:
         surface.run()
         norms.append(surface.optimizer.step())
     assert norms[0] == norms[1] and norms[0][0]
-
-
-def _other_arguments_of(options: Any) -> None:
-    """Those of `get_megatron_optimizer`, in its order."""
     theirs, ours = map(inspect.signature, (get_megatron_optimizer, get_zero3_optimizer))
     assert list(ours.parameters)[: len(theirs.parameters)] == list(theirs.parameters)
-    surface = _Surface(options)
     settings = surface.example.optimizer_config(options)
-    collection = ProcessGroupCollection.use_mpu_process_groups()
     get_zero3_optimizer(settings, [surface.chunk], None, False, collection, None)
-
-
-def _reloads(options: Any) -> None:
-    """Main parameters become those of a state dict."""
-    surface = _Surface(options)
-    chunk, optimizer = surface.chunk, surface.optimizer
-    surface.run()  # units may be full now
-    before = [sharded_param.detach().clone() for sharded_param in chunk.parameters()]
-    full = copy.deepcopy(chunk.state_dict_for_save_checkpoint())
-    fine = {name: v + 2.0**-20 if torch.is_tensor(v) else v for name, v in full.items()}
-    optimizer.reload_model_params()
-    name = next(iter(dict(chunk.module.named_parameters()))).removeprefix("module.")
-    with pytest.raises(KeyError, match=name):
-        optimizer.reload_model_params({"model": {n: v for n, v in fine.items() if n != name}})
-    with pytest.raises(RuntimeError, match=f"(?s){name}: size mismatch"):
-        optimizer.reload_model_params({"model": {**fine, name: fine[name][:1]}})
-    for sharded_param, value in zip(chunk.parameters(), before, strict=True):
-        sharded_param.data.copy_(value)
-    for given in (
-        {"model": fine, "iteration": 3},
-        {"model0": {f"module.module.{name}": value for name, value in fine.items()}},
-        fine,
-    ):
-        optimizer.reload_model_params(given)
-        for sharded_param, value in zip(chunk.parameters(), before, strict=True):
-            assert (
-                torch.equal(sharded_param, value + 2.0**-20)
-                and sharded_param.dtype is torch.float32
-            )
-            sharded_param.data.copy_(value)
-
-
-def _check_weights_of(surface: _Surface) -> None:
-    """Full tensors with the names and shapes of Megatron's; they load, and change nothing."""
-    (theirs,), _, _ = surface.example.with_ddp(surface.options, surface.config)
-    expected = theirs.state_dict_for_save_checkpoint("chunk.")
-    full = copy.deepcopy(surface.chunk.state_dict_for_save_checkpoint("chunk."))
-    assert list(full) == list(expected)
-    for name, value in expected.items():
-        assert getattr(full[name], "shape", None) == getattr(value, "shape", None), name
-    before = [sharded_param.detach().clone() for sharded_param in surface.chunk.parameters()]
-    for sharded_param in surface.chunk.parameters():
-        torch.nn.init.zeros_(sharded_param)
-    surface.chunk.load_state_dict({name[6:]: value for name, value in full.items()})
-    for sharded_param, value in zip(surface.chunk.parameters(), before, strict=True):
-        assert torch.equal(sharded_param, value)
 
 
 def _state_of(options: Any) -> None:
     surface = _Surface(options)
+    chunk, optimizer = surface.chunk, surface.optimizer
     surface.run()
-    surface.optimizer.step()
-    _check_weights_of(surface)
-    saved, scale = surface.optimizer.state_dict(), float(surface.optimizer.get_loss_scale())
-    other = _Surface(options)
-    other.optimizer.load_state_dict(saved)
-    assert float(other.optimizer.get_loss_scale()) == scale
-    for mine, theirs in zip(
-        other.optimizer.get_parameters(), surface.optimizer.get_parameters(), strict=True
+    optimizer.step()
+    # Full tensors with the names and shapes of Megatron's.
+    (theirs,), _, _ = surface.example.with_ddp(options, surface.config)
+    expected = theirs.state_dict_for_save_checkpoint("chunk.")
+    full = copy.deepcopy(chunk.state_dict_for_save_checkpoint("chunk."))
+    assert list(full) == list(expected)
+    for name, value in expected.items():
+        assert getattr(full[name], "shape", None) == getattr(value, "shape", None), name
+    # They load, with what float32 holds and 16 bits do not.
+    before = [sharded_param.detach().clone() for sharded_param in chunk.parameters()]
+    fine = {n[6:]: v + 2.0**-20 if torch.is_tensor(v) else v for n, v in full.items()}
+    optimizer.reload_model_params()
+    for load in (
+        lambda: optimizer.reload_model_params({"model": fine, "iteration": 3}),
+        lambda: chunk.load_state_dict(fine),
     ):
-        for key, value in surface.optimizer.state[theirs].items():
-            assert torch.equal(other.optimizer.state[mine][key], value)
+        for sharded_param in chunk.parameters():
+            torch.nn.init.zeros_(sharded_param)
+        load()
+        for sharded_param, value in zip(chunk.parameters(), before, strict=True):
+            assert torch.equal(sharded_param, value + 2.0**-20)
+            assert sharded_param.dtype is torch.float32
+    # The optimizer's state, of this rank alone.
+    saved, scale = optimizer.state_dict(), float(optimizer.get_loss_scale())
+    other = _Surface(options).optimizer
+    other.load_state_dict(saved)
+    assert float(other.get_loss_scale()) == scale
+    for mine, own in zip(other.get_parameters(), optimizer.get_parameters(), strict=True):
+        for key, value in optimizer.state[own].items():
+            assert torch.equal(other.state[mine][key], value)
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, saved)
     with pytest.raises(ValueError, match="belongs to another rank, or to other units"):
-        other.optimizer.load_state_dict(everyone[1 - dist.get_rank()])
+        other.load_state_dict(everyone[1 - dist.get_rank()])
 
 
 @on_ranks(2)
 def test_gradients_parameters_and_state_are_handled_as_megatron_asks() -> None:
     _on_megatrons_ranks(SMALL, _gradients_of)
-    _on_megatrons_ranks(SMALL, _groups_of)
-    _on_megatrons_ranks(SMALL, _other_arguments_of)
-    _on_megatrons_ranks([*SMALL, "--dtype", "bf16"], _reloads)
     fp16 = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
     _on_megatrons_ranks([*SMALL, *fp16], _state_of)
 
@@ -557,40 +512,51 @@ def test_what_is_not_supported_is_refused_with_what_to_use() -> None:
             check_optimizer_config(OptimizerConfig(lr=0.1, **settings), has_own_optimizer=False)
 
 
-@on_ranks(1)
-def test_combinations_are_refused_before_anything_is_sent() -> None:
+@on_ranks(2)
+def test_optional_modules_are_named_and_combinations_refused_before_anything_is_sent() -> None:
+    def chunk_of(options: Any, **arguments: Any) -> ZeRO3DataParallel:
+        example = _example()
+        config = example.transformer_config(options)
+        model = example.MakeModel(options, config)()
+        model = model if options.dtype == "fp32" else example.Float16Module(config, model)
+        return ZeRO3DataParallel(config, _ddp(), model, **arguments)
+
     def run(options: Any) -> None:
         example = _example()
         collection = ProcessGroupCollection.use_mpu_process_groups()
+        del collection.tp, collection.pp
         with pytest.raises(ValueError, match=r"\['pp', 'tp'\] are missing"):
-            del collection.tp, collection.pp
             MegatronRanks.of(collection, 1)
-        config = example.transformer_config(options)
-        model = example.MakeModel(options, config)()
-        settings = example.optimizer_config(options)
         with pytest.raises(NotImplementedError, match="freeze or shard them"):
-            ZeRO3DataParallel(config, _ddp(), model, ignored_modules=[model.embedding])
-        packed = torch.nn.Linear(2, 2)
+            packed = torch.nn.Linear(2, 2)
+            ZeRO3DataParallel(_config(), _ddp(), packed, ignored_modules=[packed])
         packed.weight.allreduce = False
         with pytest.raises(NotImplementedError, match=r"^weight: .*moe_grouped_gemm=False"):
-            ZeRO3DataParallel(config, _ddp(), packed)
+            ZeRO3DataParallel(_config(), _ddp(), packed)
         packed.local_experts = torch.nn.ModuleList()
         collection = ProcessGroupCollection.use_mpu_process_groups()
         del collection.expt_dp
         with pytest.raises(ValueError, match="'ep' and 'expt_dp' are needed"):
-            ZeRO3DataParallel(config, _ddp(), packed, pg_collection=collection)
-        chunk = ZeRO3DataParallel(config, _ddp(), example.MakeModel(options, config)())
+            ZeRO3DataParallel(_config(), _ddp(), packed, pg_collection=collection)
+        chunk, config = chunk_of(options), example.transformer_config(options)
         config.virtual_pipeline_model_parallel_size = 2
-        with pytest.raises(ValueError, match=r"got 1 chunks of the model.*interleaved schedule"):
-            get_zero3_optimizer(settings, [chunk])
         with pytest.raises(ValueError, match="pass the same number to both"):
             example.with_layerzero(options, config)
+        chunk.config.virtual_pipeline_model_parallel_size = 2
+        with pytest.raises(ValueError, match=r"got 1 chunks of the model.*interleaved schedule"):
+            get_zero3_optimizer(example.optimizer_config(options), [chunk])
         options.dtype = "bf16"
-        config = example.transformer_config(options)
-        model = example.MakeModel(options, config)()
-        precision = MixedPrecision(param_dtype=torch.float16)
-        model = example.Float16Module(config, model)
         with pytest.raises(ValueError, match="expected one 16-bit dtype"):
-            ZeRO3DataParallel(config, _ddp(), model, mixed_precision=precision)
+            chunk_of(options, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+        with recorded_regions() as found:
+            optional = {"optional_modules": ["decoder.layers.{0-1}"]}
+            chunk_of(options, optional_mean="participants", **optional)
+        layers = {f"module.decoder.layers.{i}": f"module.decoder.layers.{i}" for i in (0, 1)}
+        assert found == [(layers, "participants")]
+
+    def in_stages(options: Any) -> None:
+        with pytest.raises(NotImplementedError, match="optional_modules with 2 pipeline st"):
+            chunk_of(options, optional_modules=["decoder.layers.{0-1}"])
 
     _on_megatrons_ranks(SMALL, run)
+    _on_megatrons_ranks([*SMALL, "--pipeline", "2"], in_stages)

@@ -112,12 +112,6 @@ def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_bitwise(got[name], value, name)
 
 
-def _load_model(model: ZeRO3, folder: str, strategy: Any = None) -> None:
-    wanted = {"model": sharded_state_dict(model)}
-    loaded = dist_checkpointing.load(wanted, folder, strategy)
-    load_model_state_dict(model, loaded["model"])
-
-
 def _load_plain(model: nn.Module, folder: str) -> None:
     """Into a model of Megatron's own."""
     wanted = {"model": model.sharded_state_dict()}
@@ -182,20 +176,9 @@ def _chunk(
     return chunk, get_zero3_optimizer(config, [chunk], make_optimizer=make_optimizer)
 
 
-def _sharded(seed: int, **options: Any) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
-    return _chunk(_with_experts(seed), clip=0.0, **options)
-
-
 def _both(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, is_loading: bool) -> dict[str, Any]:
     own = chunk.sharded_state_dict()
-    state = optimizer.sharded_state_dict({"model": own}, is_loading)
-    return {"model": own, "optimizer": state}
-
-
-def _read_both(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, folder: str) -> None:
-    loaded = dist_checkpointing.load(_both(chunk, optimizer, True), folder)
-    load_model_state_dict(chunk.engine, loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    return {"model": own, "optimizer": optimizer.sharded_state_dict({"model": own}, is_loading)}
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -204,23 +187,28 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _experts_of_a_rank(root: str) -> dict[str, Tensor]:
     """Checkpoints of split experts; returns this rank's weights by names among all."""
+
+    def weights(chunk: ZeRO3DataParallel) -> dict[str, Tensor]:
+        return _tensors(chunk.state_dict_for_save_checkpoint())
+
     with megatron_on_cpu(expert_parallel_size=2):
         theirs = ddp(_with_experts(3))
         before, after = _folder(root, "theirs"), _folder(root, "ours")
         dist_checkpointing.save({"model": theirs.module.sharded_state_dict()}, before)
-        chunk, optimizer = _sharded(4)
+        expected = _tensors(theirs.module.state_dict())
+        chunk, _ = _chunk(_with_experts(4))
         loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, before)
         load_model_state_dict(chunk.engine, loaded["model"])
-        expected = _tensors(theirs.module.state_dict())
-        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
-        chunk, _ = _sharded(4)
-        chunk.load_state_dict(expected)  # as of a rank's file in Megatron's `torch` format
-        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
-        with pytest.raises(NotImplementedError, match="use outer='zero1'"):
-            _sharded(4, zero3_size=1, outer="replicate")
-        chunk, optimizer = _sharded(4)
+        _assert_same(weights(chunk), expected)
+        # As of a rank's file in Megatron's `torch` format.
+        chunk, _ = _chunk(_with_experts(4))
+        chunk.load_state_dict(expected)
+        _assert_same(weights(chunk), expected)
+        chunk, optimizer = _chunk(_with_experts(4), clip=0.0)
         optimizer.reload_model_params({"model": expected})
-        _assert_same(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
+        _assert_same(weights(chunk), expected)
+        with pytest.raises(NotImplementedError, match="use outer='zero1'"):
+            _chunk(_with_experts(4), zero3_size=1, outer="replicate")
 
         loss_of(chunk, batch(0)).backward()
         optimizer.step()
@@ -228,41 +216,45 @@ def _experts_of_a_rank(root: str) -> dict[str, Tensor]:
         checkpoint.save(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
         back = ddp(_with_experts(5)).module
         _load_plain(back, after)
-        own = _tensors(chunk.state_dict_for_save_checkpoint())
-        _assert_same(_tensors(back.state_dict()), own)
-        other, again = _sharded(6)
-        _read_both(other, again, after)
-        _assert_same(_tensors(other.state_dict_for_save_checkpoint()), own)
-        moments = _moments(chunk.engine, optimizer.optimizer)
-        _assert_same(_moments(other.engine, again.optimizer), moments)
-        weights = _tensors(checkpoint.get_model_state_dict(chunk.engine, full=True))
-        return {**weights, **moments}
+        _assert_same(_tensors(back.state_dict()), weights(chunk))
+        other = _loaded_experts(after)
+        _assert_same(_everything(*other), _everything(chunk, optimizer))
+        return _everything(chunk, optimizer)
+
+
+def _loaded_experts(folder: str) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
+    chunk, optimizer = _chunk(_with_experts(6), clip=0.0)
+    loaded = dist_checkpointing.load(_both(chunk, optimizer, True), folder)
+    load_model_state_dict(chunk.engine, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    return chunk, optimizer
+
+
+def _everything(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer) -> dict[str, Tensor]:
+    """Weights and state of the optimizer by names among all experts."""
+    weights = checkpoint.get_model_state_dict(chunk.engine, full=True)
+    return {**_tensors(weights), **_moments(chunk.engine, optimizer.optimizer)}
 
 
 def _experts_of_all(root: str, expected: dict[str, Tensor]) -> None:
     with megatron_on_cpu():
-        chunk, optimizer = _sharded(7)
-        _read_both(chunk, optimizer, f"{root}/ours")
-        moments = _moments(chunk.engine, optimizer.optimizer)
-        found = checkpoint.get_model_state_dict(chunk.engine, full=True)
-        _assert_same({**_tensors(found), **moments}, expected)
+        chunk, optimizer = _loaded_experts(f"{root}/ours")
+        _assert_same(_everything(chunk, optimizer), expected)
         # Megatron has a group of its own for experts that other ranks do not have.
         with pytest.raises(CheckpointError, match="mixes parameters of saved groups"):
             checkpoint.load(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
-        chunk, _ = _sharded(7)
+        for parameter in chunk.parameters():
+            nn.init.zeros_(parameter)
         checkpoint.load(f"{root}/layerzero", chunk.engine)
-        found = checkpoint.get_model_state_dict(chunk.engine, full=True)
-        _assert_same({**_tensors(found), **moments}, expected)
+        _assert_same(_everything(chunk, optimizer), expected)
 
 
 @pytest.mark.slow
 def test_experts_split_over_ranks_are_saved_as_megatron_does_and_load_at_other_splits(
     tmp_path: Path,
 ) -> None:
-    expected: dict[str, Tensor] = {}
-    for own in run_ranks(2, _experts_of_a_rank, str(tmp_path), timeout=120):
-        expected.update(own)
-    run_ranks(1, _experts_of_all, str(tmp_path), expected, timeout=120)
+    of_ranks = run_ranks(2, _experts_of_a_rank, str(tmp_path), timeout=120)
+    run_ranks(1, _experts_of_all, str(tmp_path), {**of_ranks[0], **of_ranks[1]}, timeout=120)
 
 
 def _num_written(entries: dict[str, Any]) -> int:
@@ -294,8 +286,9 @@ def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_
             theirs = ddp(gpt(seed=3, **options)).module
             before, after = _folder(root, kind), _folder(root, f"{kind} ours")
             dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
-            model = zero3(gpt(seed=4, **options), **engine_options)
-            _load_model(model, before)
+            model = zero3(gpt(seed=5, **options), **engine_options)
+            loaded = dist_checkpointing.load({"model": sharded_state_dict(model)}, before)
+            load_model_state_dict(model, loaded["model"])
             _assert_same(_full(model), _full(theirs))
             model = zero3(gpt(seed=5, **options), **engine_options)
             entries = sharded_state_dict(model)
@@ -520,83 +513,50 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
         _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
 
 
-Values = tuple[dict[str, Tensor], dict[str, Tensor]]
-
-
-def _train_and_save(root: str) -> Values:
+def _train_and_save(root: str) -> dict[str, Tensor]:
     with megatron_on_cpu():
         model = zero3(gpt())
         optimizer = _adamw(model)
         train(model, optimizer, range(2))
-        dist_checkpointing.save(_entries(model, optimizer), _folder(root, "dp2"))
-        return _full(model), _moments(model, optimizer)
+        dist_checkpointing.save(_entries(model, optimizer), _folder(root, "2"))
+        return {**_full(model), **_moments(model, optimizer)}
 
 
-def _resize(root: str, expected: Values) -> None:
+def _resize(root: str, expected: dict[str, Tensor]) -> None:
     with megatron_on_cpu():
         for way in (dict(zero3_size=2), dict(zero3_size=2, outer="replicate")):
-            model = zero3(gpt(seed=1), **way)
-            optimizer = _adamw(model, lr=1.0)
-            _resume(model, optimizer, f"{root}/dp2")
-            _assert_same(_full(model), expected[0])
-            _assert_same(_moments(model, optimizer), expected[1])
-    with megatron_on_cpu(tensor_parallel_size=2):
-        model = zero3(gpt(seed=1))
-        optimizer = _adamw(model, lr=1.0)
-        _resume(model, optimizer, f"{root}/dp2")
-        whole = gpt(seed=2)
-        _load_plain(whole, f"{root}/dp2")
-        _assert_same(_full(model), _full(whole))
-        dist_checkpointing.save(_entries(model, optimizer), _folder(root, "dp2 tp2"))
-
-
-def _load_on_one_rank(root: str) -> list[Values]:
-    values = []
-    with megatron_on_cpu():
-        for name in ("dp2", "dp2-tp2"):
+            _assert_same(_loaded_values(f"{root}/2", **way), expected)
+    for axis in ("tensor_parallel_size", "pipeline_size"):
+        with megatron_on_cpu(**{axis: 2}):
             model = zero3(gpt(seed=1))
             optimizer = _adamw(model, lr=1.0)
-            _resume(model, optimizer, f"{root}/{name}")
-            values.append((_full(model), _moments(model, optimizer)))
-    return values
+            _resume(model, optimizer, f"{root}/2")
+            plain = gpt(seed=2)
+            _load_plain(plain, f"{root}/2")
+            _assert_same(_full(model), _full(plain))
+            dist_checkpointing.save(_entries(model, optimizer), _folder(root, axis))
+
+
+def _loaded_values(folder: str, **way: Any) -> dict[str, Tensor]:
+    model = zero3(gpt(seed=1), **way)
+    optimizer = _adamw(model, lr=1.0)
+    _resume(model, optimizer, folder)
+    return {**_full(model), **_moments(model, optimizer)}
+
+
+def _load_on_one_rank(root: str, expected: dict[str, Tensor]) -> None:
+    with megatron_on_cpu():
+        for name in ("2", "tensor_parallel_size", "pipeline_size"):
+            _assert_same(_loaded_values(f"{root}/{name}"), expected)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_at_other_sizes_of_data_and_tensor_parallel_groups(
+def test_a_checkpoint_loads_at_other_sizes_of_data_tensor_and_pipeline_parallel_groups(
     tmp_path: Path,
 ) -> None:
     expected = run_ranks(2, _train_and_save, str(tmp_path))[0]
     run_ranks(4, _resize, str(tmp_path), expected)
-    for parameters, moments in run_ranks(1, _load_on_one_rank, str(tmp_path))[0]:
-        _assert_same(parameters, expected[0])
-        _assert_same(moments, expected[1])
-
-
-@on_ranks(2)
-def test_pipeline_stages_load_into_one_and_the_other_way_round(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    with megatron_on_cpu(pipeline_size=2):
-        stage = zero3(gpt(seed=3))
-        theirs = gpt(seed=4)
-        dist_checkpointing.save({"model": sharded_state_dict(stage)}, _folder(root, "ours"))
-        dist_checkpointing.save({"model": theirs.sharded_state_dict()}, _folder(root, "theirs"))
-    with megatron_on_cpu():
-        whole = zero3(gpt(seed=5))
-        _load_model(whole, f"{root}/theirs")
-        plain = gpt(seed=6)
-        _load_plain(plain, f"{root}/theirs")
-        _assert_same(_full(whole), _full(plain))
-        _load_model(whole, f"{root}/ours")
-        dist_checkpointing.save({"model": sharded_state_dict(whole)}, _folder(root, "whole"))
-    with megatron_on_cpu(pipeline_size=2):
-        again = zero3(gpt(seed=7))
-        _load_model(again, f"{root}/whole")
-        tied = {"output_layer.weight"}  # the last stage's copy of what the first stage saves
-        expected, got = _full(stage), _full(again)
-        _assert_same(
-            {name: value for name, value in got.items() if name not in tied},
-            {name: value for name, value in expected.items() if name not in tied},
-        )
+    run_ranks(1, _load_on_one_rank, str(tmp_path), expected)
 
 
 class _Odd(nn.Linear):
@@ -620,10 +580,6 @@ class _Odd(nn.Linear):
         if self.way == "rows":
             return {key: as_entry(key, self.weight[:3])}
         return {key: ShardedTensorFactory(key, self.weight, build, torch.cat, replica_id)}
-
-
-def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[int, nn.Parameter]]:
-    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 @on_ranks(2)
@@ -652,36 +608,34 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
         optimizer = _adamw(model)
         train(model, optimizer, range(1))
         own = sharded_state_dict(model)
+        save = functools.partial(optimizer_sharded_state_dict, [model], optimizer)
         with pytest.raises(CheckpointError, match="is not in the model's sharded state dict"):
-            optimizer_sharded_state_dict([model], optimizer, {})
-        with pytest.raises(
-            CheckpointError, match=r"parameter 0, of shape .* does not belong to the model"
-        ):
+            save({})
+        foreign = r"parameter 0, of shape .* does not belong to the model"
+        with pytest.raises(CheckpointError, match=foreign):
             optimizer_sharded_state_dict([zero3(gpt())], optimizer, own)
-        state = optimizer_sharded_state_dict([model], optimizer, own)
-        groups = state["param_groups"]
         some_model = zero3(gpt())
-        with pytest.raises(
-            CheckpointError, match=r"no state for decoder\.layers\.0\..*non_homogene"
-        ):
+        holes = r"no state for decoder\.layers\.0\..*non_homogene"
+        with pytest.raises(CheckpointError, match=holes):
             _entries(some_model, _frozen(some_model))
+        groups = save(own)["param_groups"]
+        loaded: dict[str, Any] = {"state": {}, "param_groups": groups}
         with pytest.raises(CheckpointError, match=r"optimizer state .*'exp_avg'.* was not loaded"):
-            load_optimizer_state_dict([model], optimizer, {"state": {}, "param_groups": groups})
-        found = next(p for p in model.parameters() if p.numel())
-        optimizer.state[found]["step"] += 1
-        with pytest.raises(CheckpointError, match=r"made 2 steps on .* and 1 on|made 1 steps on"):
-            optimizer_sharded_state_dict([model], optimizer, own)
-        optimizer.state[found]["step"] -= 1
-        optimizer.state[found]["rows"] = torch.zeros(2, 2)
-        with pytest.raises(CheckpointError, match=r"'rows' of .* got shape \(2, 2\)"):
-            optimizer_sharded_state_dict([model], optimizer, own)
+            load_optimizer_state_dict([model], optimizer, loaded)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        loaded["state"] = {number: dict(optimizer.state[p]) for number, p in enumerate(parameters)}
         for number, group in enumerate(groups):
             group["wd_mult"] = 5.0 + number
-        loadable = {number: dict(optimizer.state[p]) for number, p in _numbered(optimizer)}
         with pytest.raises(CheckpointError, match=r"group 0 is not in .* to be one of \[\(5"):
-            load_optimizer_state_dict(
-                [model], optimizer, {"state": loadable, "param_groups": groups}
-            )
+            load_optimizer_state_dict([model], optimizer, loaded)
+        state = optimizer.state[next(p for p in parameters if p.numel())]
+        state["rows"] = torch.zeros(2, 2)
+        with pytest.raises(CheckpointError, match=r"'rows' of .* got shape \(2, 2\)"):
+            save(own)
+        del state["rows"]
+        state["step"] += 1
+        with pytest.raises(CheckpointError, match=r"made 2 steps on .* and 1 on|made 1 steps on"):
+            save(own)
 
 
 def _steps(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, steps: range) -> list[float]:

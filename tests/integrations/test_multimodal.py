@@ -19,37 +19,26 @@ from tests.harness.reference import backward_of_all_ranks
 transformers = pytest.importorskip("transformers")
 
 _IMAGE = 60
-_TEXT = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 _HAS_IMAGES = ((1, 1), (0, 1), (1, 0), (0, 0), (0, 1), (1, 0))
 """Of each step: whether the batch of each rank has images."""
 _BLOCKS = ("DecoderLayer", "EncoderLayer", "VisionBlock", "Embeddings", "Projector")
 
 
-def _llava() -> tuple[nn.Module, list[str]]:
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-    )
+def _llava() -> nn.Module:
+    text = transformers.LlamaConfig(**_SIZES, vocab_size=64, num_key_value_heads=2)
     config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=transformers.LlamaConfig(**_TEXT),
+        vision_config=transformers.CLIPVisionConfig(**_SIZES, image_size=16, patch_size=8),
+        text_config=text,
         image_token_index=_IMAGE,
         vision_feature_layer=-1,
     )
-    model = transformers.LlavaForConditionalGeneration(config)
-    return model, ["vision_tower", "multi_modal_projector"]
+    return transformers.LlavaForConditionalGeneration(config).train()
 
 
 def _batch(seed: int, has_images: int) -> dict[str, Tensor]:
@@ -73,16 +62,13 @@ def _run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @on_ranks(2, timeout=240)
 def test_batches_without_images_train_like_one_process() -> None:
     torch.manual_seed(0)
-    module, optional = _llava()
-    twin, _ = _llava()
+    module, twin = _llava(), _llava()
     twin.load_state_dict(module.state_dict())
     module.gradient_checkpointing_enable()
-    for each in (module, twin):
-        each.train()
     model = ZeRO3(
         module,
         auto_wrap_policy={type(m) for m in module.modules() if type(m).__name__.endswith(_BLOCKS)},
-        optional_modules=[module.model.get_submodule(name) for name in optional],
+        optional_modules=[module.model.vision_tower, module.model.multi_modal_projector],
         timeout=timedelta(seconds=30),
     )
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, twin)]

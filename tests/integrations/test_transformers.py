@@ -27,11 +27,13 @@ from tests.harness.checks import (
     assert_close_in_float64,
     assert_same_parameters,
     assert_within,
+    recorded_warnings,
 )
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, reduced
+from tests.harness.regions import recorded_regions
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
@@ -148,26 +150,6 @@ def weights_of(model: ZeRO3) -> dict[str, Tensor]:
     return checkpoint.get_model_state_dict(model, full=True)
 
 
-def _computes_otherwise(folder: Path, losses: list[float]) -> None:
-    """Compiled, and made by the trainer, with equal losses; then in bfloat16."""
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    ours = trained(sharded_trainer(build("llama"), folder, **compiled))
-    assert logged(ours, "loss") == losses
-    made = {"model_init": lambda: build("llama")}  # seeds once more, hence another order of data
-    plain = trained(plain_trainer(None, folder, gradient_accumulation_steps=2, **made))
-    ours = trained(sharded_trainer(None, folder, **made))
-    assert logged(ours, "loss") == logged(plain, "loss")
-    assert len(units(ours.sharded_model)) == 3
-    module = build("llama")
-    seen = set()
-    module.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
-    ours = trained(sharded_trainer(module, folder, bf16=True))
-    assert seen == {torch.bfloat16}
-    assert {p.dtype for p in ours.sharded_model.parameters()} == {torch.float32}
-    # Three steps of a loss near log(37), computed with 8 bits.
-    assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), losses, strict=True)) < 2**-8 * 4
-
-
 @on_ranks(2, timeout=60)
 def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_path: Path) -> None:
     module = build("llama")
@@ -185,50 +167,53 @@ def test_models_that_differ_begin_with_the_first_ranks_values_as_under_ddp(tmp_p
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path) -> None:
-    for kind in ("llama", "gpt2"):
+    for kind in ("gpt2", "llama"):
         plain = trained(plain_trainer(build(kind), tmp_path, gradient_accumulation_steps=2))
         ours = trained(sharded_trainer(build(kind), tmp_path))
         assert type(ours.model) is type(plain.model) and len(units(ours.sharded_model)) == 3
-        assert logged(ours, "loss") == logged(plain, "loss"), kind
-        assert logged(ours, "total_flos") == logged(plain, "total_flos")
+        for what in ("loss", "total_flos"):
+            assert logged(ours, what) == logged(plain, what), kind
         assert_same_parameters(weights_of(ours.sharded_model), plain.model.state_dict())
         assert ours.label_names == plain.label_names == ["labels"]
-        names = {id(p): n for n, p in ours.sharded_model.named_parameters()}
-        plain_names = {id(p): n for n, p in plain.model.named_parameters()}
-        for own, group in zip(
-            ours.optimizer.param_groups, plain.optimizer.param_groups, strict=True
-        ):
-            assert own["weight_decay"] == group["weight_decay"]
-            listed = [plain_names[id(p)] for p in group["params"]]
-            assert [names[id(p)] for p in own["params"]] == listed
-        if kind == "llama":
-            _computes_otherwise(tmp_path, logged(ours, "loss"))
+        groups = []
+        for trainer, model in ((ours, ours.sharded_model), (plain, plain.model)):
+            names = {id(p): name for name, p in model.named_parameters()}
+            own = trainer.optimizer.param_groups
+            groups.append([(g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in own])
+        assert groups[0] == groups[1]
+    losses = logged(plain, "loss")
+    # Compiled; made by the trainer, which seeds once more, hence another order of data; in bf16.
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    ours = trained(sharded_trainer(build("llama"), tmp_path, **compiled))
+    assert logged(ours, "loss") == losses
+    made = {"model_init": lambda: build("llama")}
+    plain = trained(plain_trainer(None, tmp_path, gradient_accumulation_steps=2, **made))
+    ours = trained(sharded_trainer(None, tmp_path, **made))
+    assert logged(ours, "loss") == logged(plain, "loss")
+    module, seen = build("llama"), set()
+    module.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    ours = trained(sharded_trainer(module, tmp_path, bf16=True))
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in ours.sharded_model.parameters()} == {torch.float32}
+    # Three steps of a loss near log(37), computed with 8 bits.
+    assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), losses, strict=True)) < 2**-8 * 4
 
 
 @on_ranks(2, timeout=120, in_float64=True)
 def test_micro_batches_are_reduced_once_and_clipped_by_the_norm_of_all(tmp_path: Path) -> None:
-    def make() -> Any:
-        return in_default_dtype(build("llama"))
-
     steps, micro_batches = 3, 2
-    args = {"max_grad_norm": 0.5, "max_steps": steps, "label_smoothing_factor": 0.1}
-    plain = trained(
-        plain_trainer(
-            make(),
-            tmp_path,
-            gradient_accumulation_steps=2 * micro_batches,
-            **args,
-            eval_dataset=Sentences(),
-        )
-    )
-    ours = sharded_trainer(
-        make(),
-        tmp_path,
-        gradient_accumulation_steps=micro_batches,
-        activation_checkpointing=True,
-        **args,
-        eval_dataset=Sentences(),
-    )
+    options = {
+        "max_grad_norm": 0.5,
+        "max_steps": steps,
+        "label_smoothing_factor": 0.1,
+        "eval_dataset": Sentences(),
+    }
+    model = in_default_dtype(build("llama"))
+    accumulates = {"gradient_accumulation_steps": 2 * micro_batches}
+    plain = trained(plain_trainer(model, tmp_path, **accumulates, **options))
+    model = in_default_dtype(build("llama"))
+    accumulates = {"gradient_accumulation_steps": micro_batches}
+    ours = sharded_trainer(model, tmp_path, activation_checkpointing=True, **accumulates, **options)
     with recorded_operations(ours.sharded_model) as operations:
         ours.train()
     assert len(reduced(operations)) == steps * len(units(ours.sharded_model))
@@ -261,7 +246,11 @@ def test_the_example_trains_resumes_saves_and_loads(tmp_path: Path) -> None:
 def _resumes(folder: str) -> None:
     root = Path(folder)
     tied = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    straight = trained(sharded_trainer(build("gpt2", dropout=0.2), root / "a", **tied))
+    options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
+    whole = {"optimizer_cls_and_kwargs": (WholeTensorOptimizer, options)}
+    straight = trained(sharded_trainer(build("gpt2", dropout=0.2), root / "a", **tied, **whole))
+    state = straight.optimizer.optimizer.state
+    assert all("row_var" in state[p] for p in state if p.layerzero.ndim == 2)
     expected = weights_of(straight.sharded_model)
     saved = root / "a" / "checkpoint-2"
     dist.barrier()
@@ -275,7 +264,7 @@ def _resumes(folder: str) -> None:
     other = build("gpt2", dropout=0.2)
     with torch.no_grad():
         other.transformer.wte.weight.zero_()
-    resumed = sharded_trainer(other, root / "a", **tied)
+    resumed = sharded_trainer(other, root / "a", **tied, **whole)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(straight, "loss")
     assert_same_parameters(weights_of(resumed.sharded_model), expected)
@@ -302,8 +291,7 @@ def test_a_run_resumes_exactly_and_at_another_world_size(tmp_path: Path) -> None
     # A mean over four rows at once is another order of sums.
     wide = [torch.tensor(each, dtype=torch.float64) for each in (losses, expected)]
     assert_close_in_float64(*wide, "loss")
-    stored = safetensors_of(tmp_path / "b" / "checkpoint-4" / "model.safetensors")
-    assert sorted(stored) == sorted(weights)
+    assert [*stored(tmp_path / "b" / "checkpoint-4")] == sorted(weights)
 
 
 @on_ranks(2, timeout=120)
@@ -321,29 +309,22 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         "save_total_limit": 1,
     }
     for save_only_model in (False, True):
+        options = {"save_only_model": save_only_model, "eval_dataset": Sentences()}
         root = tmp_path / str(save_only_model)
-        ours = trained(
-            sharded_trainer(
-                build("qwen2"),
-                root,
-                save_only_model=save_only_model,
-                **changes,
-                eval_dataset=Sentences(),
-            )
-        )
+        ours = trained(sharded_trainer(build("qwen2"), root, **options, **changes))
         best = Path(ours.state.best_model_checkpoint)
         assert best.name == "checkpoint-2"
         found = weights_of(ours.sharded_model)
-        for name, value in safetensors_of(best / "model.safetensors").items():
+        for name, value in stored(best).items():
             assert_bitwise(found[name], value, name)
     with pytest.raises(ValueError, match="has no layerzero, the optimizer state"):
         ours.train(resume_from_checkpoint=str(best))
 
 
-def safetensors_of(path: Path) -> dict[str, Tensor]:
+def stored(folder: Path, name: str = "model") -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(path)
+    return dict(sorted(load_file(folder / f"{name}.safetensors").items()))
 
 
 @on_ranks(2, timeout=120)
@@ -351,23 +332,19 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
     as_if_launched(True)
     ids = torch.arange(12).view(2, 6)
     for kind in ("llama", "qwen2", "gpt2", "mixtral"):
-        root = tmp_path / kind
-        plain = build(kind).eval()
+        root, plain = tmp_path / kind, build(kind).eval()
         if dist.get_rank() == 0:
             plain.save_pretrained(root / "plain")
+            plain.save_pretrained(root / "merged", save_original_format=False)
         model = shard(build(kind))
         with recorded_operations(model) as operations:
             save_pretrained(model, root / "ours")
         assert {operation.verb for operation in operations} == {"stream"}
         model.module.save_pretrained(root / "own")
-        save_pretrained(model.module, root / "pieces", max_file_size="10KB")
-        save_pretrained(model, root / "pieces", max_file_size="20KB")
-        expected = safetensors_of(root / "plain" / "model.safetensors")
+        for size in ("10KB", "20KB"):  # The second one replaces what the first one wrote.
+            save_pretrained(model.module, root / "pieces", max_file_size=size)
         for name in ("ours", "own"):
-            assert_same_parameters(
-                dict(sorted(safetensors_of(root / name / "model.safetensors").items())),
-                dict(sorted(expected.items())),
-            )
+            assert_same_parameters(*(stored(root / each) for each in (name, "plain")))
             for config in ("config.json", "generation_config.json"):
                 text = (root / name / config).read_text()
                 assert text == (root / "plain" / config).read_text()
@@ -376,28 +353,21 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
         assert files == set(index["weight_map"].values()) and len(files) > 1
         again = type(plain).from_pretrained(root / "pieces")
         assert_same_parameters(again.state_dict(), plain.state_dict())
-        source = root / "plain"
         if kind == "mixtral":
             with pytest.raises(NotImplementedError, match="merges or splits tensors"):
-                load_pretrained(type(plain), source)
-            source = root / "merged"
-            if dist.get_rank() == 0:
-                plain.save_pretrained(source, save_original_format=False)
-            dist.barrier()
+                load_pretrained(type(plain), root / "plain")
         torch.manual_seed(dist.get_rank())  # Values come from the folder: no rank draws any.
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            loaded = load_pretrained(hf.AutoModelForCausalLM, source)
-        assert not [each for each in seen if "differs between ranks" in str(each.message)], kind
+        with recorded_warnings() as texts:
+            loaded = load_pretrained(hf.AutoModelForCausalLM, root / "merged")
+        assert not [each for each in texts if "differs between ranks" in each], kind
         with torch.no_grad():
             assert_bitwise(loaded(input_ids=ids).logits, plain(input_ids=ids).logits, kind)
         assert_same_parameters(dict(loaded.named_buffers()), dict(plain.named_buffers()))
     with pytest.raises(CheckpointError, match="Not a directory"):  # The first rank's, on all.
         save_pretrained(shard(build("llama")), tmp_path / "llama" / "plain" / "config.json" / "in")
     # Of the model without its head, whose names lack the prefix; the head is tied to what is there.
-    bare = build("gpt2").transformer
     if dist.get_rank() == 0:
-        bare.save_pretrained(tmp_path / "bare")
+        build("gpt2").transformer.save_pretrained(tmp_path / "bare")
     dist.barrier()
     loaded = load_pretrained(hf.GPT2LMHeadModel, tmp_path / "bare")
     assert_same_parameters(weights_of(loaded), build("gpt2").state_dict())
@@ -426,7 +396,8 @@ def _loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, steps: int)
     return losses
 
 
-def _accelerate(folder: Path) -> None:
+@on_ranks(2, timeout=120, in_float64=True)
+def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
     def parts(model: Any) -> tuple[Any, Any]:
         loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
         return torch.optim.AdamW(model.parameters(), 1e-2), loader
@@ -434,9 +405,7 @@ def _accelerate(folder: Path) -> None:
     as_if_launched(False)
     plain = Accelerator(cpu=True, gradient_accumulation_steps=4)
     reference = in_default_dtype(build("llama"))
-    model, optimizer, loader = plain.prepare(reference, *parts(reference))
-    all_losses = _loop(plain, model, optimizer, loader, 8)
-
+    all_losses = _loop(plain, *plain.prepare(reference, *parts(reference)), 8)
     as_if_launched(True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     module = in_default_dtype(build("llama"))
@@ -449,11 +418,11 @@ def _accelerate(folder: Path) -> None:
     assert losses[:2] == all_losses[dist.get_rank() : 4 : 2]
     expected = torch.tensor(all_losses[4 + dist.get_rank() :: 2])
     assert_close_in_float64(torch.tensor(losses[2:]), expected, "loss")
-    everything = accelerator.get_state_dict(model)
-    assert bool(everything) == accelerator.is_main_process
-    module.save_pretrained(
-        Path(folder, "model"), is_main_process=accelerator.is_main_process, state_dict=everything
-    )
+    everything, whole = accelerator.get_state_dict(model), weights_of(model)
+    if accelerator.is_main_process:
+        assert_same_parameters(everything, whole)
+    else:
+        assert everything == {}
     accelerator.backward(model(input_ids=torch.arange(8).view(1, -1)).logits.square().mean())
     with model.summon_full_params(writeback=False, with_grads=True):
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -476,23 +445,20 @@ def _accelerate(folder: Path) -> None:
         return losses, order, scheduler.get_last_lr(), torch.rand(3).tolist()
 
     first = go_on()
-    accelerator.save_state(str(Path(folder, "state")))
+    accelerator.save_state(str(tmp_path / "state"))
     before = weights_of(model)
     second = go_on()
     assert all(a != b for a, b in zip(first, second, strict=True))
-    accelerator.load_state(str(Path(folder, "state")))
+    accelerator.load_state(str(tmp_path / "state"))
     assert_same_parameters(weights_of(model), before)
     for what, got, expected in zip(("loss", "order", "rate", "draw"), go_on(), second, strict=True):
         assert got == expected, f"{what}: {got}, {expected}"
 
-    _several_optimizers(folder)
-    stepped = parts(other := build("llama"))[0]
-    other(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-    stepped.step()
-    with pytest.raises(ValueError, match="AdamW has state of whole parameters"):
-        prepare(accelerator, other, stepped)
+    other = build("llama")
     with pytest.raises(ValueError, match="does not belong to the model"):
-        prepare(accelerator, build("llama"), parts(build("llama"))[0])
+        prepare(accelerator, build("llama"), parts(other)[0])
+    with pytest.raises(ValueError, match="AdamW has state of whole parameters"):
+        prepare(accelerator, other, _stepped(other))
     with (
         mock.patch.object(type(accelerator), "distributed_type", DistributedType.FSDP),
         pytest.raises(ValueError, match=r"set up for FSDP.*pass options of ZeRO3 to prepare\(\)"),
@@ -503,140 +469,77 @@ def _accelerate(folder: Path) -> None:
         prepare(Accelerator(cpu=True), build("llama"))
 
 
-def _several_optimizers(folder: Path) -> None:
-    """Muon on whole matrices and AdamW on the rest, each with a schedule; saved and resumed."""
-
-    def made(rate: float) -> tuple[Any, ...]:
-        as_if_launched(True)
-        accelerator = Accelerator(cpu=True)
-        model = shard(build("llama"))
-        matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
-        rest = [p for p in model.parameters() if p.layerzero.ndim != 2]
-        muon = WholeTensorOptimizer(matrices, torch.optim.Muon, lr=rate)
-        optimizers = [muon, torch.optim.AdamW(rest, rate)]
-        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
-        return accelerator, *prepare(accelerator, model, *optimizers, *schedules)
-
-    def train(accelerator: Any, model: Any, *stepped: Any) -> None:
-        ids = torch.arange(18).view(2, 9) + dist.get_rank()
-        accelerator.backward(model(input_ids=ids, labels=ids).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        for each in stepped:
-            each.step()
-        model.zero_grad()
-
-    own = made(0.02)
-    train(*own)
-    own[0].save_state(str(Path(folder, "several")))
-    train(*own)
-    again = made(0.9)
-    again[0].load_state(str(Path(folder, "several")))
-    train(*again)
-    assert_same_parameters(weights_of(again[1]), weights_of(own[1]))
-    rates = [each.param_groups[0]["lr"] for each in (*again[2:4], *own[2:4])]
-    assert len(set(rates)) == 1 and rates[0] < 0.02
+def _stepped(model: Any) -> torch.optim.Optimizer:
+    """An optimizer with state of whole parameters."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    return optimizer
 
 
-def _refuses(folder: Path) -> None:
+def _nameless() -> Any:
+    model = build("llama")
+    model._no_split_modules = model.model._no_split_modules = []
+    return model
+
+
+def _quantized() -> Any:
+    model = build("llama")
+    model.is_quantized = True
+    return model
+
+
+@on_ranks(2, timeout=60)
+def test_arguments_reach_the_engine_or_are_refused_with_what_to_use(tmp_path: Path) -> None:
     as_if_launched(False)
     with pytest.raises(ValueError, match="accelerate detects 1, "):
-        ZeRO3Trainer(build("llama"), arguments(folder))
+        ZeRO3Trainer(build("llama"), arguments(tmp_path))
     as_if_launched(True)
-    for changes, message in (
-        ({"optim": "adafactor"}, "expected an element-wise one.*WholeTensorOptimizer"),
-        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
-        ({"bf16_full_eval": True}, "use bf16=True"),
-        ({"fsdp": True}, "pass options as zero3="),
-        (
-            {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}},
-            "leave fsdp and fsdp_config out, and pass options as zero3=",
-        ),
+    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+    model = build("llama")
+    for given, changes, options, message in (
+        (model, {"optim": "adafactor"}, {}, "expected an element-wise one.*WholeTensorOptimizer"),
+        (model, {"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
+        (model, {"bf16_full_eval": True}, {}, "use bf16=True"),
+        (model, fsdp, {}, "leave fsdp and fsdp_config out, and pass options as zero3="),
+        (nn.Linear(2, 2), {}, {}, "pass auto_wrap_policy"),
+        (_quantized(), {}, {}, "is quantized"),
+        (fully_shard(build("llama")), {}, {}, "fully_shard has sharded it; pass it as it was bef"),
+        (_nameless(), {}, {}, r"which match no module; .* in zero3={...} of a trainer"),
+        (shard(model), {}, {"zero3": {"forward_prefetch": 2}}, "is sharded already"),
     ):
         with pytest.raises(ValueError, match=message):
-            ZeRO3Trainer(build("llama"), arguments(folder, **changes))
-    with pytest.raises(ValueError, match="pass auto_wrap_policy"):
-        ZeRO3Trainer(nn.Linear(2, 2), arguments(folder))
-    with pytest.raises(ValueError, match="is sharded already"):
-        ZeRO3Trainer(shard(build("llama")), arguments(folder), zero3={"forward_prefetch": 2})
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    steps = {"eval_strategy": "steps", "save_strategy": "steps"}
-    best = {"load_best_model_at_end": True, "save_only_model": True, **steps}
-    with pytest.raises(NotImplementedError, match="with peft needs save_only_model=False"):
-        ZeRO3Trainer(adapted, arguments(folder, **best))
+            ZeRO3Trainer(given, arguments(tmp_path, **changes), **options)
+    layers = {type(model.model.layers[0])}
+    ZeRO3Trainer(_nameless(), arguments(tmp_path), zero3={"auto_wrap_policy": layers})
+    layer = {"model.layers.1": "model.layers.1"}
+    with recorded_regions() as found:
+        optional = {"optional_modules": [*layer]}
+        sharded_trainer(build("llama"), tmp_path, zero3=optional)
+        prepare(Accelerator(cpu=True), build("llama"), optional_mean="participants", **optional)
+    assert found == [(layer, "all"), (layer, "participants")]
     # An optimizer that was built first goes on with the shards, unless it has stepped.
-    module = build("llama")
-    adam = torch.optim.AdamW(module.parameters())
-    ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))
+    model = build("llama")
+    adam = torch.optim.AdamW(model.parameters())
+    trainer = ZeRO3Trainer(model, arguments(tmp_path), optimizers=(adam, None))
     assert all(get_info(p) is not None for p in adam.param_groups[0]["params"])
-    module = build("llama")
-    adam = torch.optim.AdamW(module.parameters())
-    module(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-    adam.step()
+    model = build("llama")
     with pytest.raises(RuntimeError, match="built before wrapping and has state"):
-        ZeRO3Trainer(module, arguments(folder), optimizers=(adam, None))
-    trainer = ZeRO3Trainer(build("llama"), arguments(folder))
+        ZeRO3Trainer(model, arguments(tmp_path), optimizers=(_stepped(model), None))
     with pytest.raises(NotImplementedError, match="start one run of all ranks for each trial"):
         trainer.hyperparameter_search()
     with pytest.raises(ValueError, match="expected checkpoint-N"):
         trainer.train(resume_from_checkpoint=True)
-    quantized = build("llama")
-    quantized.is_quantized = True
-    with pytest.raises(ValueError, match="is quantized"):
-        shard(quantized)
-    with pytest.raises(ValueError, match="fully_shard has sharded it; pass it as it was before"):
-        shard(fully_shard(build("llama")))
-    nameless = build("llama")
-    nameless._no_split_modules = nameless.model._no_split_modules = []
-    with pytest.raises(ValueError, match=r"which match no module; .* in zero3={...} of a trainer"):
-        ZeRO3Trainer(nameless, arguments(folder))
-    own_policy = {"auto_wrap_policy": {type(nameless.model.layers[0])}}
-    ZeRO3Trainer(nameless, arguments(folder), zero3=own_policy)
-    llama, plain = type(quantized), Path(folder, "plain")
+    llama, own = type(model), {"distributed_config": {"fsdp_size": 2}}
     with pytest.raises(ValueError, match="snapshot_download"):
         load_pretrained(llama, "meta-llama/Llama-3.1-8B")
     if dist.get_rank() == 0:
-        build("llama").save_pretrained(plain)
+        build("llama").save_pretrained(tmp_path)
     dist.barrier()
-    own = {"distributed_config": {"fsdp_size": 2}}
     with pytest.raises(ValueError, match=r"split it already, by distributed_config.*load_pretrain"):
-        shard(llama.from_pretrained(plain, **own))
+        shard(llama.from_pretrained(tmp_path, **own))
     with pytest.raises(TypeError, match=r"no argument distributed_config .*: use zero3_size"):
-        load_pretrained(llama, plain, **own)
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=120)
-def test_a_trainer_steps_and_resumes_an_optimizer_of_whole_tensors(tmp_path: Path) -> None:
-    """A Trainer's optimizer that needs whole tensors; a run resumes bit for bit."""
-
-    def run(max_steps: int, resumes: bool) -> Any:
-        changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": max_steps}
-        options = {"optimizer_class": torch.optim.Adafactor, "lr": 1e-2}
-        trainer = sharded_trainer(
-            build("llama"),
-            tmp_path / "whole",
-            lr_scheduler_type="constant",
-            **changes,
-            optimizer_cls_and_kwargs=(WholeTensorOptimizer, options),
-        )
-        trainer.train(resume_from_checkpoint=resumes or None)
-        return trainer
-
-    run(2, resumes=False)
-    resumed = run(3, resumes=True)
-    straight = run(3, resumes=False)
-    assert logged(resumed, "loss") == logged(straight, "loss")
-    expected = weights_of(straight.sharded_model)
-    assert_same_parameters(weights_of(resumed.sharded_model), expected)
-    state = straight.optimizer.optimizer.state
-    assert all("row_var" in state[p] for p in state if p.layerzero.ndim == 2)
-
-
-@on_ranks(2, timeout=120, in_float64=True)
-def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
-    _accelerate(tmp_path)
-    _refuses(tmp_path)
+        load_pretrained(llama, tmp_path, **own)
 
 
 @needs_peft
@@ -649,6 +552,11 @@ def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
     def adapted() -> Any:
         return get_peft_model(build("llama"), config)
 
+    steps = {"eval_strategy": "steps", "save_strategy": "steps"}
+    best = {"load_best_model_at_end": True, "save_only_model": True, **steps}
+    as_if_launched(True)
+    with pytest.raises(NotImplementedError, match="with peft needs save_only_model=False"):
+        ZeRO3Trainer(adapted(), arguments(tmp_path, **best))
     saves = {"save_strategy": "steps", "save_steps": 2}
     ddps = Path(tmp_path, f"plain{dist.get_rank()}")
     plain = trained(plain_trainer(adapted(), ddps, gradient_accumulation_steps=2, **saves))

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from layerzero import ZeRO3
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.models import WIDTH, Block
 
@@ -125,13 +125,16 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def wrapper_of(model: nn.Module) -> Any:
+    """The `ZeRO3` module that a strategy has made of it; None: none has."""
+    return model.__dict__.get("_layerzero_lightning_wrapper")
+
+
 def full(model: nn.Module) -> dict[str, Tensor]:
     """Full parameters, of a sharded module or of a plain one. Collective."""
-    wrapper = model.__dict__.get("_layerzero_lightning_wrapper")
-    if isinstance(wrapper, ZeRO3):
-        with wrapper.summon_full_params(writeback=False):
-            return {
-                name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-                for name, p in model.named_parameters()
-            }
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    wrapper = wrapper_of(model)
+    with nullcontext() if wrapper is None else wrapper.summon_full_params(writeback=False):
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }

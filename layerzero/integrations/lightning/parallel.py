@@ -26,16 +26,6 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]
 
 
-def check_sizes(data_size: Size, tensor_size: Size, process_group: object) -> None:
-    """Raise ValueError for both sizes and a group."""
-    if process_group is not None and (data_size, tensor_size) != ("auto", 1):
-        raise ValueError(
-            f"ZeRO3Strategy: process_group, data_parallel_size={data_size!r} and "
-            f"tensor_parallel_size={tensor_size!r} are both given: pass either the process "
-            "group, or the sizes of a mesh that the strategy makes"
-        )
-
-
 class MeshStrategy(DDPStrategy):
     """Makes the device mesh, and distributes samples and reduces values over it; shards nothing."""
 
@@ -46,7 +36,12 @@ class MeshStrategy(DDPStrategy):
         process_group: dist.ProcessGroup | DeviceMesh | None,
         **of_ddp: Any,
     ) -> None:
-        check_sizes(data_parallel_size, tensor_parallel_size, process_group)
+        if process_group is not None and (data_parallel_size, tensor_parallel_size) != ("auto", 1):
+            raise ValueError(
+                f"ZeRO3Strategy: process_group, data_parallel_size={data_parallel_size!r} and "
+                f"tensor_parallel_size={tensor_parallel_size!r} are all given: pass either the "
+                "process group, or the sizes of a mesh that the strategy makes"
+            )
         super().__init__(**of_ddp)
         self._sizes = data_parallel_size, tensor_parallel_size
         self._given_group = process_group

@@ -18,11 +18,9 @@ from megatron.core.optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import under_global_names
 from layerzero.integrations.engine import Totals
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
@@ -293,28 +291,19 @@ class ZeRO3Optimizer(MegatronOptimizer):
         return self.step_with_ready_grads(), norm, zeros
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Load the trained parameters from a state dict. Not collective.
+        """Load the chunks from a state dict. Not collective.
 
         Without one it does nothing: model and optimizer share the sharded parameters, so loading
         the model has loaded them.
 
         Args:
-            state_dict: state dict of this rank's stage and tensor-parallel part, as in a
-                checkpoint: full tensors or shards by name, under "model", or "model0", "model1",
-                ... for several chunks. Entries of anything but parameters are ignored.
-
-        Raises:
-            KeyError: a parameter is missing.
-            RuntimeError: one has another shape.
+            state_dict: a checkpoint of this rank's stage and tensor-parallel part, with what
+                `load_state_dict` of a chunk takes under "model", or "model0", "model1", ... for
+                several chunks.
         """
         for number, chunk in enumerate(self.chunks if state_dict is not None else ()):
-            given = state_dict or {}
-            entries = given.get(f"model{number}", {} if number else given.get("model", given))
-            by_name = {_bare(name): value for name, value in entries.items()}
-            own = {name: by_name[_bare(name)] for name, _ in chunk.module.named_parameters()}
-            # Not the module's own method: Float16Module's takes names without its prefix.
-            named_globally = under_global_names(chunk.module, own)
-            nn.Module.load_state_dict(chunk.module, named_globally, strict=False)
+            key = f"model{number}" if len(self.chunks) > 1 else "model"
+            chunk.load_state_dict((state_dict or {})[key])
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's shards. Not collective; loads only with the same ranks and units."""
@@ -363,10 +352,3 @@ class ZeRO3Optimizer(MegatronOptimizer):
 
     def _scaler_state(self) -> dict[str, Any]:
         return {} if self.grad_scaler is None else {"grad_scaler": self.grad_scaler.state_dict()}
-
-
-def _bare(name: str) -> str:
-    """The name without the prefixes of wrappers such as Megatron's Float16Module."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
