@@ -148,7 +148,8 @@ class KeptRanks:
     A start takes as long as a small test, most of it for what a process does for the first time.
     So those of the usual sizes serve one file after the other, until their memory has grown.
     Each call begins with the seeds, notices and dtype of a new process. What a test changes beyond
-    these (environment, classes, loggers) stays: such a test undoes it, or calls `run_ranks`.
+    these and constants of the package's modules (environment, classes, loggers) stays: such a test
+    undoes it, or calls `run_ranks`.
     """
 
     SIZES_OF_ALL_FILES = 2, 4
@@ -556,7 +557,13 @@ def _call(payload: bytes) -> Any:
     torch.manual_seed(0)
     notices._issued.clear()
     fn, args, arguments, in_float64 = pickle.loads(payload)
-    with float64_by_default() if in_float64 else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if in_float64:
+            stack.enter_context(float64_by_default())
+        for name, module in list(sys.modules.items()):
+            if name.startswith("layerzero."):
+                constants = {each: value for each, value in vars(module).items() if each.isupper()}
+                stack.callback(vars(module).update, constants)
         return getattr(fn, "body", fn)(*args, **arguments)
 
 
