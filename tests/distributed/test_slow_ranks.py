@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
-from layerzero.watch import slow_waits
+from layerzero.watch import diagnosis, slow_waits
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -34,7 +34,7 @@ def wrapped(limit_s: float = LIMIT_S, **options: object) -> ZeRO3:
 
 def wrapped_on_plain(limit_s: float = LIMIT_S) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up.
-    groups.BACKEND_GRACE = timedelta(seconds=3)
+    groups.BACKEND_GRACE, diagnosis.REPORT_SECONDS = timedelta(seconds=3), 0.5
     group = make_plain_group(timedelta(seconds=limit_s) + groups.BACKEND_GRACE)
     return wrapped(limit_s, process_group=group)
 
