@@ -102,11 +102,13 @@ for step in range(4):
 sys.settrace(None)
 threads = [thread.name for thread in threading.enumerate()]
 classes = [type(parameter).__name__ for parameter in model.parameters()]
+state = type(optimizer.state_dict()["state"][0]["exp_avg"]).__name__
 del model, module, optimizer
 after = look()
 changed = [name for name in before if after.get(name) is not before[name]]
 print(json.dumps({"changed": changed, "threads": threads, "classes": classes,
-                  "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered)}))
+                  "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered),
+                  "state": state, "checkpoint": "layerzero.checkpoint" in sys.modules}))
 """
 
 
@@ -128,6 +130,10 @@ def test_only_what_decisions_allow_is_replaced_in_torch_and_python(found: dict) 
 def test_a_plain_loop_runs_one_thread_and_changes_no_class(found: dict) -> None:
     assert found["threads"] == ["MainThread", "layerzero-watchdog"]
     assert set(found["classes"]) == {"Parameter"}
+
+
+def test_optimizer_states_are_shards_for_torch_whatever_was_imported(found: dict) -> None:
+    assert found["state"] == "ParameterShard" and not found["checkpoint"]
 
 
 def test_an_import_loads_no_more_files(found: dict) -> None:
