@@ -32,8 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.watch.diagnosis import own_connection
-from layerzero.watch.slow_waits import Collective, warns_at_half_time
+from layerzero.watch.diagnosis import Collective, own_connection, warns_at_half_time
 from layerzero.watch.thread import run_periodically
 
 LONGEST_PAUSE_S = 0.5

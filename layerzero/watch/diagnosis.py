@@ -3,6 +3,10 @@
 Each failing rank publishes a report in the store of the default process group. For a few seconds it
 reads the reports of its group's ranks, and of the ranks in other groups that those wait for. A rank
 without a report is dead, stopped, or busy outside the engine.
+
+A wait that has lasted half of its limit is warned of before it becomes an error: a slow rank is not
+a dead one, and may save, evaluate or wait for data. There is still time to raise the limit of the
+next run.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -38,6 +42,46 @@ class CollectiveError(RuntimeError):
 
 class PeerRaised(RuntimeError):
     """Another rank raised, and sent its error in an exchange; all ranks can go on."""
+
+
+class Collective(Protocol):
+    """A collective in flight: issued, and not yet completed by the device (on CPU, the host)."""
+
+    group: ShardGroup
+    nbytes: int
+    """Size of the whole tensor; of each message, where messages carry names."""
+    peer: int
+    """Group rank of the peer whose message is awaited now; -1: all."""
+    number: int
+    """Number of the operation within the model."""
+
+    @property
+    def name(self) -> str:
+        """Name of the operation; the same on every rank."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether this rank's stream has reached the collective, and waits only for peers."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+def warns_at_half_time(name: str, group: ShardGroup, waits_for: str, seconds: float) -> bool:
+    """Warn if a wait of so many seconds has lasted half of its limit; returns whether it has."""
+    limit = group.limit.total_seconds()
+    if seconds < limit / 2:
+        return False
+    _logger.warning(
+        "%s: rank %d has waited %.3g s for %s; after %g s this is an error. If a rank is busy "
+        "alone (a save, an evaluation, data, compilation), raise the limit on every rank: "
+        "init_process_group(timeout=...), ZeRO3(timeout=...), or, around that phase, "
+        "`with model.timeout(minutes=...):`",
+        *(name, group.ranks[group.rank], seconds, waits_for, limit),
+    )
+    return True
 
 
 def diagnose(

@@ -30,9 +30,15 @@ import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
 from layerzero.notices import some_ranks
-from layerzero.watch.diagnosis import REPORT_SECONDS, CollectiveError, diagnose, own_connection
+from layerzero.watch.diagnosis import (
+    REPORT_SECONDS,
+    Collective,
+    CollectiveError,
+    diagnose,
+    own_connection,
+    warns_at_half_time,
+)
 from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.slow_waits import Collective, warns_at_half_time
 from layerzero.watch.thread import prepare_thread, run_periodically
 
 _HISTORY = 4096

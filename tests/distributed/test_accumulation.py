@@ -28,11 +28,14 @@ from tests.harness.recording import (
     recorded_operations,
 )
 from tests.harness.reference import (
+    RunFn,
     Terms,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_parameters,
+    in_turn,
+    micro_batches_of,
     plain,
     seeded,
 )
@@ -55,46 +58,30 @@ def _all_inside(model: nn.Module, micro_batches: Micro) -> Tensor:
     return torch.stack(losses)
 
 
-def _in_turn(model: nn.Module, micro_batches: Micro) -> Tensor:
-    return torch.stack([forward_backward(model, batch) for batch in micro_batches])
-
-
-UNSHARDED: dict[str, Callable[[nn.Module, Micro], Tensor]] = {
-    "no_sync": _no_sync,
-    "reduce_gradients": _all_inside,
-}
-
-
-def _micro_batches(name: str, steps: int, count: int, seed: int = 0) -> list[list[list[Any]]]:
-    """[step][rank][micro-batch]"""
-    each = batches_of(CASES[name], dist.get_world_size() * count, steps, seed)
-    return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
-
-
 _NAMES = [
     *("mlp", "transformer", "tied_across_units", "unused_parts", "frozen_parts", "odd_shapes"),
     "no_parameters",  # Of its last unit.
 ]
 
 
-def _train(names: Sequence[str], hows: Sequence[str], options: dict, every: int = 1) -> None:
+def _train(names: Sequence[str], hows: Sequence[RunFn], options: dict, every: int = 1) -> None:
     """Each model in the `every`th of `hows`, in turns."""
     # In shards each micro-batch is summed over ranks first; groups of ranks are summed first, too.
     in_groups = options.get("zero3_size", 1) > 1 and "deterministic" not in options
     in_shards = options.get("accumulation") == "sharded" and dist.get_world_size() > 1
     for number, name in enumerate(names):
         case = CASES[name]
-        batches = _micro_batches(name, steps=2, count=3)
+        batches = micro_batches_of(case, dist.get_world_size(), steps=2, count=3)
         # Else each rank adds up its own micro-batches first, as the reference does: bitwise.
         truth = Shared(plain(case))
         for how in hows[number % every :: every]:
-            with named(f"{name}, {how}, {options}"):
+            with named(name, how.__name__, options):
                 assert_trains_alike(
                     sharded(case, **options),
                     truth,
                     batches,
-                    run=UNSHARDED[how],
-                    reference_run=_in_turn,
+                    run=how,
+                    reference_run=in_turn,
                     regrouped=in_groups or in_shards,
                 )
 
@@ -105,7 +92,7 @@ def _train(names: Sequence[str], hows: Sequence[str], options: dict, every: int 
 @on_ranks(timeout=120)
 def test_micro_batches_add_up(world_size: int, accumulation: str, in_full: bool) -> None:
     """Unsharded bitwise. Each model in one of the ways; `make soak`: in both."""
-    _train(_NAMES, list(UNSHARDED), {"accumulation": accumulation}, 1 if in_full else 2)
+    _train(_NAMES, [_no_sync, _all_inside], {"accumulation": accumulation}, 1 if in_full else 2)
 
 
 @on_ranks(1)
@@ -134,7 +121,7 @@ def test_micro_batches_add_up_in_every_layer(accumulation: str, in_full: bool) -
     """One model in each layer, another one in either way; `make soak`: with every model."""
     for number, layers in enumerate(LAYERS.values(), accumulation == "unsharded"):
         names = _IN_LAYERS if in_full else _IN_LAYERS[number % 3 :][:1]
-        _train(names, ["no_sync"], {"accumulation": accumulation, **layers})
+        _train(names, [_no_sync], {"accumulation": accumulation, **layers})
 
 
 MODES = [
@@ -153,7 +140,7 @@ def test_deterministic_sums_are_those_of_every_mode_and_way(
 ) -> None:
     """Bitwise those of one shard group; in bfloat16 in each mode, in float32 in the default one."""
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    batches = _micro_batches("transformer", steps=2, count=2)
+    batches = micro_batches_of(CASES["transformer"], world_size, steps=2, count=2)
 
     def losses(**options: Any) -> list[float]:
         model = sharded(CASES["transformer"], deterministic=True, **options)

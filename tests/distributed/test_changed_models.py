@@ -20,7 +20,12 @@ from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values, assert_trains_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.reference import (
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    seeded,
+)
 
 
 class LowRank(nn.Module):
@@ -294,10 +299,7 @@ def test_an_optimizer_keeps_its_state_of_units_that_did_not_change() -> None:
                 named = dict(each.named_parameters())
                 optimizer.add_param_group({"params": [named[name] for name in sorted(added)]})
         forward_backward(model, batch[dist.get_rank()])
-        for each in batch:
-            forward_backward(plain, each)
-        for parameter in plain.parameters():
-            parameter.grad = None if parameter.grad is None else parameter.grad / len(batch)
+        backward_of_all_ranks(plain, batch)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -385,47 +387,28 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
     assert_bitwise(alone(x), plain.blocks[1](x), "a part of a model that is gone")
 
 
-class Head(nn.Module):
-    """A head on a backbone that it shares with others."""
-
-    def __init__(self, backbone: nn.Module, width: int) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.out = nn.Linear(3, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.backbone(x))
-
-
-class Both(nn.Module):
-    """Actor and critic on one backbone: what is to be wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        backbone = Mlp()
-        self.actor, self.critic = Head(backbone, 4), Head(backbone, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.actor(x), self.critic(x)], dim=1)
+def _over_one_backbone() -> nn.ModuleList:
+    backbone = Mlp()
+    return nn.ModuleList(nn.Sequential(backbone, nn.Linear(3, width)) for width in (4, 1))
 
 
 @on_ranks(2)
 def test_a_backbone_in_no_unit_of_its_own_is_in_one_wrapped_model() -> None:
     x = torch.randn(2, WIDTH)
-    both = seeded(Both)
-    actor = ZeRO3(both.actor)
+    first, second = seeded(_over_one_backbone)
+    actor = ZeRO3(first)
     before = list(actor.parameters())
-    with pytest.raises(RuntimeError, match=r"of a wrapped Head.*share whole units only"):
-        ZeRO3(both.critic)
-    with pytest.raises(RuntimeError, match="of a wrapped Head"):
-        ZeRO3(actor.backbone)
+    for module, message in ((second, "share whole units only"), (first[0], "")):
+        with pytest.raises(RuntimeError, match=f"of a wrapped Sequential.*{message}"):
+            ZeRO3(module)
     assert all(a is b for a, b in zip(before, actor.parameters(), strict=True))
-    assert type(both.critic.out.weight) is nn.Parameter and both.critic.out.weight.ndim == 2
+    assert type(second[1].weight) is nn.Parameter and second[1].weight.ndim == 2
     actor(x).sum().backward()
     assert all(p.grad is not None for p in actor.parameters())
     del actor, before
-    critic = ZeRO3(both.critic)
-    assert_bitwise(critic(x), seeded(Both).critic(x), "after the first wrapper is gone")
+    critic = ZeRO3(second)
+    expected = seeded(_over_one_backbone)[1](x)
+    assert_bitwise(critic(x), expected, "after the first wrapper is gone")
 
 
 @on_ranks(1)

@@ -266,9 +266,8 @@ def _drawn_into_shards(
     return told
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks()
-def test_equal_numbers_are_noticed_whatever_is_drawn_in_which_order(world_size: int) -> None:
+@on_ranks(3)
+def test_equal_numbers_are_noticed_whatever_is_drawn_in_which_order() -> None:
     """Scales that differ with shapes, numbers that are drawn again, and two kinds of them."""
     draws = ("reset", "xavier_uniform_", "kaiming_normal_", "trunc_normal_")
     cases: list[tuple[Any, ...]] = [(how, flag) for how in draws for flag in (False, True)]

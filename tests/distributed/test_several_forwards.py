@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -23,36 +23,29 @@ from tests.harness.models import (
     CASES,
     WIDTH,
     Block,
-    Case,
     Mlp,
     loss_of,
 )
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
-    RunFn,
     backward_of,
-    batches_of,
-    forward_backward,
+    in_turn,
+    micro_batches_of,
     seeded,
 )
 
 # What each pattern of calls does with the micro-batches of one step. The gradients of all of them
 # add up, so every pattern has the same result up to the order of the sum.
-Pattern = Callable[[nn.Module, Sequence[Tensor]], list[Tensor]]
 
 
-def _in_turn(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-    return [forward_backward(model, batch) for batch in micro_batches]
-
-
-def _last_forward_first(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+def last_forward_first(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
     losses = [loss_of(model(batch)) for batch in micro_batches]
     for loss in reversed(losses):
         loss.backward()
-    return [loss.detach() for loss in losses]
+    return torch.stack(losses).detach()
 
 
-def _one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+def one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
     """A pipeline stage that runs two forwards ahead."""
     ahead = 2
     losses = [loss_of(model(batch)) for batch in micro_batches[:ahead]]
@@ -60,16 +53,10 @@ def _one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor])
         losses[index].backward()
         if index + ahead < len(micro_batches):
             losses.append(loss_of(model(micro_batches[index + ahead])))
-    return [loss.detach() for loss in losses]
+    return torch.stack(losses).detach()
 
 
-def _one_backward_of_the_sum(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-    losses = [loss_of(model(batch)) for batch in micro_batches]
-    torch.stack(losses).sum().backward()
-    return [loss.detach() for loss in losses]
-
-
-def _custom_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+def run_backward_with_freed_outputs(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
     """As pipeline schedules do it: the output's memory is freed, then autograd's engine is run."""
     losses, outputs, gradients = [], [], []
     for batch in micro_batches:
@@ -91,41 +78,11 @@ def _custom_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> list[
             allow_unreachable=True,
             accumulate_grad=True,
         )
-    return losses
+    return torch.stack(losses)
 
 
-PATTERNS: dict[str, Pattern] = {
-    "in turn": _in_turn,
-    "last forward first": _last_forward_first,
-    "one forward, one backward": _one_forward_one_backward,
-    "one backward of the sum": _one_backward_of_the_sum,
-    "run_backward with freed outputs": _custom_backward,
-}
-
-
-def _run(pattern: Pattern) -> RunFn:
-    def run(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
-        return torch.stack(pattern(model, micro_batches))
-
-    return run
-
-
-def _micro_batches(case: Case, steps: int, count: int, seed: int = 0) -> list[list[list[Tensor]]]:
-    """[step][rank][micro-batch]"""
-    each = batches_of(case, dist.get_world_size() * count, steps, seed)
-    return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
-
-
-def _assert_pattern_trains_alike(
-    name: str, model: ZeRO3, plain: nn.Module | Shared, batches: list
-) -> None:
-    """Each backward is reduced on its own: sums over ranks first, if there are several."""
-    run, is_one = _run(PATTERNS[name]), PATTERNS[name] is _one_backward_of_the_sum
-    in_turn = run if is_one else _run(_in_turn)
-    assert_trains_alike(model, plain, batches, run=run, reference_run=in_turn, regrouped=not is_one)
-
-
-_MODELS = ("mlp", "repeated_module", "unused_parts", "tied_in_unit")
+PATTERNS = (last_forward_first, one_forward_one_backward, run_backward_with_freed_outputs)
+_MODELS = ("repeated_module", "unused_parts", "tied_in_unit")
 
 
 @pytest.mark.parametrize("case_name", _MODELS)
@@ -133,13 +90,17 @@ _MODELS = ("mlp", "repeated_module", "unused_parts", "tied_in_unit")
 def test_micro_batches_in_any_pattern_give_the_summed_gradient(case_name: str) -> None:
     """Where units are kept after forward, each pattern with one of the models."""
     case = CASES[case_name]
-    batches = _micro_batches(case, steps=2, count=3)
+    batches = micro_batches_of(case, dist.get_world_size(), steps=2, count=3)
     truth = Shared(seeded(case.build))
-    for number, name in enumerate(PATTERNS):
-        kept = number % len(_MODELS) == _MODELS.index(case_name)
+    for number, run in enumerate(PATTERNS):
+        kept = number == _MODELS.index(case_name)
         for options in [{}, {"reshard_after_forward": False}][: 1 + kept]:
-            with named(name, options):
-                _assert_pattern_trains_alike(name, sharded(case, **options), truth, batches)
+            with named(run.__name__, options):
+                # Each backward is reduced on its own: sums over ranks come first.
+                model = sharded(case, **options)
+                assert_trains_alike(
+                    model, truth, batches, run=run, reference_run=in_turn, regrouped=True
+                )
 
 
 class _ActorCritic(nn.Module):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
-from layerzero.watch import slow_waits
+from layerzero.watch import diagnosis
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -34,7 +34,7 @@ def wrapped(limit_s: float = LIMIT_S, **options: object) -> ZeRO3:
 
 def wrapped_on_plain(limit_s: float = LIMIT_S) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up.
-    groups.BACKEND_GRACE = timedelta(seconds=3)
+    groups.BACKEND_GRACE, diagnosis.REPORT_SECONDS = timedelta(seconds=3), 0.5
     group = make_plain_group(timedelta(seconds=limit_s) + groups.BACKEND_GRACE)
     return wrapped(limit_s, process_group=group)
 
@@ -48,7 +48,7 @@ def pause(rank: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-warnings_logged = functools.partial(logged, slow_waits.__name__, logging.WARNING)
+warnings_logged = functools.partial(logged, diagnosis.__name__, logging.WARNING)
 
 
 def limits(model: ZeRO3) -> set[float]:
@@ -69,7 +69,7 @@ def _is_slow(kind: str) -> list[list[str]]:
     with warnings_logged() as messages:
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda _: store.set("warned", "")
-        logging.getLogger(slow_waits.__name__).addHandler(handler)
+        logging.getLogger(diagnosis.__name__).addHandler(handler)
         if dist.get_rank() == 1:
             store.wait(["warned"])
         step(model)

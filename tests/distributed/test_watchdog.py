@@ -17,6 +17,7 @@ from torch import nn
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
+from layerzero.watch import diagnosis
 from tests.harness.checks import collective_error
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plain_backend import make_plain_group
@@ -45,7 +46,7 @@ class Chain(nn.Module):
 
 def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeRO3:
     # Gloo cannot be aborted, so a rank blocked in it comes back when gloo itself gives up: soon.
-    groups.BACKEND_GRACE = timedelta(seconds=3)
+    groups.BACKEND_GRACE, diagnosis.REPORT_SECONDS = timedelta(seconds=3), 0.5
     group = make_plain_group(timeout + groups.BACKEND_GRACE)
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
@@ -154,6 +155,8 @@ def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
 
 
 def on_gloo(**settings: Any) -> ZeRO3:
+    if settings.get("zero3_size") is None:
+        diagnosis.REPORT_SECONDS = 0.5  # Else a rank waits for reports of others than its peer.
     torch.manual_seed(0)
     return ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
 

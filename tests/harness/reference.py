@@ -48,11 +48,24 @@ def batches_of(case: Case, world_size: int, steps: int, seed: int = 0) -> list[l
     return [[case.batch(generator) for _ in range(world_size)] for _ in range(steps)]
 
 
+def micro_batches_of(
+    case: Case, world_size: int, steps: int, count: int, seed: int = 0
+) -> list[list[list[Any]]]:
+    """Batches as [step][rank][micro-batch]."""
+    each = batches_of(case, world_size * count, steps, seed)
+    return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
+
+
 def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     """One forward and backward; the loss."""
     loss = loss_of(model(batch))
     loss.backward()
     return loss.detach()
+
+
+def in_turn(model: nn.Module, micro_batches: Sequence[Any]) -> Tensor:
+    """Forward and backward of each micro-batch; the losses."""
+    return torch.stack([forward_backward(model, batch) for batch in micro_batches])
 
 
 def backward_of(loss_function: Callable[[nn.Module, Any], Tensor]) -> RunFn:

@@ -18,20 +18,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_419,
+    "": 40_414,
     "flat": 2_664,
     "step": 4_269,
     "comm": 1_449,
-    "watch": 917,
+    "watch": 912,
     "build": 2_327,
     "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_343
 """Files in README's tour of a training step, and their lines."""
-STEP = 24, 5_620
+STEP = 24, 5_609
 """Files that a plain step enters once its orders are recorded, and their lines."""
-LOADED_FILES = 88
+LOADED_FILES = 87
 """Files of the package that `import layerzero` loads."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md
@@ -102,11 +102,13 @@ for step in range(4):
 sys.settrace(None)
 threads = [thread.name for thread in threading.enumerate()]
 classes = [type(parameter).__name__ for parameter in model.parameters()]
+state = type(optimizer.state_dict()["state"][0]["exp_avg"]).__name__
 del model, module, optimizer
 after = look()
 changed = [name for name in before if after.get(name) is not before[name]]
 print(json.dumps({"changed": changed, "threads": threads, "classes": classes,
-                  "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered)}))
+                  "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered),
+                  "state": state, "checkpoint": "layerzero.checkpoint" in sys.modules}))
 """
 
 
@@ -128,6 +130,10 @@ def test_only_what_decisions_allow_is_replaced_in_torch_and_python(found: dict) 
 def test_a_plain_loop_runs_one_thread_and_changes_no_class(found: dict) -> None:
     assert found["threads"] == ["MainThread", "layerzero-watchdog"]
     assert set(found["classes"]) == {"Parameter"}
+
+
+def test_optimizer_states_are_shards_for_torch_whatever_was_imported(found: dict) -> None:
+    assert found["state"] == "ParameterShard" and not found["checkpoint"]
 
 
 def test_an_import_loads_no_more_files(found: dict) -> None:

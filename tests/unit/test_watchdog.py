@@ -106,6 +106,13 @@ def test_each_collective_has_the_whole_timeout_once_the_one_before_is_done(dog: 
     assert "all-gather of b (#1) stands still" in str(dog.failure)
 
 
+def test_history_is_bounded(dog: Dog) -> None:
+    for number in range(watchdog._HISTORY + 10):
+        gather(dog, f"layers.{number}")
+    dog.check()
+    assert len(dog._history) == watchdog._HISTORY
+
+
 DEVICE = torch.device("cuda", 3)
 PAUSE_S = 0.002
 LIMIT_S = 10.0
@@ -212,6 +219,14 @@ def test_the_thread_queries_on_the_models_device_and_destroys_no_event(
     del pool
     gc.collect()
     assert set(QueriedEvent.destroyed_by) == {"MainThread"}
+
+
+def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
+    stream = Stream(module)
+    pool = EventPool(capacity=0)
+    for _ in range(5):
+        pool.record(stream)
+    assert stream.num_made == 5
 
 
 class Owner:
