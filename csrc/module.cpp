@@ -8,7 +8,6 @@
 STABLE_TORCH_LIBRARY_IMPL(layerzero, CPU, m) {
   m.impl("pack_", &layerzero::pack_cpu);
   m.impl("ordered_sum_", &layerzero::ordered_sum_cpu);
-  m.impl("checked_sum_", &layerzero::checked_sum_cpu);
   m.impl("flat_step_", &layerzero::flat_step_cpu);
   m.impl("sum_squares_", &layerzero::sum_squares_cpu);
   m.impl("crc32", &layerzero::crc32_cpu);

@@ -10,7 +10,6 @@ namespace layerzero {
 
 void pack_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void ordered_sum_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
-void checked_sum_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void flat_step_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void sum_squares_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);
 void crc32_cpu(StableIValue* stack, uint64_t num_inputs, uint64_t num_outputs);

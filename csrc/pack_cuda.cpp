@@ -104,8 +104,8 @@ void flat_step_cuda(StableIValue* stack, uint64_t, uint64_t) {
   if (arguments.flats.empty()) return;
   const StepFlatArguments& first = arguments.flats[0];
   const Device device = first.main.device;
-  StepCall call{arguments.factor, first.job.seed,       first.job.grad_scale, first.job.form,
-                first.job.dtype,  first.job.num_states, first.job.mode};
+  StepCall call{arguments.factor, first.job.seed,  first.job.grad_scale,
+                first.job.form,   first.job.dtype, first.job.num_states};
   std::vector<StepInput> inputs;
   const DeviceGuard guard(device.index);
   const auto launch = [&] {

@@ -16,7 +16,6 @@ struct StepJob : StepFlat {
   float factor;
   float grad_scale;
   int64_t seed;
-  StepMode mode;
   const Kernels* kernels;  // for casts
 };
 

@@ -23,7 +23,7 @@ StepForm form_of(const Handle& state, layerzero_dtype main) {
 
 }  // namespace
 
-// (main, grad, states, scales, table, rows, factor, grad_scale, seed, mode), of which
+// (main, grad, states, scales, table, rows, factor, grad_scale, seed), of which
 // all tensors but factor are lists with an entry, of states and scales `num_states` entries,
 // for each flat parameter.
 StepArguments::StepArguments(StableIValue* stack)
@@ -50,7 +50,6 @@ StepArguments::StepArguments(StableIValue* stack)
   shared.factor = 1.0f;
   shared.grad_scale = static_cast<float>(unbox<double>(stack[7]));
   shared.seed = unbox<int64_t>(stack[8]);
-  shared.mode = static_cast<StepMode>(unbox<int64_t>(stack[9]));
   for (size_t i = 0; i < count; ++i) flats.push_back(flat_of(i, shared));
   if (numel_of(factor_tensor) > 0) {
     expect_dtype(factor_tensor, aoti_torch_dtype_float32(), "factor", "float32");

@@ -18,9 +18,6 @@
 
 namespace layerzero {
 
-// Without ends: no element counts as one of the last of a tensor.
-enum StepMode { kStepWithEnds = 0, kStepWithoutEnds = 1 };
-
 // Columns of `table`: int64, one row for each range of elements.
 //   kMain, kGrad, kState  where the range begins in main, in grad, in the states
 //   kNumel                its elements

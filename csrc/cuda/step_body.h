@@ -36,7 +36,6 @@ struct StepCall {
   int form;
   int dtype;
   int num_states;
-  int phase;
 };
 
 // A flat parameter, and its rows on the host.
@@ -126,7 +125,6 @@ struct StepOf {
   static constexpr int kStates = kIsAny ? kMaxStates : 2;
   static LZ_BODY int form(const StepCall& call) { return kIsAny ? call.form : kForm; }
   static LZ_BODY int dtype(const StepCall& call) { return kIsAny ? call.dtype : kDtype; }
-  static LZ_BODY int phase(const StepCall& call) { return kIsAny ? call.phase : kStepWithEnds; }
 };
 
 template <int kDtype, class Launch>
@@ -148,7 +146,7 @@ int dispatch_step(const Launch& launch, const StepCall& call, const StepInput* i
                   int64_t count) {
   if (call.dtype == LZ_FLOAT64)
     return launch.template run<StepOf<double, kAny, kAny>>(call, inputs, count);
-  if (call.phase == kStepWithEnds && call.num_states == 2) {
+  if (call.num_states == 2) {
     if (call.dtype == LZ_FLOAT32) return dispatch_form<LZ_FLOAT32>(launch, call, inputs, count);
     if (call.dtype == LZ_BFLOAT16) return dispatch_form<LZ_BFLOAT16>(launch, call, inputs, count);
   }
@@ -317,7 +315,7 @@ template <class Of>
 LZ_BODY void update(const StepCall& call, const StepRow<typename Of::T>& row, bool last,
                     typename Of::T g, typename Of::T& p, typename Of::T** s) {
   using T = typename Of::T;
-  const bool has_ends = Of::form(call) == kFullForm && Of::phase(call) == kStepWithEnds;
+  const bool has_ends = Of::form(call) == kFullForm;
   if (Of::kIsAny && row.flag) {
     if (has_ends)
       adamw_element<T, true, false>(row, g, p, *s[0], *s[1], *s[2], last);

@@ -299,11 +299,9 @@ class FlatParam:
         unsharded parameters whose sharded ones were written since it was the last time."""
         before, self._gathered_versions = self._gathered_versions, now
         self._is_gathered = True
-        written = []
         triples = zip(self.unsharded_params, before[1:], now[1:], strict=True)
-        for unsharded, version_before, version in triples:
-            if version != version_before or now[0] != before[0]:
-                written.append(unsharded)
+        are_all = now[0] != before[0]
+        written = [unsharded for unsharded, old, new in triples if are_all or old != new]
         torch.autograd.graph.increment_version(written)
         self.left_versions = [*map(version_of, self.unsharded_params)]
 
@@ -319,6 +317,9 @@ class FlatParam:
         self._is_gathered = False
         self.num_rewrites += 1
         self.was_assigned = self.was_assigned or by_assignment
+
+    def drop_post_forward_shard(self) -> None:
+        self.post_forward_shard = None
 
     def share_placement(self, placements: dict[Placement, Placement]) -> None:
         """Have one object for equal placements."""

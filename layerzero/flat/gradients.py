@@ -242,9 +242,6 @@ class GradientBuffer:
                 gradients.append(MISSING)
                 continue
             unsharded.grad = None
-            if not self._sharded_params[index].requires_grad:
-                gradients.append(MISSING)
-                continue
             self.present.add(index)
             if gradient.layout is not _STRIDED:
                 gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.

@@ -66,11 +66,7 @@ class FlatLayout:
 
     @classmethod
     def build(
-        cls,
-        numels: Sequence[int],
-        group_size: int,
-        alignment: int = 1,
-        slices: int = 1,
+        cls, numels: Sequence[int], group_size: int, alignment: int = 1, slices: int = 1
     ) -> FlatLayout:
         """Lay out parameters of `numels` elements for `group_size` owners.
 

@@ -21,7 +21,6 @@ __all__ = [
     "ZEROS",
     "NativeStatus",
     "Segments",
-    "checked_sum_",
     "copy_crc32_",
     "crc32",
     "find_changed",
@@ -38,6 +37,7 @@ STREAMING_NBYTES = 32 << 20
 """Outputs of this size and above are written with non-temporal stores: they would not stay in the
 cache, and an ordinary store reads each cache line first. Smaller outputs stay in the cache, where
 such stores are slower (benchmarks/bench_pad_copy.py)."""
+
 
 assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
 _status = load(Path(__file__).parents[1])
@@ -135,33 +135,10 @@ def ordered_sum_(
     return out
 
 
-def checked_sum_(
-    out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float = 1.0, skip: int = -1
-) -> torch.Tensor:
-    """`ordered_sum_`, and in the same pass the checksum of each part, as it was before.
-
-    Args:
-        skip: the part that needs no checksum; -1: none.
-
-    Returns:
-        [number of parts] int64 on out's device, as of `word_sums`; 0 for the part that is skipped.
-    """
-    if out.dtype.is_complex:
-        kept = [part if place != skip else part.new_empty(0) for place, part in enumerate(parts)]
-        sums = word_sums(kept)
-        reference.ordered_sum_(out, parts, scale)
-        return sums
-    sums = torch.empty(len(parts), dtype=torch.int64, device=out.device)
-    torch.ops.layerzero.checked_sum_.default(out, sums, list(parts), scale, skip)
-    _note_written(out)
-    return sums
-
-
 def flat_step_(
     steps: Sequence[step_reference.StepTensors],
     grad_scale: float = 1.0,
     seed: int = 0,
-    phase: int = 0,
 ) -> None:
     """One step of AdamW for ranges of flat parameters, in one pass over their memory; on a GPU, in
     one launch for up to 32 of them whose dtypes are the same.
@@ -172,10 +149,9 @@ def flat_step_(
     Args:
         steps: tensors of each flat parameter, all on one device, with one `factor`.
         seed: of the random bits that round smaller states.
-        phase: `WITH_ENDS` or `WITHOUT_ENDS` of step_reference.py.
     """
     joined = step_reference.join_steps(steps)
-    torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed, phase)
+    torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed)
     for tensors in steps:
         _note_written(tensors.main)
 

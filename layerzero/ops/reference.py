@@ -3,7 +3,6 @@
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
     word_sums_      the sum of a tensor's bytes as 64-bit words, modulo 2**64, of each
-    checked_sum_    ordered_sum_, and word_sums_ of the parts
     crc32           zlib's; copy_crc32_ copies the bytes in the same pass
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
@@ -98,23 +97,6 @@ def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
         and source.is_contiguous()
         and out.numel() == source.numel()
     )
-
-
-def checked_sum_(
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    scale: float,
-    skip: int = -1,
-) -> None:
-    """See `layerzero.ops.checked_sum_`."""
-    contiguous = [each.detach().contiguous() for each in parts]
-    if 0 <= skip < len(contiguous):
-        contiguous[skip] = contiguous[skip].new_empty(0)
-    # Before the sum, which may overwrite a part.
-    word_sums_(sums, contiguous)
-    # A device may have a kernel of this one alone.
-    torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
 
 
 def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:

@@ -27,9 +27,7 @@ _OPS: dict[str, Callable[..., Any]] = {
     "ordered_sum_(Tensor(a!) out, Tensor[] parts, float scale) -> ()": reference.ordered_sum_,
     "flat_step_(Tensor(a!)[] main, Tensor[] grad, Tensor(b!)[] states, "
     "Tensor(c!)[] scales, Tensor[] table, Tensor[] rows, Tensor factor, float grad_scale, "
-    "int seed, int phase) -> ()": step_reference.flat_step_,
-    "checked_sum_(Tensor(a!) out, Tensor(b!) sums, Tensor[] parts, float scale, int skip=-1)"
-    " -> ()": reference.checked_sum_,
+    "int seed) -> ()": step_reference.flat_step_,
     "word_sums_(Tensor(a!) out, Tensor[] xs) -> ()": reference.word_sums_,
     "sum_squares_(Tensor(a!) out, Tensor x) -> ()": step_reference.sum_squares_,
     "crc32(Tensor data, int value=0) -> int": reference.crc32,

@@ -28,7 +28,6 @@ from layerzero.ops.reference import compute_dtype
 
 COLUMNS = 8
 MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK = range(COLUMNS)
-WITH_ENDS, WITHOUT_ENDS = range(2)
 ROW_COLUMNS = 11
 SIGN, FLAG, STEP = 8, 9, 10
 QUANT_NUMEL = 256
@@ -75,12 +74,12 @@ def split_steps(given: Sequence[Any]) -> tuple[list[StepTensors], Sequence[Any]]
 
 def flat_step_(*arguments: Any) -> None:
     """See `layerzero.ops.flat_step_`; arguments as the schema has them."""
-    steps, (grad_scale, seed, phase) = split_steps(arguments)
+    steps, (grad_scale, seed) = split_steps(arguments)
     for tensors in steps:
-        _step(tensors, grad_scale, seed, phase)
+        _step(tensors, grad_scale, seed)
 
 
-def _step(tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> None:
+def _step(tensors: StepTensors, grad_scale: float, seed: int) -> None:
     main, grad, factor = tensors.main, tensors.grad, tensors.factor
     states, scales = tensors.states, tensors.scales
     dtype = compute_dtype(main.dtype)
@@ -96,13 +95,12 @@ def _step(tensors: StepTensors, grad_scale: float, seed: int, phase: int) -> Non
         if factor.numel():
             given = given * factor.to(given.device, dtype)
         options = values[row[ROW]]
-        blocks = _Blocks.of(row, main.device)
         now = [
-            _widen(i, states[i][_state_part(row)], scales[i] if scales else None, blocks)
+            _widen(i, states[i][_state_part(row)], scales[i] if scales else None, row)
             for i in range(_num_states(options))
         ]
         last = None
-        if phase == WITH_ENDS and states[0].dtype.itemsize >= 4:
+        if states[0].dtype.itemsize >= 4:
             last = torch.arange(numel, device=main.device) >= numel // 8 * 8
         p, now = _adamw(options, given, main[part].to(dtype), now, last)
         main[part] = p.to(main.dtype)
@@ -128,14 +126,35 @@ def store_states(
         random = _random(seed, row, step, min(i, 1), value.device)
         target = states[i][_state_part(row)]
         if target.dtype == torch.uint8:
-            blocks = _Blocks.of(row, value.device)
-            scale = blocks.largest(value)
-            scales[i][blocks.first : blocks.first + blocks.count] = scale
-            target.copy_(quantize(value, scale[blocks.index], is_signed(i), random))
+            store_codes(i, value, target, scales[i], row, random)
         elif target.dtype == torch.bfloat16 and value.dtype == torch.float32:
             target.copy_(_bfloat_at_random(value, random))
         else:
             target.copy_(value)
+
+
+def store_codes(
+    state: int,
+    value: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row: list[int],
+    random: torch.Tensor | None = None,
+) -> None:
+    """Write one state of a range (a row of the table) as 8-bit codes; see `quantize`."""
+    blocks = _Blocks.of(row, value.device)
+    scale = blocks.largest(value)
+    scales[blocks.first : blocks.first + blocks.count] = scale
+    codes.copy_(quantize(value, scale[blocks.index], is_signed(state), random))
+
+
+def load_codes(
+    state: int, codes: torch.Tensor, scales: torch.Tensor, row: list[int]
+) -> torch.Tensor:
+    """The float32 values of one state of a range that `store_codes` wrote."""
+    blocks = _Blocks.of(row, codes.device)
+    own = scales[blocks.first : blocks.first + blocks.count][blocks.index]
+    return dequantize(codes, own, is_signed(state))
 
 
 def _state_part(row: list[int]) -> slice:
@@ -262,13 +281,12 @@ def is_signed(state: int) -> bool:
 
 
 def _widen(
-    number: int, state: torch.Tensor, scale: torch.Tensor | None, blocks: _Blocks
+    number: int, state: torch.Tensor, scale: torch.Tensor | None, row: list[int]
 ) -> torch.Tensor:
     if state.dtype != torch.uint8:
         return state.to(torch.float64 if state.dtype == torch.float64 else torch.float32, copy=True)
     assert scale is not None
-    own = scale[blocks.first : blocks.first + blocks.count][blocks.index]
-    return dequantize(state, own, is_signed(number))
+    return load_codes(number, state, scale, row)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:

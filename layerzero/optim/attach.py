@@ -62,14 +62,14 @@ def holds_sharded_params(optimizer: torch.optim.Optimizer) -> bool:
     return any(_has_sharded_param(group) for group in optimizer.param_groups)
 
 
-def watch(before_first: Callable[[], None] | None = None) -> None:
+def watch(before_first: Callable[[], None]) -> None:
     """Start checking the parameters of optimizers. Called before any optimizer has a sharded one.
 
     Args:
         before_first: imports the files that register callbacks; called when an optimizer is next
             given sharded parameters.
     """
-    if before_first is not None and before_first not in _before_first:
+    if before_first not in _before_first:
         _before_first.append(before_first)
     if not hasattr(torch.optim.Optimizer.add_param_group, _WRAPPED):
         _look_after("add_param_group")

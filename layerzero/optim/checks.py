@@ -18,16 +18,13 @@ def check_parameters(
     parameters: Sequence[nn.Parameter],
     earlier: Sequence[nn.Parameter] = (),
     takes_ignored: bool = True,
-) -> RootState | None:
+) -> None:
     """Check parameters that are given to an optimizer.
 
     Args:
         what: class of the optimizer, for messages.
         earlier: those that it has already.
         takes_ignored: accept the model's ignored parameters, too.
-
-    Returns:
-        The model of the parameters; None if none belongs to one.
 
     Raises:
         TypeError: one is no tensor.
@@ -52,7 +49,6 @@ def check_parameters(
                 f"{what}: parameter {name_of(parameter)} belongs to another ZeRO3 module than "
                 f"{name_of(first.sharded_param)}; build one optimizer for each model"
             )
-    return root
 
 
 def _is_ignored(root: RootState, parameter: nn.Parameter) -> bool:

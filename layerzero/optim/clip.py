@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from layerzero.step.unit import Unit
 if TYPE_CHECKING:
     from layerzero.optim.flat_state import FlatState
 
-_Number = TypeVar("_Number", float, torch.Tensor)
 _NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
@@ -128,10 +127,9 @@ def scale_of_gradients(
     return scaler._scale if stage is OptState.READY else None
 
 
-def clip_factor(norm: _Number, max_norm: float) -> _Number:
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """The factor that scales gradients of this norm down to `max_norm`; 1 if it is not above."""
-    factor = max_norm / (norm + 1e-6)
-    return torch.clamp(factor, max=1.0) if isinstance(factor, torch.Tensor) else min(factor, 1.0)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:

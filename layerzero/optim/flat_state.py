@@ -66,12 +66,11 @@ class Step(NamedTuple):
 
 def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
     """Take steps, those on one device in one call, and empty the list."""
-    calls: dict[tuple[torch.device, int], list[Step]] = {}
-    for flat, step in taken:
-        calls.setdefault((step.tensors.main.device, flat.phase), []).append(step)
-    for (_, phase), steps in calls.items():
-        tensors = [step.tensors for step in steps]
-        flat_step_(tensors, steps[0].grad_scale, steps[0].seed, phase)
+    calls: dict[torch.device, list[Step]] = {}
+    for _, step in taken:
+        calls.setdefault(step.tensors.main.device, []).append(step)
+    for steps in calls.values():
+        flat_step_([step.tensors for step in steps], steps[0].grad_scale, steps[0].seed)
     for flat, step in taken:
         flat.note_taken(step)
     taken.clear()
@@ -212,6 +211,7 @@ class FlatState:
             if each.grad is not None and (wanted is None or each in wanted)
         ]
         if not set(have) <= set(self._members):
+            self.widen()
             self._make(sorted({*have, *self._members}), self.shown)
         number_of = {i: number for number, i in enumerate(self._members)}
         numbers = [number_of[i] for i in have]
@@ -268,11 +268,6 @@ class FlatState:
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The states to step, and their scales."""
         return self.tensors, []
-
-    @property
-    def phase(self) -> int:
-        """That of `flat_step_` in which a step is taken."""
-        return step_reference.WITH_ENDS
 
     def note_taken(self, step: Step) -> None:
         """The call of `flat_step_` is made."""

@@ -6,20 +6,21 @@ shards           | rank 0       |  rank 1      |      each part of block 1 has i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from layerzero.ops import step_reference
-from layerzero.optim.flat_state import FlatState, Step
+from layerzero.optim.flat_state import FlatState
 
 _BLOCK = step_reference.QUANT_NUMEL
 
 
 class QuantState(FlatState):
     """A flat state in 8 bits; in float32 after somebody asked for it or loaded it, until the next
-    step."""
+    step, which rounds it to the nearest first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `FlatState`."""
@@ -41,54 +42,28 @@ class QuantState(FlatState):
 
     def widen(self) -> None:
         """Have `shown` show float32 states, which the next step starts from; no value changes."""
-        if self._wide is not None or not self._members:
-            return
-        self._wide = self._zeros(torch.float32)
-        for i, (wide, codes, scales) in enumerate(
-            zip(self._wide, self.tensors, self._scales, strict=True)
-        ):
-            for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
-                each = self.held[member]
-                part = slice(place, place + each.parameter.numel())
-                index = torch.arange(each.start, each.start + each.parameter.numel())
-                own = scales[(block + index // _BLOCK - each.start // _BLOCK).to(scales.device)]
-                is_signed = step_reference.is_signed(i)
-                wide[part] = step_reference.dequantize(codes[part], own, is_signed)
-        self._show(self._wide, {})
+        if self._wide is None and self._members:
+            self._wide = self._zeros(torch.float32)
+            for i, row, part in self._ranges():
+                codes, scales = self.tensors[i][part], self._scales[i]
+                self._wide[i][part] = step_reference.load_codes(i, codes, scales, row)
+            self._show(self._wide, {})
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return (self.tensors, self._scales) if self._wide is None else (self._wide, [])
-
-    @property
-    def phase(self) -> int:
-        return step_reference.WITH_ENDS if self._wide is None else step_reference.WITHOUT_ENDS
-
-    def note_taken(self, step: Step) -> None:
         if self._wide is not None:
-            self._narrow(step, self._wide)
-        super().note_taken(step)
-
-    def _narrow(self, step: Step, wide: list[torch.Tensor]) -> None:
-        """Round float32 states to 8 bits after a step, as a step from 8 bits does."""
-        options = step.tensors.rows.tolist()
-        for row in step.tensors.table.tolist():
-            place = row[step_reference.STATE]
-            part = slice(place, place + row[step_reference.NUMEL])
-            own = options[row[step_reference.ROW]]
-            # Also of a state that the step does not use (without amsgrad), which stays what it is.
-            values = [each[part] for each in wide]
-            given = values, self.tensors, self._scales, row
-            step_reference.store_states(*given, int(own[step_reference.STEP]), step.seed)
-        self._wide = None
-        stepped = step.gradient.numbers
-        if stepped is None:
+            # Back to what they came from, unless somebody has written or loaded them.
+            for i, row, part in self._ranges():
+                codes, scales = self.tensors[i][part], self._scales[i]
+                step_reference.store_codes(i, self._wide[i][part], codes, scales, row)
+            self._wide = None
             self._show((), {})
-            return
-        # The others have not been rounded: what they were stays, until all have a gradient.
-        self.widen()
-        assert self._wide is not None
-        for number in {*range(len(self._members))} - {*stepped}:
-            place = self._places[number]
-            part = slice(place, place + self._params[number].numel())
-            for now, before in zip(self._wide, wide, strict=True):
-                now[part] = before[part]
+        return self.tensors, self._scales
+
+    def _ranges(self) -> Iterator[tuple[int, list[int], slice]]:
+        """(state, row of `flat_step_`'s table, where it is in the state) of each parameter."""
+        for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
+            held = self.held[member]
+            if numel := held.parameter.numel():
+                row = [held.offset, 0, place, numel, 0, held.start, held.key, block]
+                for i in range(len(self._keys)):
+                    yield i, row, slice(place, place + numel)

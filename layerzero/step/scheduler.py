@@ -181,7 +181,7 @@ class UnshardScheduler:
         kept = []
         for unit in self._units:
             for handle in unit.handles:
-                handle.post_forward_shard = None  # No backward needs it any more.
+                handle.drop_post_forward_shard()  # No backward needs it any more.
                 if handle.has_compute_shard and unit.state is SHARDED:
                     kept.append(handle)
         if kept:

@@ -484,7 +484,7 @@ class Unit:
         self._holds = 0
         for handle in self.handles:
             handle.gradients.undo()
-            handle.post_forward_shard = None
+            handle.drop_post_forward_shard()
         self.drop_unsharded_gradients()
         self.show_sharded()
         self.reshard()

@@ -26,7 +26,7 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.config import Verify
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.placement import ShardGroup
-from layerzero.ops import checked_sum_, ordered_sum_, word_sums
+from layerzero.ops import ordered_sum_, word_sums
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
@@ -157,12 +157,9 @@ class Verifier(Transport, Extension):
         kept_sent = kept(sent)
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
-            if add is ordered_sum_:
-                received = checked_sum_(summed, parts, scale, skip=group.rank)
-            else:
-                received = _of_peers(parts, group)
-                add(summed, parts, scale)
-            self._wire.note(operation, group, kept_sent, kept(received))
+            received = kept(_of_peers(parts, group))
+            add(summed, parts, scale)
+            self._wire.note(operation, group, kept_sent, received)
 
         return check_and_add
 

@@ -103,46 +103,41 @@ def _train_both() -> None:
         _assert_same_state(ours, theirs, kind)
 
 
+def _clip_by_hand(model: ZeRO3, norm: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(torch.clamp(0.01 / (norm + 1e-6), max=1.0))
+
+
 def _clip() -> None:
-    batch = _batch(0)
-    models = [zero3(Mlp, Block) for _ in range(2)]
-    ours = AdamW(_groups(models[0]), lr=1e-2)
-    theirs = torch.optim.AdamW(_groups(models[1]), lr=1e-2, fused=True)
-    for step in range(5):
-        for model in models:
-            forward_backward(model, batch * (step + 1))
-        before = [each.grad.clone() for each in models[0].parameters() if each.grad is not None]
-        norm = ours.clip_grad_norm_(0.01)
+    ours, theirs, optimizer, other = _pair()
+    for step in range(3):
+        for model in (ours, theirs):
+            forward_backward(model, _batch(step))
+        if step == 1:  # Changed by hand, after they were delivered.
+            for parameter in (*ours.parameters(), *theirs.parameters()):
+                parameter.grad.mul_(3.0)
+        norm = optimizer.clip_grad_norm_(0.01)
         assert norm.dtype == torch.float32 and norm.dim() == 0
         assert_same_on_all_ranks(norm, "norm")
-        assert_norm_of_gradients(norm, models[1])
-        factor = torch.clamp(0.01 / (norm + 1e-6), max=1.0)
-        for parameter in models[1].parameters():
-            parameter.grad.mul_(factor)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-        after = [each.grad for each in models[0].parameters()]
-        for old, new in zip(before, after, strict=True):
-            assert_bitwise(new, old, "gradient")
-        _same_weights(models[0], models[1], f"step {step}")
-        if step == 1:  # Gradients changed by hand, after they were delivered.
-            forward_backward(models[0], batch)
-            for parameter in models[0].parameters():
-                parameter.grad.mul_(3.0)
-            assert_norm_of_gradients(ours.clip_grad_norm_(1.0), models[0])
-        for optimizer in (ours, theirs):
-            optimizer.zero_grad()  # Drops the factor, too.
-    forward_backward(models[0], batch * float("inf"))
+        assert_norm_of_gradients(norm, theirs)
+        _clip_by_hand(theirs, norm)
+        for each in (optimizer, other):
+            each.step()
+        _same_weights(ours, theirs, f"step {step}")
+        optimizer.clip_grad_norm_(0.01)
+        for each in (optimizer, other):
+            each.zero_grad()  # Drops the factor, too.
+    forward_backward(ours, _batch(0) * float("inf"))
     with pytest.raises(RuntimeError, match="norm of the gradients is"):
-        ours.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     for norm_type in (1.0, float("inf")):
-        ours.zero_grad()
-        forward_backward(models[0], batch)
-        own = ours.clip_grad_norm_(1.0, norm_type)
-        assert_norm_of_gradients(own, models[0], norm_type)
-    models[0].step_in_backward(ours)
+        optimizer.zero_grad()
+        forward_backward(ours, _batch(0))
+        norm = optimizer.clip_grad_norm_(1.0, norm_type)
+        assert_norm_of_gradients(norm, ours, norm_type)
+    ours.step_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="step_in_backward"):
-        ours.clip_grad_norm_(1.0)
+        optimizer.clip_grad_norm_(1.0)
 
 
 def _step_in_backward() -> None:
@@ -332,9 +327,7 @@ def _scalers() -> None:
             scalers[1].unscale_(other)
             if step != 1:
                 assert_norm_of_gradients(norm, theirs)
-            factor = torch.clamp(0.01 / (norm + 1e-6), max=1.0)
-            for parameter in theirs.parameters():
-                parameter.grad.mul_(factor)
+            _clip_by_hand(theirs, norm)
             for scaler, each in zip(scalers, (optimizer, other), strict=True):
                 scaler.step(each)
                 scaler.update()

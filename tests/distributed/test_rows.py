@@ -1,7 +1,7 @@
 """`layout="rows"`: sharded parameters keep their shape; all else is as with "elements"."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from layerzero import MixedPrecision, ZeRO3, units
+from layerzero import MixedPrecision, ZeRO3, fully_shard, units
 from layerzero.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -29,7 +29,7 @@ from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Case, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import logged
-from tests.harness.reference import full_gradients, full_parameters
+from tests.harness.reference import full_gradients, full_parameters, seeded
 
 Values = dict[str, Any]
 LAYOUTS = ("elements", "rows", "rows(2)")
@@ -306,3 +306,83 @@ def test_arguments_are_checked_and_padding_is_logged() -> None:
     assert "padding" not in plain_text
     assert "borders between shards lie on rows: padding adds " in of_rows
     assert "a smaller zero3_size or layout='elements' pads less" in of_rows
+
+
+# Rules of other projects that go by a parameter's dimensions
+
+
+class Vision(nn.Module):
+    """Parameters of 1, 2, 3 and 4 dimensions. Each rank's part is a multiple of 16 elements: fused
+    kernels round what is left after those otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(2, 32, 4, stride=4)
+        self.position = nn.Parameter(torch.randn(1, 4, 32) * 0.02)
+        self.norm = nn.LayerNorm(32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU())
+        self.head = nn.Linear(64, 32, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.mlp(self.norm(x)).mean(1)).square().mean()
+
+
+def _decays_in_timm(name: str, parameter: nn.Parameter) -> bool:
+    return not (parameter.ndim <= 1 or name.endswith(".bias"))
+
+
+def _decays_in_nanogpt(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() >= 2
+
+
+def _by_hand(model: nn.Module) -> nn.Module:
+    fully_shard(model.mlp)
+    return fully_shard(model)
+
+
+def _trained_by_rule(
+    model: nn.Module, decays: Callable[[str, nn.Parameter], bool], ranks: range
+) -> list[str]:
+    """Train; the batches of several ranks are micro-batches of one process. Returns the names of
+    what decays."""
+    names, groups = [], [{"params": [], "weight_decay": decay} for decay in (0.3, 0.0)]
+    for name, parameter in model.named_parameters():
+        groups[not decays(name, parameter)]["params"].append(parameter)
+        names += [name] if decays(name, parameter) else []
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for step in range(3):
+        for rank in ranks:
+            draw = torch.Generator().manual_seed(9 * step + rank)
+            (model(torch.randn(3, 2, 8, 8, generator=draw)) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return names
+
+
+@on_ranks(2)
+def test_groups_by_dimensions_and_training_are_those_of_one_process() -> None:
+    rank = dist.get_rank()
+    for decays in (_decays_in_timm, _decays_in_nanogpt):
+        whole = seeded(Vision)
+        expected = _trained_by_rule(whole, decays, range(2))
+        for model in (
+            ZeRO3(seeded(Vision), auto_wrap_policy={nn.Sequential}, layout="rows"),
+            _by_hand(seeded(Vision)),
+        ):
+            assert _trained_by_rule(model, decays, range(rank, rank + 1)) == expected
+            for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+                assert (parameter.ndim, parameter.shape[1:]) == (other.ndim, other.shape[1:])
+            assert_same_parameters(full_parameters(model), full_parameters(whole))
+
+
+@on_ranks(2)
+def test_shards_of_two_matrices_do_not_multiply() -> None:
+    """Where each rank has half of the rows, what would be a product of whole matrices raises."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+    for layer in model:
+        fully_shard(layer)
+    first, second = fully_shard(model).parameters()
+    assert first.shape == second.shape == (16, 32)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        first @ second

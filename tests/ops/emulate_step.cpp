@@ -63,7 +63,7 @@ void fill(Block& block, int dtype, int64_t numel) {
 }
 
 struct Setting {
-  int form, dtype, phase, num_states;
+  int form, dtype, num_states;
 };
 
 StepFlat flat_of(const Setting& setting, Memory& memory, const std::vector<int64_t>& table,
@@ -128,7 +128,7 @@ void run_plain(const StepCall& call, const StepFlat& flat, const std::vector<dou
     const StepRow<T> row =
         step_row<T>(options, call.factor == nullptr ? T(1) : static_cast<T>(*call.factor));
     const int num_states = row.flag ? 3 : 2;
-    const bool has_ends = call.form == kFullForm && call.phase == kStepWithEnds;
+    const bool has_ends = call.form == kFullForm;
     for (int64_t begin = 0; begin < range[kNumel];) {
       const int64_t block =
           range[kBlock] + (range[kIndex] + begin) / kQuantNumel - range[kIndex] / kQuantNumel;
@@ -268,8 +268,7 @@ struct Case {
 template <class T>
 void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) {
   const float factor = 0.25f;
-  const StepCall call{&factor,      5, 2.0f, setting.form, setting.dtype, setting.num_states,
-                      setting.phase};
+  const StepCall call{&factor, 5, 2.0f, setting.form, setting.dtype, setting.num_states};
   std::vector<Case> cases;
   for (int i = 0; i < num_flats; ++i)
     cases.emplace_back(setting, num_ranges, num_rows, i % 2 == 0, sizeof(T));
@@ -297,8 +296,8 @@ void check(const Setting& setting, int num_flats, int num_ranges, int num_rows) 
     for (int s = 0; s < setting.num_states; ++s)
       good = good && same(one.states[s], two.states[s]) && same(one.scales[s], two.scales[s]);
     if (good) continue;
-    std::printf("FAILED: form %d, dtype %d, phase %d, %d states\n", setting.form, setting.dtype,
-                setting.phase, setting.num_states);
+    std::printf("FAILED: form %d, dtype %d, %d states\n", setting.form, setting.dtype,
+                setting.num_states);
     std::exit(1);
   }
 }
@@ -311,13 +310,10 @@ int main() {
     for (int num_states : {2, 3}) {
       const int dtypes[] = {LZ_FLOAT32, LZ_FLOAT16, LZ_BFLOAT16};
       for (int dtype : dtypes)
-        for (int phase = 0; phase <= kStepWithoutEnds; ++phase)
-          check<float>({form, dtype, phase, num_states}, 2, 1 + static_cast<int>(below(12)),
-                       phase == 0 ? 70 : 3);
-      check<float>({form, dtypes[turn++ % 3], 0, num_states}, 40, 1 + static_cast<int>(below(3)),
-                   3);
+        check<float>({form, dtype, num_states}, 2, 1 + static_cast<int>(below(12)), 70);
+      check<float>({form, dtypes[turn++ % 3], num_states}, 40, 1 + static_cast<int>(below(3)), 3);
     }
-  check<double>({kFullForm, LZ_FLOAT64, 0, 3}, 2, 9, 3);
+  check<double>({kFullForm, LZ_FLOAT64, 3}, 2, 9, 3);
   std::printf("emulated %lld launches, checked %lld elements, %lld segments in wide accesses\n",
               static_cast<long long>(num_launches), static_cast<long long>(num_checked),
               static_cast<long long>(num_wide));

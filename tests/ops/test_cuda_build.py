@@ -4,7 +4,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-import tempfile
 from operator import le
 from pathlib import Path
 
@@ -15,8 +14,7 @@ ARCHITECTURES = ("80", "90", "100")
 ONE_OF_THEM = ("100",)
 """Each takes 7 s. An install for the CPU compiles for another."""
 
-ELEMENT_SIZES = {0: 4, 1: 2, 2: 2, 3: 8}  # by layerzero_dtype
-NUM_PAIRS = len(ELEMENT_SIZES) ** 2
+NUM_PAIRS = 4**2  # of dtypes
 NUM_WINDOWS = 2
 # Of float32 and bfloat16, each with states in three dtypes; and two that look everything up, for
 # float32 and float64.
@@ -43,7 +41,7 @@ def nvcc() -> str:
 
 
 def compile_and_link(nvcc: str, folder: Path, archs: tuple[str, ...]) -> tuple[Path, str]:
-    """The library, and what ptxas says; the PTX stays in `folder`."""
+    """The library, and what ptxas says."""
     library = folder / "layerzero_cuda.so"
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     done = subprocess.run(
@@ -58,7 +56,7 @@ def compile_and_link(nvcc: str, folder: Path, archs: tuple[str, ...]) -> tuple[P
                 "-Xcompiler",
                 "-fPIC,-Wall",
             ),
-            *(*targets, "--threads", "2", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)),
+            *(*targets, "--threads", "2", "-Xptxas", "-v"),
             *("-o", str(library), *map(str, sorted(SOURCES.glob("*.cu")))),
         ],
         capture_output=True,
@@ -88,56 +86,6 @@ def check_resources(said: str, archs: tuple[str, ...]) -> None:
     limits = [MAX_REGISTERS[of] for of in MAX_REGISTERS for name, _ in kernels if of in name]
     limits += [*([80] * NUM_OWN_STEPS), 128, 255] * len(archs)
     assert all(map(le, registers, sorted(limits)))
-
-
-def check_wide_accesses(ptx: str) -> None:
-    """Each kernel moves 16 bytes at once on its wider side, and all of it in global memory."""
-    wide = r"\.global\.(v4\.\w32|v2\.\w64)\b"
-    kernels = list(re.finditer(r"\.entry \S*_kernelILi(\d)ELi(\d)E.*?\n\}", ptx, re.DOTALL))
-    assert kernels
-    for match in kernels:
-        size_from, size_to = (ELEMENT_SIZES[int(dtype)] for dtype in match.groups())
-        if size_from >= size_to:
-            assert len(re.findall("ld" + wide, match[0])) >= 4
-        if size_to >= size_from:
-            assert re.search("st" + wide, match[0])
-        assert not re.search(r"\b(ld|st)\.(local|v[24]|[bfu]\d)", match[0])
-
-
-def check_machine_code(nvcc: str, library: Path) -> None:
-    """A step's own kernels move 16 bytes a lane where an element takes 4, and keep no stack; so do
-    those of the other ops, on their wider side."""
-    found = disassembler(nvcc)
-    if found is None:
-        return  # What ptxas reported is checked all the same.
-    sass = subprocess.run([found, "-sass", str(library)], capture_output=True, text=True).stdout
-    kernels = re.findall(r"Function : (\S+)(.*?)(?=Function : |\Z)", sass, re.DOTALL)
-    own = 0
-    for name, code in kernels:
-        wide = {
-            access: len(re.findall(rf"\b{access}\.E\S*\.128\b", code)) for access in ("LDG", "STG")
-        }
-        assert not re.search(r"\b(LDL|STL)\b", code), f"{name} has a stack"
-        step = re.search(r"step_kernel\S*IfLi(\d)ELi(\d)E", name)
-        if step is not None:
-            # Main (and copies) in float32 and the gradient; float32 states as well.
-            form, dtype = map(int, step.groups())
-            states = 2 if form == 0 else 0
-            parts = (1 if dtype == 0 else 0) + states
-            loads = parts + (dtype == 0)
-            assert wide["LDG"] >= 2 * loads and wide["STG"] >= 2 * parts, (name, wide)
-            own += 1
-        for sizes in re.findall(r"_kernelILi(\d)ELi(\d)E", name):
-            size_from, size_to = (ELEMENT_SIZES[int(dtype)] for dtype in sizes)
-            assert size_from < size_to or wide["LDG"] >= 4, (name, wide)
-            assert size_to < size_from or wide["STG"], (name, wide)
-    assert own and own % NUM_OWN_STEPS == 0
-
-
-def disassembler(nvcc: str) -> str | None:
-    """cuobjdump, beside nvcc or on the path."""
-    folder = str(Path(nvcc).resolve().parent)
-    return shutil.which("cuobjdump", path=folder) or shutil.which("cuobjdump")
 
 
 def check_library(path: Path) -> None:
@@ -207,19 +155,10 @@ def has_driver() -> bool:
 
 @pytest.mark.slow
 def test_kernels_compile_without_spills_for_all_architectures_and_load(
-    nvcc: str, in_full: bool
+    nvcc: str, in_full: bool, tmp_path: Path
 ) -> None:
-    # One test, because xdist would build once for each; in a folder that goes at once, because
-    # pytest keeps its own for a while and the intermediate files are 45 MB.
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        archs = ARCHITECTURES if in_full else ONE_OF_THEM
-        library, said = compile_and_link(nvcc, folder, archs)
-        check_resources(said, archs)
-        for kernel in ("pack", "ordered_sum"):
-            codes = list(folder.glob(f"{kernel}*.ptx"))
-            assert len(codes) == len(archs)
-            for code in codes:
-                check_wide_accesses(code.read_text())
-        check_machine_code(nvcc, library)
-        check_library(library)
+    # One test, because xdist would build once for each.
+    archs = ARCHITECTURES if in_full else ONE_OF_THEM
+    library, said = compile_and_link(nvcc, tmp_path, archs)
+    check_resources(said, archs)
+    check_library(library)

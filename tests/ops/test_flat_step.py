@@ -11,7 +11,14 @@ import torch
 from layerzero.ops import step_reference as R
 from layerzero.ops import sum_squares
 from tests.harness.checks import assert_close_in_float64
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, assert_same_bits, call, with_threads
+from tests.ops.truth import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    assert_same_bits,
+    call,
+    concatenate,
+    with_threads,
+)
 
 NUMEL = 3000
 EMPTY = torch.empty(0)
@@ -64,7 +71,7 @@ def run_steps(
     for step in (1, 2, 3):
         grad = (torch.randn(NUMEL + 10, generator=generator) * 10.0 ** (step - 2)).to(dtype)
         given = (main, grad, states, scales, table, rows_of(step), factors)
-        call_step(implementation, *given, grad_scale, 3, R.WITH_ENDS)
+        call_step(implementation, *given, grad_scale, 3)
     return [main, *states, *scales]
 
 
@@ -101,9 +108,9 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
 
     together, apart = made(), made()
     joined = R.join_steps(together)
-    call(implementation, "flat_step_", *joined, 1.0, 3, R.WITH_ENDS)
+    call(implementation, "flat_step_", *joined, 1.0, 3)
     for step in apart:
-        call_step(implementation, *step, 1.0, 3, R.WITH_ENDS)
+        call_step(implementation, *step, 1.0, 3)
     for ours, theirs in zip(together, apart, strict=True):
         written, wanted = ([s.main, *s.states, *s.scales] for s in (ours, theirs))
         for got, want in zip(written, wanted, strict=True):
@@ -113,8 +120,8 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
     for place in range(6) if implementation in IMPLEMENTATIONS[1:] else ():
         shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
         with pytest.raises(ValueError, match="flat_step_"):
-            call(implementation, "flat_step_", *shorter, 1.0, 3, R.WITH_ENDS)
-    call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3, R.WITH_ENDS)
+            call(implementation, "flat_step_", *shorter, 1.0, 3)
+    call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3)
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 15, 100, 4099])
@@ -139,7 +146,7 @@ def test_float32_has_the_bits_of_torchs_fused_adamw(implementation: str, numel: 
             row = adamw_row(1e-2, beta1, 0.99, 0.1, step, amsgrad, sign)
             rows = torch.tensor([row], dtype=torch.float64)
             given = (ours, grad, states, [], table, rows, EMPTY)
-            call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
+            call_step(implementation, *given, 1.0, 0)
         assert_same_bits(ours, theirs.detach())
         kept = optimizer.state[theirs]
         for state, key in zip(states, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), strict=False):
@@ -160,7 +167,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(implementation: str
         states = [torch.zeros(numel, dtype=dtype) for _ in range(2)]
         scales = [torch.zeros(500) for _ in states] if dtype == torch.uint8 else []
         given = (main, grad, states, scales, table, rows, EMPTY)
-        call_step(implementation, *given, 1.0, 0, R.WITH_ENDS)
+        call_step(implementation, *given, 1.0, 0)
         return [main, *states, *scales, sum_squares(grad).reshape(1)]
 
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -218,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
     states = [torch.zeros(10), torch.zeros(10)]
     table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0]])
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
-    good = [main, grad, states, [], table, rows, EMPTY, 1.0, 0, R.WITH_ENDS]
+    good = [main, grad, states, [], table, rows, EMPTY, 1.0, 0]
     amsgrad = rows.clone()
     amsgrad[0, R.FLAG] = 1.0
     outside = table.clone()
@@ -243,22 +250,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
     assert not torch.equal(main, torch.ones(10))
 
 
-def test_the_ops_pass_opcheck() -> None:
+def test_ops_pass_opcheck() -> None:
     rows = torch.tensor([adamw_row(1e-2, 0.9, 0.99, 0.1, 1, False, 1.0)], dtype=torch.float64)
     table = torch.tensor([[0, 0, 0, 10, 0, 0, 0, 0]])
     tensors = R.StepTensors(
         *(torch.ones(10), torch.ones(10), [torch.zeros(10), torch.zeros(10)], []),
         *(table, rows, EMPTY),
     )
-    joined = R.join_steps(
-        [tensors, tensors._replace(main=torch.ones(10), states=[torch.ones(10)] * 2)]
-    )
-    arguments = (*joined, 1.0, 0, R.WITH_ENDS)
-    torch.library.opcheck(torch.ops.layerzero.flat_step_.default, arguments)
-    squares = (torch.zeros(1, dtype=torch.float64), torch.ones(5))
-    torch.library.opcheck(torch.ops.layerzero.sum_squares_.default, squares)
+    other = tensors._replace(main=torch.ones(10), states=[torch.ones(10)] * 2)
+    segs, parts = concatenate([5, 0, 12], alignment=8, multiple=32), [torch.randn(10)] * 2
+    for op, arguments in {
+        "flat_step_": (*R.join_steps([tensors, other]), 1.0, 0),
+        "sum_squares_": (torch.zeros(1, dtype=torch.float64), torch.ones(5)),
+        "pack_": (torch.zeros(32), [torch.randn(n) for n in (5, 0, 12)], segs.table, 0.3),
+        "ordered_sum_": (torch.zeros(10, dtype=torch.bfloat16), parts, 0.5),
+        "word_sums_": (torch.zeros(2, dtype=torch.int64), parts),
+    }.items():
+        torch.library.opcheck(getattr(torch.ops.layerzero, op).default, arguments)
 
 
 def test_the_tensors_are_named_as_in_the_schema() -> None:
     names = [each.name for each in torch.ops.layerzero.flat_step_.default._schema.arguments]
-    assert names == [*R.StepTensors._fields, "grad_scale", "seed", "phase"]
+    assert names == [*R.StepTensors._fields, "grad_scale", "seed"]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from layerzero.flat import rows
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
 
 SIZES = (
@@ -63,6 +64,23 @@ def test_every_element_has_one_owner_and_starts_are_aligned(
                 position = rank * layout.shard_numel + part.offset
                 assert position == layout.starts[part.param] + part.start
                 assert part.offset + part.numel <= layout.shard_numel
+
+
+def test_borders_between_shards_lie_on_rows_and_starts_are_aligned() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        lengths = [draw.choice([1, 3, 7, 16, 48]) for _ in range(draw.randrange(6))]
+        numels = [length * draw.randrange(20) for length in lengths]
+        alignment, slices = draw.choice([1, 4, 16]), draw.choice([1, 2])
+        layout = rows.build(numels, draw.randrange(1, 9), alignment, slices, lengths)
+        assert layout.shard_numel % (alignment * slices) == 0
+        end = 0
+        for index, (start, numel) in enumerate(zip(layout.starts, numels, strict=True)):
+            assert start % alignment == 0 and end <= start
+            end = start + numel
+            owned = [layout.owned_range(index, rank) for rank in range(layout.group_size)]
+            assert all(each % lengths[index] == 0 for borders in owned for each in borders)
+        assert end <= layout.padded_numel
 
 
 def test_padding_of_real_units_is_below_a_thousandth() -> None:

@@ -22,7 +22,6 @@ from torch import nn
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.optim.checks import refuse_in_graph
-from layerzero.optim.scaler import GradScaler, scaler_that_calls
 from layerzero.optim.whole_tensor import arguments, inner, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
 from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners
@@ -240,29 +239,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         root = self._model_between_steps()
-        if self._is_called_by_torchs_scaler():
-            raise RuntimeError(
-                f"{_NAME}.step: called by torch.amp.GradScaler, whose ranks look for infinities in "
-                "their own shards only, so that some would step and others not; use "
-                "layerzero.GradScaler"
-            )
         with torch.no_grad():
             self._step(root)
         return loss
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """True only for torch's own scaler, which then calls `step` on every rank: all refuse it.
-
-        Otherwise it would not call it on ranks whose shards have an infinity.
-        """
-        return self._is_called_by_torchs_scaler()
-
-    def _is_called_by_torchs_scaler(self) -> bool:
-        scaler = scaler_that_calls()
-        if scaler is None or isinstance(scaler, GradScaler) or not scaler.is_enabled():
-            return False
-        return any(owners.group.size > 1 for owners in self._groups.values())
 
     def refresh(self) -> None:
         """Have the next step read all shards again. Enough on one rank; not collective.
