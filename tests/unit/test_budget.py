@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_596,
+    "": 40_561,
     "flat": 2_666,
     "step": 4_273,
     "comm": 1_452,
     "watch": 1_028,
-    "build": 2_327,
+    "build": 2_321,
     "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
