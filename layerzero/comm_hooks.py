@@ -12,7 +12,7 @@ has alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
         raise ValueError(f"register_comm_hook: expected a callable, got {hook!r}")
     if root.extensions.of(CommHooks):
         raise RuntimeError("register_comm_hook: this model has a communication hook already")
-    if any(len(handle.placement.reduce_groups) > 1 for handle in _handles(root.units)):
+    handles = [handle for unit in root.units for handle in unit.handles]
+    if any(len(handle.placement.reduce_groups) > 1 for handle in handles):
         raise NotImplementedError(
             "register_comm_hook: gradients of this model are reduced in two hops (zero3_size, a "
             "mesh of two axes, experts), and FSDP1's hooks do one; use one shard group, or "
@@ -92,10 +93,6 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
     for unit in root.units:
         unit.comm_hooks = {"instead": reduce}
     set_hooks(root)
-
-
-def _handles(units: Iterable[Unit]) -> Iterable[FlatParamHandle]:
-    return (handle for unit in units for handle in unit.handles)
 
 
 def _by_hook(state: object, hook: Callable[..., object]) -> Reduce:

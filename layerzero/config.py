@@ -188,13 +188,11 @@ class GatherBudget:
     max_nbytes: int | None = None
 
     @classmethod
-    def parse(
-        cls, value: bool | int | str, *, default_units: int, name: str = "limit_all_gathers"
-    ) -> GatherBudget:
+    def parse(cls, value: bool | int | str, *, default_units: int) -> GatherBudget:
         """Parse the `limit_all_gathers` argument: False, True, units (int) or bytes ("512MB").
 
         Raises:
-            ValueError, TypeError: it is none of these; the message names the argument `name`.
+            ValueError, TypeError: it is none of these.
         """
         if value is False:
             return cls()
@@ -202,12 +200,13 @@ class GatherBudget:
             return cls(max_units=default_units)
         if isinstance(value, int):
             if value < 1:
-                raise ValueError(f"{name}: expected at least 1 unit, got {value}")
+                raise ValueError(f"limit_all_gathers: expected at least 1 unit, got {value}")
             return cls(max_units=value)
         if isinstance(value, str):
-            return cls(max_nbytes=parse_nbytes(value, name))
+            return cls(max_nbytes=parse_nbytes(value, "limit_all_gathers"))
         raise TypeError(
-            f"{name}: expected bool, int (units) or str such as '2GB' (bytes), got {value!r}"
+            "limit_all_gathers: expected bool, int (units) or str such as '2GB' (bytes), got "
+            f"{value!r}"
         )
 
 

@@ -161,7 +161,9 @@ def to_policy(policy: Any) -> Any:
     except (TypeError, ValueError):
         names = ()
     if hasattr(policy, "_run_policy") or "recurse" in names or "nonwrapped_numel" in names:
-        return TorchPolicy(policy)
+        keywords = getattr(policy, "keywords", {})
+        listed = getattr(policy, "_module_classes", None) or keywords.get("transformer_layer_cls")
+        return ModelPolicy(functools.partial(_choices, policy), tuple(listed or ()))
 
     @functools.wraps(policy)
     def choose(module: nn.Module, fqn: str) -> Choice:
@@ -197,37 +199,22 @@ def _in_our_terms(own: Choice, module: nn.Module, fqn: str) -> Choice:
     return ours
 
 
-class TorchPolicy(ModelPolicy):
-    """A policy of `torch.distributed.fsdp.wrap`, or a function with the arguments of one.
-
-    Chooses the same modules as in FSDP1.
-    """
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        keywords = getattr(policy, "keywords", {})
-        listed = getattr(policy, "_module_classes", None) or keywords.get("transformer_layer_cls")
-        self.classes = tuple(listed or ())
-
-    def __repr__(self) -> str:
-        return repr(self._policy)
-
-    def choose(
-        self,
-        root: nn.Module,
-        ignored_modules: Iterable[nn.Module],
-        ignored_parameters: Iterable[nn.Parameter],
-    ) -> Mapping[int, Choice]:
-        """See `ModelPolicy`."""
-        policy = self._policy
-        ignored = {module for top in ignored_modules for module in top.modules()}
-        if callable(getattr(policy, "_run_policy", None)):
-            chosen = policy._run_policy(root, ignored, {})
-            names = {module: clean_name(name) for name, module in root.named_modules()}
-            return {id(m): _in_our_terms(own, m, names[m]) for m, own in chosen.items()}
-        parameters = {parameter for module in ignored for parameter in module.parameters()}
-        parameters.update(ignored_parameters)
-        return {key: {} for key in _run_function(policy, root, ignored, parameters)}
+def _choices(
+    policy: Any,
+    root: nn.Module,
+    ignored_modules: Iterable[nn.Module],
+    ignored_parameters: Iterable[nn.Parameter],
+) -> Mapping[int, Choice]:
+    """Choices in FSDP1 of a policy of `torch.distributed.fsdp.wrap`, or of a function with the
+    arguments of one; see `ModelPolicy`."""
+    ignored = {module for top in ignored_modules for module in top.modules()}
+    if callable(getattr(policy, "_run_policy", None)):
+        chosen = policy._run_policy(root, ignored, {})
+        names = {module: clean_name(name) for name, module in root.named_modules()}
+        return {id(m): _in_our_terms(own, m, names[m]) for m, own in chosen.items()}
+    parameters = {parameter for module in ignored for parameter in module.parameters()}
+    parameters.update(ignored_parameters)
+    return {key: {} for key in _run_function(policy, root, ignored, parameters)}
 
 
 def _run_function(

@@ -130,7 +130,7 @@ def _resharding(name: str, value: Any) -> ReshardAfterForward:
 
 
 def _gather_limit(name: str, value: Any) -> Any:
-    GatherBudget.parse(value, default_units=1, name=name)
+    GatherBudget.parse(value, default_units=1)
     return value
 
 

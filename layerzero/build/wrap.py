@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,20 +25,15 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-class ModelPolicy(ABC):
+@dataclass(frozen=True)
+class ModelPolicy:
     """A policy that looks at a whole model at once: one of FSDP (migrate.py)."""
 
-    classes: tuple[type[nn.Module], ...] = ()
+    choose: Callable[[nn.Module, Iterable[nn.Module], Iterable[nn.Parameter]], Mapping[int, Choice]]
+    """Takes the model, ignored modules and ignored parameters; returns the choice for each module
+    that it selects, keyed by id(module)."""
+    classes: tuple[type[nn.Module], ...]
     """The module classes that it lists; empty if it is a function."""
-
-    @abstractmethod
-    def choose(
-        self,
-        root: nn.Module,
-        ignored_modules: Iterable[nn.Module],
-        ignored_parameters: Iterable[nn.Parameter],
-    ) -> Mapping[int, Choice]:
-        """The choice for each module that it selects, keyed by id(module)."""
 
 
 WrapPolicy = Iterable[type[nn.Module]] | Callable[..., Choice] | ModelPolicy | None

@@ -24,7 +24,7 @@ from layerzero.plan.options import (
     near_matches,
 )
 from layerzero.plan.options import read_options as read_plan_options
-from layerzero.plan.patterns import NamePattern
+from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import optional_by_name
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, ordered_units, root_of
@@ -33,7 +33,6 @@ from layerzero.step.unit import get_unit
 __all__ = [
     "MODULE_OPTIONS",
     "ZERO3_OPTIONS",
-    "NamePattern",
     "RootState",
     "Totals",
     "WrapPolicy",
@@ -52,6 +51,7 @@ __all__ = [
     "new_group",
     "optional_by_name",
     "ordered_units",
+    "parse_pattern",
     "read_plan_options",
     "refuse_pieces",
     "root_of",

@@ -13,39 +13,27 @@ A pattern must match the whole name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 _REGEX_PREFIX = "re:"
 _PART = re.compile(r"\{\*\}|\{([0-9]+)-([0-9]+)\}|.", re.DOTALL)
 _WILDCARDS = {"*": ".*", "?": ".", "{*}": "(?<![0-9])[0-9]+(?![0-9])"}
 
 
-@dataclass(frozen=True)
-class NamePattern:
-    """One pattern on dotted names."""
+def parse_pattern(text: str) -> re.Pattern[str]:
+    """Read a pattern; its `fullmatch` matches names.
 
-    _compiled: re.Pattern[str]
-
-    @classmethod
-    def parse(cls, text: str) -> NamePattern:
-        """Read a pattern.
-
-        Raises:
-            TypeError: not a string.
-            ValueError: not a pattern.
-        """
-        if not isinstance(text, str):
-            raise TypeError(f"pattern: expected a string, got {text!r}")
-        is_regex = text.startswith(_REGEX_PREFIX)
-        regex = text.removeprefix(_REGEX_PREFIX) if is_regex else _PART.sub(_regex_of, text)
-        try:
-            return cls(re.compile(regex, re.DOTALL))
-        except re.error as error:
-            raise ValueError(f"pattern {text!r}: not a regular expression: {error}") from None
-
-    def match(self, name: str) -> re.Match[str] | None:
-        """Match the whole of `name`; None if it does not match."""
-        return self._compiled.fullmatch(name)
+    Raises:
+        TypeError: not a string.
+        ValueError: not a pattern.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"pattern: expected a string, got {text!r}")
+    is_regex = text.startswith(_REGEX_PREFIX)
+    regex = text.removeprefix(_REGEX_PREFIX) if is_regex else _PART.sub(_regex_of, text)
+    try:
+        return re.compile(regex, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern {text!r}: not a regular expression: {error}") from None
 
 
 def _regex_of(part: re.Match[str]) -> str:

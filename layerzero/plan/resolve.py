@@ -14,7 +14,7 @@ from layerzero.flat.names import WRAPPER_NAMES
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some, warn_once
 from layerzero.plan.options import near_matches
-from layerzero.plan.patterns import NamePattern
+from layerzero.plan.patterns import parse_pattern
 from layerzero.step.unit import get_unit
 
 
@@ -106,8 +106,8 @@ class _Resolver:
     def match(self, key: str, text: str, known: Mapping[str, Any] | None = None) -> list[str]:
         """The names that a pattern matches; an error if there are none."""
         known = self._modules if known is None else known
-        pattern = NamePattern.parse(text)
-        found = [fqn for fqn in known if pattern.match(fqn) is not None]
+        pattern = parse_pattern(text)
+        found = [fqn for fqn in known if pattern.fullmatch(fqn) is not None]
         if not found:
             self.result.errors.append(_no_match(key, text, known))
         return found
@@ -241,11 +241,11 @@ def optional_by_name(root: nn.Module, listed: Any) -> Iterator[nn.Module]:
 
 def _outermost(root: nn.Module, text: str) -> Iterator[nn.Module]:
     try:
-        pattern = NamePattern.parse(text)
+        pattern = parse_pattern(text)
     except ValueError as error:
         raise ValueError(f"optional_modules: {error}") from None
     known = _by_name(root)
-    found = [module for name, module in known.items() if pattern.match(name) is not None]
+    found = [module for name, module in known.items() if pattern.fullmatch(name) is not None]
     if not found:
         raise ValueError(_no_match("optional_modules", text, known))
     inside: set[int] = set()

@@ -27,7 +27,7 @@ from layerzero.plan.options import (
     near_matches,
     read_options,
 )
-from layerzero.plan.patterns import NamePattern
+from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import resolve
 
 _SHORTHANDS = (
@@ -222,6 +222,6 @@ def _read_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 def _parse(name: str, pattern: Any) -> None:
     try:
-        NamePattern.parse(pattern)
+        parse_pattern(pattern)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None

@@ -312,6 +312,11 @@ def test_experts_are_compared_within_their_group() -> None:
     first, *others = of_all_ranks(_told(build(dist.get_rank()), auto_wrap_policy=choose))
     assert not any(others)
     assert "parameter 'experts.0.weight' differs between ranks: on rank 2" in first[0]
+    # Dense parameters are sent by rank 0, experts by the first rank that has them.
+    model = ZeRO3(build(dist.get_rank()), auto_wrap_policy=choose, sync_module_states=True)
+    values = full_parameters(model)
+    assert values.pop("dense").eq(1).all()
+    assert all(value.eq(number).all() for value in values.values())
 
 
 class Odd(nn.Module):

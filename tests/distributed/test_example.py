@@ -191,43 +191,6 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed() -> None:
         assert time.monotonic() - killed < 20
 
 
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (["--resume"], "--resume: needs --checkpoint-dir"),
-        (["--checkpoint-dir", "{}", "--engine", "ddp"], "needs --engine layerzero, got ddp"),
-        (["--checkpoint-dir", "{}/used"], "has checkpoints of another run; pass --resume"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_one_line(
-    bad: list[str],
-    reason: str,
-    flags: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    import lm_options
-
-    (tmp_path / "used" / "step-00000003").mkdir(parents=True)
-    with pytest.raises(SystemExit) as stop:
-        lm_options.load_options([*flags, *(flag.format(tmp_path) for flag in bad)], 2)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("train_lm.py: error: argument --")
-    assert reason in error
-
-
-@pytest.mark.parametrize("program", ["lm_launcher.py", "train_lm.py"])
-def test_a_line_is_out_before_torch_is_imported(program: str, tmp_path: Path) -> None:
-    # Ends without flushing: a line that was only buffered is lost.
-    (tmp_path / "torch.py").write_text("import os\nos.write(1, b'torch')\nos._exit(0)\n")
-    command, environment = [sys.executable, EXAMPLES / program], {"PYTHONPATH": str(tmp_path)}
-    lines = subprocess.check_output(command, env=os.environ | environment, text=True)
-    first, then = lines.split("\n")
-    assert first.startswith("Training a small language model")
-    assert then == "torch"
-
-
 @pytest.mark.slow
 def test_other_engines_train_too(flags: list[str]) -> None:
     for engine in ("fully_shard", "ddp"):

@@ -334,38 +334,22 @@ def test_experts_train_beside_tensor_parallelism() -> None:
 
 
 @on_ranks(4, in_float64=True)
-def test_a_plan_says_which_units_are_experts() -> None:
+def test_a_plan_and_a_manager_say_which_units_are_experts() -> None:
+    plan = ShardingPlan(
+        apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
+    )
     mesh = expert_mesh(2)
-    plan = ShardingPlan(
-        apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
-    )
-    for expert_ranks in (mesh, mesh["edp"], mesh["edp"].get_group()):
-        model = part_of(seeded(Model), 2)
-        model = shard_with_plan(model, plan, expert_mesh=expert_ranks)
-        assert [unit.handles[0].placement.num_ranks for unit in inner_units(model)] == [
-            4,
-            4,
-            2,
-            4,
-            2,
-        ]
-        train(model, seeded(Model), 1)
-    model = part_of(seeded(Model), 2)
-    with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\] needs expert_mesh"):
-        shard_with_plan(model, plan)
-
-
-@on_ranks(4, in_float64=True)
-def test_the_manager_makes_the_mesh_of_experts() -> None:
-    plan = ShardingPlan(
-        apply_modules=["layers.{*}", "layers.{*}.experts"], ep_plan=["layers.{*}.experts"]
-    )
-    for ep in (2, 4, 1):
-        manager = ParallelManager(ep_size=ep)
-        model = manager.parallelize(part_of(seeded(Model), ep), plan)
+    for ep, ranks in ((2, mesh), (2, mesh["edp"].get_group()), (2, None), (4, None), (1, None)):
+        model = part_of(seeded(Model), ep)
+        if ranks is None:
+            model = ParallelManager(ep_size=ep).parallelize(model, plan)
+        else:
+            model = shard_with_plan(model, plan, expert_mesh=ranks)
         sizes = [unit.handles[0].placement.num_ranks for unit in inner_units(model)]
         assert sizes == [4, 4, 4 // ep, 4, 4 // ep]
         train(model, seeded(Model), 1)
+    with pytest.raises(ValueError, match=r"ep_plan=\['layers.\{\*\}.experts'\] needs expert_mesh"):
+        shard_with_plan(part_of(seeded(Model), 2), plan)
 
 
 @on_ranks(4)

@@ -24,6 +24,7 @@ from layerzero import OffloadPolicy, graph_capture
 from layerzero.flat.host_memory import HostMemory
 from layerzero.graph_capture import CapturedStep
 from layerzero.optim import AdamW, WholeTensorOptimizer
+from layerzero.step.unit import Unit
 from tests.harness import captured_steps
 from tests.harness.captured_steps import (
     OWN_PROGRAMS,
@@ -35,6 +36,7 @@ from tests.harness.captured_steps import (
 )
 from tests.harness.fake_ranks import run_fake_ranks, run_mirrored
 from tests.harness.internals import root_state
+from tests.harness.missing_waits import at_each_reduction
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
@@ -123,7 +125,7 @@ def _cases(names: list[str], settings: dict[str, dict[str, Any]]) -> list[Any]:
 def test_replays_have_the_bits_of_eager_steps() -> None:
     """Each program, and each setting with one of them."""
     cases = [("default", {}, name) for name in NAMES] + _cases(NAMES, SETTINGS)
-    wrong = run_mirrored(0, 2, _wrong, cases, 8, True, timeout=300)
+    wrong = run_mirrored(0, 2, _wrong, cases, 9, True, timeout=300)
     assert not wrong, "\n".join(wrong)
 
 
@@ -140,7 +142,7 @@ def test_graphs_that_a_program_makes_have_the_bits_of_eager_steps(
     for name, arguments in settings.items():
         if "arena" in name:
             cases += [(name, arguments, own) for own in ("train_and_evaluate", "two_towers")]
-    wrong = run_mirrored(0, world_size, _wrong, cases, 8, True, "graph", timeout=300)
+    wrong = run_mirrored(0, world_size, _wrong, cases, 9, True, "graph", timeout=300)
     assert not wrong, "\n".join(wrong)
 
 
@@ -333,6 +335,21 @@ def test_a_graph_of_a_pass_that_has_not_run_is_refused() -> None:
                 model(SAMPLE)
         assert not device.graph_faults
         model.train()
+        with device.graph(device.CUDAGraph()):
+            _train(model)
+        assert not device.graph_faults
+
+
+@on_ranks(2)
+def test_work_on_side_streams_is_in_the_graph_of_its_pass() -> None:
+    def work(tensor: Tensor, unit: Unit) -> None:
+        with unit.context.streams.offload:  # Compute waits for it nowhere else.
+            tensor.add_(1)
+
+    with at_each_reduction(work), simulated_device() as device:
+        model = wrapped(make_plain_group(timedelta(seconds=60)))
+        for _ in range(3):
+            _train(model)
         with device.graph(device.CUDAGraph()):
             _train(model)
         assert not device.graph_faults

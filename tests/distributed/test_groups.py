@@ -5,6 +5,7 @@ what a user chose."""
 import copy
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -67,6 +68,26 @@ class Options(Backend.Options):
         self.is_high_priority_stream = is_high_priority_stream
         self.config = "default"
         self.group_name = ""
+
+
+@on_ranks(4, fresh=True)
+def test_groups_of_meshes_get_the_options_of_the_default_group() -> None:
+    """(size, whether it is of high priority) of each group that is made."""
+    seen = set()
+    helper = c10d._new_process_group_helper
+
+    def noting(size: int, *args: Any, backend_options: Options | None = None, **rest: Any) -> Any:
+        seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
+        return helper(size, *args, backend_options=backend_options, **rest)
+
+    chosen = Options(is_high_priority_stream=True)
+    with (
+        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
+        mock.patch.object(c10d, "_new_process_group_helper", noting),
+    ):
+        ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
+    assert {size for size, _ in seen} == {1, 2}, "that of all four is the default group"
+    assert all(is_high for _, is_high in seen), seen
 
 
 @on_ranks(4, fresh=True)

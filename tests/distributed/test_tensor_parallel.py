@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -507,6 +508,22 @@ def test_parameters_are_made_from_the_meta_device() -> None:
 
     own = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block}, param_init_fn=initialise)
     assert_follows(own, plain, mesh, "from meta", steps=2)
+
+
+@on_ranks(4)
+def test_what_ranks_draw_is_equal_over_both_axes() -> None:
+    """Every rank draws its own numbers; the parts of an embedding are unequal, too."""
+    mesh = grid(2)
+    for in_sequence in (True, False):
+        with torch.device("meta"):
+            model = parallelize(Llama(), mesh["tp"], in_sequence)
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="DTensor random operators")
+            own = ZeRO3(model, mesh["dp"], auto_wrap_policy={Block}, sync_module_states=True)
+        for name, value in whole_values(own).items():
+            assert value.isfinite().all(), name
+            assert_same_on_all_ranks(value, f"drawn {name}")
 
 
 class _Two(nn.Module):

@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_304,
+    "": 40_269,
     "flat": 2_658,
     "step": 4_269,
     "comm": 1_449,
     "watch": 912,
-    "build": 2_327,
+    "build": 2_321,
     "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

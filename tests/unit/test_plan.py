@@ -13,7 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
-from layerzero.plan.patterns import NamePattern
+from layerzero.plan.options import engine_arguments
+from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import resolve
 from tests.harness.plan_models import Model
 
@@ -43,6 +44,7 @@ def test_values_are_read_as_a_file_has_them() -> None:
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     assert read.cpu_offload == OffloadPolicy(params=True)
+    assert engine_arguments(read.options)["offload"] == read.cpu_offload
     assert read.act_ckpt.arguments == {"preserve_rng_state": False}
     assert read.defaults["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST
     assert read.defaults["timeout"] == timedelta(seconds=30)
@@ -221,9 +223,9 @@ def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> N
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others: list[str]):
-    parsed = NamePattern.parse(pattern)
-    assert [name for name in matching if parsed.match(name) is None] == []
-    assert [name for name in others if parsed.match(name) is not None] == []
+    parsed = parse_pattern(pattern)
+    assert [name for name in matching if parsed.fullmatch(name) is None] == []
+    assert [name for name in others if parsed.fullmatch(name) is not None] == []
 
 
 @pytest.mark.parametrize(
@@ -239,4 +241,4 @@ def test_a_pattern_matches_whole_names(pattern: str, matching: list[str], others
 )
 def test_what_is_no_pattern_is_refused(pattern: str, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        NamePattern.parse(pattern)
+        parse_pattern(pattern)

@@ -24,12 +24,12 @@ from torch import nn
 from layerzero.integrations.engine import (
     MODULE_OPTIONS,
     ZERO3_OPTIONS,
-    NamePattern,
     clean_name,
     engine_arguments,
     has_forward,
     load_yaml,
     near_matches,
+    parse_pattern,
     read_plan_options,
     warn_once,
 )
@@ -127,7 +127,7 @@ def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
     texts = tuple(texts)
     for text in texts:
         try:
-            NamePattern.parse(text)
+            parse_pattern(text)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {name}: {error}") from None
     return texts
@@ -137,11 +137,11 @@ def _matching(key: str, texts: Iterable[str], named: Sequence[tuple[str, Any]]) 
     """What the patterns match by name; layers by the name of a class, too."""
     found: dict[int, Any] = {}
     for text in texts:
-        pattern = NamePattern.parse(text)
+        pattern = parse_pattern(text)
         own = {
             id(each): each
             for name, each in named
-            if pattern.match(name) or (key == _LAYERS and text in _class_names(each))
+            if pattern.fullmatch(name) or (key == _LAYERS and text in _class_names(each))
         }
         if not own:
             classes = [type(each).__name__ for _, each in named if key == _LAYERS]
