@@ -99,7 +99,7 @@ class LoadPlan:
         for target, entry in zip(targets, entries, strict=True):
             names = (entry.name, *entry.aliases)
             self.wanted.update(names)
-            found = self._source.find(MODEL, names)
+            found = self._source.find(names)
             if found is None:
                 self.missing.append(entry.name)
                 continue

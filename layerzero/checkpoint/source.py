@@ -60,9 +60,9 @@ class Source:
     manifest: Manifest | None
     """None: weights from another source."""
 
-    def find(self, kind: str, names: Sequence[str]) -> tuple[str, Location] | None:
-        """Find a tensor under any of `names`, or under a name that one was tied to when saved."""
-        tensors = self.tensors.get(kind, {})
+    def find(self, names: Sequence[str]) -> tuple[str, Location] | None:
+        """Find a weight under any of `names`, or under a name that one was tied to when saved."""
+        tensors = self.tensors[MODEL]
         for name in (*names, *(self.aliases.get(name, name) for name in names)):
             if name in tensors:
                 return name, tensors[name]

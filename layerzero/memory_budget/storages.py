@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +37,13 @@ _told: list[StorageCount] = []
 """Who is told of resizes; there may be several, which end in any order."""
 
 
+@dataclass(slots=True)
 class Counted:
     """One storage: its bytes now, and the kind of memory it is."""
 
-    __slots__ = ("alive", "kind", "nbytes")
-
-    def __init__(self, kind: str, nbytes: int, alive: weakref.ref[torch.UntypedStorage]) -> None:
-        self.kind = kind
-        self.nbytes = nbytes
-        self.alive = alive
+    kind: str
+    nbytes: int
+    alive: weakref.ref[torch.UntypedStorage]
 
 
 class StorageCount:

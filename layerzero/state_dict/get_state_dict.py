@@ -7,7 +7,6 @@ a model under `fully_shard` load here, and vice versa.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,25 +43,22 @@ StateDict = dict[str, Any]
 _States = Mapping[nn.Parameter, Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class _Choice:
-    full: bool
-    cpu_offload: bool
-    rank0_only: bool
+def _made(
+    roots: Sequence[RootState], found: StateDict, full: bool, cpu_offload: bool, rank0_only: bool
+) -> StateDict:
+    """What was asked for, from a state dict of shards. Collective if `full`."""
+    keepers = [checkpoint_group_of(roots[0], None).ranks[0]] if rank0_only else []
+    if full:
+        found = gather_shards(found, cpu_offload=cpu_offload, ranks_only=keepers)
+    if keepers and dist.get_rank() not in keepers:
+        return {}
+    moved: StateDict = map_values(found, _on_host) if cpu_offload else found
+    return moved
 
-    def __post_init__(self) -> None:
-        if self.rank0_only and not self.full:
-            raise ValueError("rank0_only needs full=True: shards are on every rank")
 
-    def made(self, roots: Sequence[RootState], found: StateDict) -> StateDict:
-        """What was asked for, from a state dict of shards. Collective if `full`."""
-        keepers = [checkpoint_group_of(roots[0], None).ranks[0]] if self.rank0_only else []
-        if self.full:
-            found = gather_shards(found, cpu_offload=self.cpu_offload, ranks_only=keepers)
-        if keepers and dist.get_rank() not in keepers:
-            return {}
-        moved: StateDict = map_values(found, _on_host) if self.cpu_offload else found
-        return moved
+def _check(full: bool, rank0_only: bool) -> None:
+    if rank0_only and not full:
+        raise ValueError("rank0_only needs full=True: shards are on every rank")
 
 
 def _on_host(value: Any) -> Any:
@@ -89,7 +85,7 @@ def get_model_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    choice = _Choice(full, cpu_offload, rank0_only)
+    _check(full, rank0_only)
     roots = root_states_of(model, "get_model_state_dict", full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     if full:
@@ -101,7 +97,7 @@ def get_model_state_dict(
             else copied(value)
             for name, value in entries.items()
         }
-    return choice.made(roots, entries)
+    return _made(roots, entries, full, cpu_offload, rank0_only)
 
 
 def get_optimizer_state_dict(
@@ -132,7 +128,7 @@ def get_optimizer_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    choice = _Choice(full, cpu_offload, rank0_only)
+    _check(full, rank0_only)
     check_optimizer(optimizer, "get_optimizer_state_dict: optimizer")
     roots = root_states_of(model, "get_optimizer_state_dict", full)
     if keeps_whole_states(optimizer) and not full:
@@ -164,7 +160,8 @@ def get_optimizer_state_dict(
         found = _of_all_ranks(names, states, members, together, is_whole=False)
     else:
         found = {names.first(p): shards_of_state(p, own) for p, own in states.items()}
-    return choice.made(roots, {"state": found, "param_groups": groups})
+    made = {"state": found, "param_groups": groups}
+    return _made(roots, made, full, cpu_offload, rank0_only)
 
 
 def _of_all_ranks(

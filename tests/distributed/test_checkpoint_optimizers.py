@@ -1,6 +1,5 @@
 """save and load of several optimizers by name, and of whole states of any shape."""
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,13 +22,12 @@ from layerzero.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from layerzero.checkpoint.__main__ import main
 from layerzero.optim import WholeTensorOptimizer, decay_groups
 from tests.distributed import test_experts as experts
 from tests.distributed.test_checkpoint_splits import _build as tensor_parallel
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import KeptRanks
+from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import full_parameters
 
 
@@ -180,19 +178,19 @@ def test_several_optimizers_resume_bitwise_at_another_number_of_ranks(
     ranks(3, _resume, str(tmp_path), expected)
 
 
-def _single_files(folder: str) -> None:
-    """One optimizer has no name; whole and sharded states of equal shapes are the same files."""
+@on_ranks(2)
+def test_one_optimizer_needs_no_name_and_whole_states_are_the_same_files(tmp_path: Path) -> None:
     model = _wrapped()
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=0.02)
     _train(model, {"": adamw}, iter((0, 1)))
-    saved = save(f"{folder}/sharded", model, adamw).path
+    saved = save(f"{tmp_path}/sharded", model, adamw).path
     _train(model, {"": adamw}, iter((2, 3)))
     ended = full_parameters(model)
     del adamw
     whole = WholeTensorOptimizer(trained, torch.optim.AdamW, lr=0.9)
     load(saved, model, whole)
-    again = save(f"{folder}/whole", model, whole).path
+    again = save(f"{tmp_path}/whole", model, whole).path
     _train(model, {"": whole}, iter((2, 3)))
     del whole
     adamw = torch.optim.AdamW(trained, lr=0.9)
@@ -209,20 +207,21 @@ def _single_files(folder: str) -> None:
     assert all(group.keys() == {"options", "params"} for group in manifest["optimizer_groups"])
 
 
-def _names_that_differ(folder: str) -> None:
+@on_ranks(2)
+def test_names_are_checked_and_what_fits_loads_on_request(tmp_path: Path) -> None:
     model = _wrapped()
     own = _optimizers(model, "muon")
     muon, rest = own["matrices"], own["rest"]
     _train(model, own, iter((0,)))
-    save(f"{folder}/named", model, own, step=0)
-    save(f"{folder}/single", model, rest, step=0)
+    save(f"{tmp_path}/named", model, own, step=0)
+    save(f"{tmp_path}/single", model, rest, step=0)
     before = full_parameters(model)
     _train(model, own, iter((1,)))
     after = full_parameters(model)
 
     def refused(text: str, given: Any, verb: Any = load, where: str = "named", **more: Any) -> None:
         with pytest.raises((CheckpointError, TypeError, ValueError), match=text):
-            verb(f"{folder}/{where}", model, given, **more)
+            verb(f"{tmp_path}/{where}", model, given, **more)
 
     for verb in (save, load):
         for name in (1, "", "a/b", "..", "-a", "a b", "\u00e9", "a\n"):
@@ -252,7 +251,7 @@ def _names_that_differ(folder: str) -> None:
 
     # What fits, on request.
     momentum = {p: each["momentum_buffer"].clone() for p, each in muon.state.items()}
-    load(f"{folder}/named", model, {"rest": rest, "a": muon}, strict=False)
+    load(f"{tmp_path}/named", model, {"rest": rest, "a": muon}, strict=False)
     assert all(torch.equal(momentum[p], each["momentum_buffer"]) for p, each in muon.state.items())
     assert {float(rest.state[p]["step"]) for p in rest.state} == {1.0}
     for name, value in full_parameters(model).items():
@@ -260,7 +259,7 @@ def _names_that_differ(folder: str) -> None:
 
     # Schedulers, too.
     both = {"a": _Counter(), "b": _Counter()}
-    save(f"{folder}/schedulers", model, scheduler=both)
+    save(f"{tmp_path}/schedulers", model, scheduler=both)
     text = "contains the state of schedulers named 'a', 'b', but scheduler= has"
     refused(f"{text} one scheduler without a name", None, where="schedulers", scheduler=_Counter())
 
@@ -273,7 +272,7 @@ def _names_that_differ(folder: str) -> None:
     up = model.blocks[1].up.weight
     shampoo = WholeTensorOptimizer([up], Shampoo)
     _train(model, {"": shampoo}, iter((0,)))
-    save(f"{folder}/factors", model, shampoo)
+    save(f"{tmp_path}/factors", model, shampoo)
     del shampoo
     text = r"up.weight/factors.* has shape .* fits a layerzero.optim.WholeTensorOptimizer"
     refused(text, Unchecked([up], lr=0.1), where="factors")
@@ -290,8 +289,8 @@ class _Counter:
         self.count = state_dict["count"]
 
 
-def _state_dicts() -> None:
-    """Full state dicts: gathered from owners, given to others."""
+@on_ranks(2)
+def test_full_state_dicts_are_gathered_from_owners_and_given_to_others() -> None:
     model = _wrapped()
     own = _optimizers(model, "shampoo")
     assert get_optimizer_state_dict(model, own["matrices"], full=True)["state"] == {}
@@ -323,7 +322,8 @@ def _state_dicts() -> None:
         set_optimizer_state_dict(again, others["matrices"], shards, strict=False)
 
 
-def _torchs_tools(folder: str) -> None:
+@on_ranks(2)
+def test_torchs_tools_refuse_the_whole_states_of_one_rank(tmp_path: Path) -> None:
     """They would take the states of this rank for all states."""
     model = _wrapped()
     own = _optimizers(model, "whole_adamw")["matrices"]
@@ -332,72 +332,42 @@ def _torchs_tools(folder: str) -> None:
     with pytest.raises(NotImplementedError, match=r"use layerzero\.checkpoint\.save, or"):
         theirs.get_optimizer_state_dict(model, own, options=everything)
     with pytest.raises(dcp.api.CheckpointException, match=r"use layerzero\.checkpoint\.save, or"):
-        dcp.save(theirs.get_optimizer_state_dict(model, own), checkpoint_id=f"{folder}/dcp")
-    file = io.BytesIO()
-    torch.save(own.state_dict(), file)
-    file.seek(0)
-    before = get_model_state_dict(model, full=True)
-    _train(model, {"": own}, iter((1,)))
-    expected = full_parameters(model)
-    set_model_state_dict(model, before)
-    own.load_state_dict(torch.load(file, weights_only=True))
-    _train(model, {"": own}, iter((1,)))
-    for name, value in full_parameters(model).items():
-        assert_bitwise(value, expected[name], name)
+        dcp.save(theirs.get_optimizer_state_dict(model, own), checkpoint_id=f"{tmp_path}/dcp")
 
 
-def _under_another_name(folder: str) -> None:
-    """The model becomes part of a larger one after its optimizer was made."""
+@on_ranks(2)
+def test_a_model_inside_a_larger_one_is_saved_under_its_new_names(tmp_path: Path) -> None:
     inner = _wrapped()
     own = _optimizers(inner, "muon")
     _train(inner, own, iter((0,)))
     outer = ZeRO3(nn.ModuleDict({"inside": inner}), gradient_reduction="sum")
-    save(f"{folder}/renamed", outer, own)
-    manifest = json.loads(Path(folder, "renamed/step-00000000/checkpoint.json").read_bytes())
+    save(f"{tmp_path}/renamed", outer, own)
+    manifest = json.loads(Path(tmp_path, "renamed/step-00000000/checkpoint.json").read_bytes())
     saved = {name for name in manifest["tensors"]["optimizer"] if "momentum" in name}
     matrices = own["matrices"].param_groups[0]["params"]
     assert saved == {f"{p.layerzero.fqn}/momentum_buffer" for p in matrices}
     assert all(name.startswith("inside.") for name in saved)
     before = get_optimizer_state_dict(outer, own["matrices"], full=True)["state"]
     _train(inner, own, iter((1,)))
-    load(f"{folder}/renamed", outer, own)
+    load(f"{tmp_path}/renamed", outer, own)
     after = get_optimizer_state_dict(outer, own["matrices"], full=True)["state"]
     assert len(before) == len(saved)
     for name, state in before.items():
         assert_bitwise(after[name]["momentum_buffer"], state["momentum_buffer"], name)
 
 
-def _state_dicts_of_their_own(folder: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_with_a_state_dict_of_its_own_is_refused(tmp_path: Path) -> None:
     model = _wrapped()
     matrices = [p for p in model.parameters() if p.layerzero.ndim == 2]
     whole = WholeTensorOptimizer(matrices, Lookahead, lr=0.1)
     for own in (Lookahead(matrices, 0.1), {"one": whole}):
         for verb in (save, load):
             with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
-                verb(f"{folder}/own", model, own)
+                verb(f"{tmp_path}/own", model, own)
     with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
         get_optimizer_state_dict(model, whole, full=True)
-    assert not Path(folder, "own").exists()
-
-
-def _everything(folder: str) -> None:
-    _state_dicts_of_their_own(folder)
-    _under_another_name(folder)
-    _torchs_tools(folder)
-    _state_dicts()
-    _single_files(folder)
-    _names_that_differ(folder)
-
-
-def test_names_are_checked_and_one_optimizer_needs_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: KeptRanks
-) -> None:
-    ranks(2, _everything, str(tmp_path))
-    assert main(["verify", str(tmp_path / "named")]) == 0
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "named")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {group["optimizer"] for group in found["optimizer_groups"]} == {"matrices", "rest"}
+    assert not Path(tmp_path, "own").exists()
 
 
 def _parts_of(kind: str, split: int, seed: int) -> tuple[ZeRO3, dict[str, torch.optim.Optimizer]]:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.checkpoint import DeltaError, DeltaStream, Patch, apply_delta
 from tests.distributed.test_checkpoint_splits import _build as tensor_parallel
-from tests.distributed.test_checkpoint_splits import _train as train_tensor_parallel
 from tests.distributed.test_experts import NamedExperts, StackedExperts
 from tests.distributed.test_experts import wrapped as with_experts
 from tests.harness.checks import assert_bitwise
-from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.models import CASES, Block, FrozenParts, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.saved_models import build, train
 
 Tensors = dict[str, Tensor]
 BF16 = torch.bfloat16
@@ -97,19 +97,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).view(*tensor.shape, -1)
 
 
-def train(model: nn.Module, batch: Any, lr: float) -> None:
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.1
-    )
-    loss_of(model(batch)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def change(model: nn.Module, how: Callable[[Tensor], Any]) -> None:
+def change(model: nn.Module, how: Callable[[Tensor], Any] = lambda p: p.mul_(1.03)) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            how(parameter)
+            if parameter.is_floating_point():
+                how(parameter)
 
 
 def edit(model: nn.Module, number: int) -> None:
@@ -145,9 +137,8 @@ def _models(names: Sequence[str]) -> None:
         stream = DeltaStream(model, buffers=True, patch_bytes=300 + 100 * number)
         receiver = Receiver(model, stream)
         assert not list(stream.changes()), f"{name}: nothing has changed"
-        if any(p.requires_grad for p in model.parameters()):
-            train(model, case.batch(torch.Generator().manual_seed(dist.get_rank())), lr=0.01)
-        receiver.round(f"{name} {options} step")
+        change(model)
+        receiver.round(f"{name} {options} change")
         edit(model, number)
         receiver.round(f"{name} {options} edit")
         assert not list(stream.changes()), f"{name}: a NaN is sent once"
@@ -167,9 +158,9 @@ def test_receivers_follow_any_other_model(ranks: KeptRanks) -> None:
 def test_tensor_parallel_ranks_send_each_element_once(world_size: int) -> None:
     options: dict[str, Any] = {} if world_size == 2 else {"zero3_size": 1, "outer": "replicate"}
     for in_sequence in (True, False):
-        model, optimizer = tensor_parallel(0, 2, in_sequence, **options)
+        model, _ = tensor_parallel(0, 2, in_sequence, **options)
         receiver = Receiver(model, DeltaStream(model, buffers=True, patch_bytes=300))
-        train_tensor_parallel(model, optimizer, steps=1)
+        change(model)
         receiver.round(f"{in_sequence}")
 
 
@@ -180,7 +171,7 @@ def test_experts_have_global_names() -> None:
         receiver = Receiver(model, DeltaStream(model))
         if kind is NamedExperts:
             assert len(receiver.tensors) > len(receiver.compared), "experts of other ranks"
-        change(model, lambda parameter: parameter.mul_(1.01))
+        change(model)
         receiver.round(kind.__name__)
 
 
@@ -265,20 +256,18 @@ def test_an_interrupted_round_is_repeated() -> None:
 
 def _between_rounds(folder: str) -> None:
     torch.manual_seed(0)
-    case = CASES["tied_across_units"]
     model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block}, zero3_size=None)
     stream = DeltaStream(model)
     tensors = {name: torch.zeros_like(value) for name, value in expected(model).items()}
     for patch in gathered(stream.full()):
         apply_delta(tensors, patch)
     _round_trip(model, stream, tensors, "full")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = case.batch(generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     checkpoint.save(folder, model, step=1)
-    train(model, batch, lr=0.1)
+    train(model, optimizer, 1)
     _round_trip(model, stream, tensors, "trained")
     late = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    train(model, batch, lr=0.1)
+    train(model, optimizer, 1)
     for patch in gathered(stream.full()):  # before the round: values of now
         apply_delta(late, patch)
     for name, value in expected(model).items():
@@ -317,7 +306,7 @@ def _resumed(folder: str) -> None:
     for patch in gathered(stream.full()):
         apply_delta(tensors, patch)
     for number in range(2):
-        change(model, lambda parameter: parameter.mul_(1.01))
+        change(model)
         _round_trip(model, stream, tensors, f"resumed {number}")
 
 
@@ -330,12 +319,11 @@ def test_rounds_survive_edits_loads_resharding_and_a_resumed_run(
 
 @on_ranks(2)
 def test_frozen_parameters_are_not_sent_again_and_tied_ones_once() -> None:
-    case = CASES["frozen_parts"]
-    model = ZeRO3(case.build(), auto_wrap_policy=set(case.units))
+    model, optimizer = build(FrozenParts)
     stream = DeltaStream(model)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     for _ in range(2):
-        train(model, case.batch(torch.Generator().manual_seed(0)), lr=0.1)
+        train(model, optimizer, 1)
         names = {patch.name for patch in gathered(stream.changes())}
         assert names and not names & frozen
     model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block})

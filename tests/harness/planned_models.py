@@ -119,30 +119,6 @@ class Structured(nn.Module):
         return {"left": self.left(left), "both": [self.right(right) @ self.scale], "name": "x"}
 
 
-class MixedDtypes(nn.Module):
-    """A float64 block between float32 ones, and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Block(96, 192), Block(96, 192)
-        self.wide = Block(96, 96).double()
-        self.empty = nn.Parameter(torch.empty(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.wide(self.first(x).double()).to(x.dtype))
-
-
-class Words(nn.Module):
-    """Nearly all parameters in an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.block = nn.Embedding(2000, 32), Block(32, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.block(self.words(tokens))
-
-
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     units: set[type[nn.Module]] | None
@@ -176,6 +152,4 @@ CASES: dict[str, Case] = {
         lambda: ((), {"left": torch.randn(32, 96), "right": torch.randn(3, 96)}),
         True,
     ),
-    "mixed dtypes": Case(MixedDtypes, {Block}, _rows(16), True),
-    "words": Case(Words, {Block}, _tokens(8, 16, 2000)),
 }
