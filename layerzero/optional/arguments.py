@@ -15,8 +15,7 @@ from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.wrap import UnitPlan
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
-from layerzero.optional.exchange import Exchange
-from layerzero.optional.optional_units import OptionalRegions, OptionalUnits, exchange_of
+from layerzero.optional.optional_units import OptionalRegions, OptionalUnits
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
@@ -26,8 +25,6 @@ _names: WeakKeyDictionary[Unit, tuple[str, ...]] = WeakKeyDictionary()
 
 
 class OptionalModules(Feature):
-    """The optional modules of one model."""
-
     modules: dict[str, nn.Module]
     """Keyed by FQN; a module that wrappers surround (torch.compile) is the outermost of these."""
     mean: OptionalMean
@@ -77,14 +74,7 @@ class OptionalModules(Feature):
         return {"optional modules": rows} if rows else {}
 
     def built(self, root: RootState) -> None:
-        self.install(root, exchange_of)
-
-    def install(self, root: RootState, make_exchange: Callable[[RootState], Exchange]) -> None:
-        """Let ranks skip the modules from now on. Collective where the exchange makes new groups.
-
-        Args:
-            make_exchange: makes what ranks agree over.
-        """
+        """Let ranks skip the modules from now on. Collective."""
         if not self.modules:
             return
         _names[root.units[0]] = tuple(self.modules)
@@ -94,7 +84,7 @@ class OptionalModules(Feature):
         handles = (handle for index in regions.region_of for handle in root.units[index].handles)
         # On one rank there is nothing to gather, and no other to agree with.
         if any(handle.placement.num_ranks > 1 for handle in handles):
-            optional = OptionalUnits(root, regions, make_exchange(root))
+            optional = OptionalUnits(root, regions)
             root.extensions.add(optional)
             optional.begin(root)
 
@@ -142,7 +132,6 @@ def optional_now(root: Unit) -> list[nn.Module]:
 
 
 def names_of_optional(root: Unit) -> list[str]:
-    """Names of the optional modules of a model, by its root unit."""
     return [*_names.get(root, ())]
 
 

@@ -51,9 +51,10 @@ class OptionalUnits(AgreedReductions, Extension):
     prefetches = True
     """Whether units that every rank calls are prefetched."""
 
-    def __init__(self, root: RootState, regions: OptionalRegions, exchange: Exchange) -> None:
-        """The units of `regions` are optional between `begin` and `end`, and no others."""
-        super().__init__(root, exchange)
+    def __init__(self, root: RootState, regions: OptionalRegions) -> None:
+        """The units of `regions` are optional between `begin` and `end`, and no others. Collective
+        where the exchange makes new groups."""
+        super().__init__(root, exchange_of(root))
         self.region_of = regions.region_of
         self._regions: dict[int, list[Unit]] = {}
         """Units of each region, by the index of the first: the request of a rank that enters it."""

@@ -50,7 +50,6 @@ class Places:
         self._path.append(gather)
 
     def happened(self, region: int) -> None:
-        """All ranks gather a region here."""
         self._came.setdefault(region, set()).add(len(self._path))
 
     @property

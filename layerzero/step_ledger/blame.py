@@ -25,8 +25,6 @@ from layerzero.step_ledger.records import (
 
 
 class Segment(NamedTuple):
-    """Part of a wait with one cause."""
-
     reason: str
     begin: float
     end: float

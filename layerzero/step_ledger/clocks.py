@@ -51,7 +51,6 @@ class DeviceClock:
         return event
 
     def finish(self) -> None:
-        """Block the host until the device has come here."""
         self.now().synchronize()
 
     def seconds(self, stamp: Stamp) -> float:

@@ -52,8 +52,6 @@ class RankRow:
 
 
 class Explained:
-    """All waits of all ranks with their causes."""
-
     def __init__(self, records: Mapping[int, Record]) -> None:
         """`records`: by rank, on one clock."""
         self.records = records
@@ -142,7 +140,6 @@ class Explained:
 
 
 def length(spans: Intervals) -> float:
-    """Length of the union."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(end - max(begin, reached), 0.0)

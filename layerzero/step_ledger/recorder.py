@@ -38,8 +38,6 @@ _PRESENCE = "gradient presence"
 
 
 class Recorder(Extension):
-    """Records until `end`."""
-
     record: Record
 
     def __init__(self, root: RootState, rank: int, offset: float, error: float) -> None:

@@ -28,8 +28,6 @@ REASONS = (ISSUED_LATE, LIMITER, PREVIOUS, HOST_BOUND, PEER_LATE, TRANSFER)
 
 @dataclass(slots=True)
 class Hop:
-    """One collective."""
-
     number: int
     """Number of the operation in the model: the same on every rank of the group."""
     verb: str
@@ -50,8 +48,6 @@ class Hop:
 
 @dataclass(slots=True)
 class Job:
-    """One gather or reduction of one unit."""
-
     kind: JobKind
     unit: str
     """Label of the unit."""
@@ -74,8 +70,6 @@ class Job:
 
 @dataclass(slots=True)
 class Wait:
-    """Compute stood still."""
-
     job: int
     """Index of the job that it counts for."""
     blocker: int
@@ -98,8 +92,6 @@ class Slice:
 
 @dataclass(slots=True)
 class Record:
-    """What one rank did inside the block."""
-
     rank: int
     begin: Stamp
     end: Stamp

@@ -22,8 +22,6 @@ Event = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """What is drawn on one lane."""
-
     lane: str
     what: Job | Slice | Wait
     begin: float

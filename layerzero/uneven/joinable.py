@@ -130,7 +130,6 @@ def join(
 
 
 def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup) -> None:
-    """Give each scheduler the state that it has on a rank which ran all steps."""
     states = [each.state_dict() for each in schedulers] if is_last else None
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, states, group=group)

@@ -61,8 +61,6 @@ OUT = Request(Kind.OUT)
 
 @dataclass(kw_only=True, eq=False)
 class Negotiation:
-    """One join on this rank, and the others as of the last exchange."""
-
     operations: Operations
     exchange: Exchange
     optimizers: JoinedOptimizers

@@ -16,8 +16,6 @@ _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
 
 class JoinedOptimizers:
-    """The optimizers of one join, in the same order on every rank."""
-
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = tuple(optimizers)
 
@@ -27,7 +25,6 @@ class JoinedOptimizers:
         return [bits_of(float(value)) for value in values if _is_number(value)]
 
     def copy_options(self, options: Sequence[int]) -> None:
-        """Set all options to another rank's."""
         others = iter(options)
 
         def copy(value: Any) -> Any:

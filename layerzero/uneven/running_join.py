@@ -33,8 +33,6 @@ _MAX_FORWARDS = 64
 
 
 class RunningJoin(Extension):
-    """An extension whose ranks exchange what they want to do next."""
-
     def __init__(self, root: RootState, state: Negotiation) -> None:
         """Begin a join. Collective."""
         self.state = state
@@ -199,7 +197,6 @@ class RunningJoin(Extension):
         self.come_to(Request(Kind.CLIP, unit.index, **options))
 
     def before_call(self, what: str) -> None:
-        """See `RootState.before_call`."""
         if what == "rewrap":
             raise RuntimeError("rewrap: the model is inside a join; leave that first")
         if what == "micro_batches":
@@ -212,7 +209,6 @@ class RunningJoin(Extension):
             self.come_to(Request(Kind.CALL), what)
 
     def _take_part(self, request: Request) -> None:
-        """Take part in what other ranks run, with nothing of this rank's own."""
         state, root = self.state, self._root
         state.is_following = True
         grad_enabled = request.kind != Kind.EVALUATION

@@ -82,7 +82,6 @@ class Verifier(Transport, Extension):
 
     @functools.cached_property
     def _handle_of(self) -> dict[int, weakref.ref[FlatParam]]:
-        """By id of the main shard."""
         handles = (handle for unit in self._root.units for handle in unit.handles)
         return {id(handle.main_shard): weakref.ref(handle) for handle in handles}
 
@@ -92,7 +91,6 @@ class Verifier(Transport, Extension):
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
     ) -> Pending:
-        """`collectives.all_gather`, checked."""
         if not self._records:
             return collectives.all_gather(full, shard, group, operation)
         checksum, slices = kept(word_sums([shard])), slices_of(full, group)

@@ -44,8 +44,6 @@ def kept(checksums: torch.Tensor) -> Checksums:
 
 
 class Seen(NamedTuple):
-    """The checksums of one collective."""
-
     operation: Operation
     sent: Checksums
     """[group_size], or [1] if every peer was sent the same."""
@@ -54,8 +52,6 @@ class Seen(NamedTuple):
 
 
 class Wire:
-    """The checksums of one model's collectives since the last check."""
-
     def __init__(self, device: torch.device, operations: Operations) -> None:
         self._device = device
         self._operations = operations
@@ -90,7 +86,6 @@ class Wire:
         self._lanes.get(group, {}).pop(operation.number, None)
 
     def clear(self, groups: Iterable[ShardGroup]) -> None:
-        """Forget the collectives of these groups."""
         for group in groups:
             self._lanes.get(group, {}).clear()
 

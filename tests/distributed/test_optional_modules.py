@@ -4,9 +4,10 @@ checkpoints."""
 import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from layerzero import ZeRO3
 from layerzero.watch import desync
 from tests.harness.checks import collective_error, named
 from tests.harness.internals import inner_units
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, Block, Routed
 from tests.harness.optional_runs import (
     SIMPLE,
     Backbone,
@@ -118,33 +119,35 @@ def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
         run.step(SIMPLE, [[(rows[0], ""), (rows[1], order)]], exact=True)
 
 
-class Cost:
-    """Collectives and bytes of one step on this rank."""
+class Cost(NamedTuple):
+    """Of one step on this rank."""
 
-    def __init__(self, model: ZeRO3, sample: Sample) -> None:
-        self.num_exchanges: list[int] = []
-        """Of forward, of backward."""
-        with recorded_operations(model) as operations, SentBytes() as sent:
-            with counted_exchanges() as in_forward:
-                loss = loss_of(model(sample))
-            num_in_forward = len(operations)
-            with counted_exchanges() as in_backward:
-                loss.backward()
-        self.num_exchanges = [len(in_forward), len(in_backward)]
-        self.exchanged = 8 * sum(in_forward + in_backward)
-        """Bytes that the rank sends in them."""
-        self.nbytes = sent.nbytes
-        verbs = "all-gather", "reduce-scatter"
-        behind = operations[num_in_forward:]
-        self.backward = [(each.verb, each.unit) for each in behind if each.verb in verbs]
-        """In order of issue, which shows what is prefetched."""
-        self.of = {
-            (verb, unit): sum(each.verb == verb and each.unit == unit for each in operations)
-            for verb, unit in {(each.verb, each.unit) for each in operations}
-        }
+    num_exchanges: list[int]
+    """Of forward, of backward."""
+    exchanged: int
+    """Bytes that the rank sends in them."""
+    nbytes: int
+    collectives: Counter[tuple[str, str]]
+    """By verb and unit."""
+    backward: list[tuple[str, str]]
+    """Gathers and reductions in order of issue, which shows what is prefetched."""
 
-    def count(self, verb: str, under: str = "") -> int:
-        return sum(n for (each, unit), n in self.of.items() if each == verb and under in unit)
+
+def cost_of(model: ZeRO3, sample: Sample) -> Cost:
+    with recorded_operations(model) as operations, SentBytes() as sent:
+        with counted_exchanges() as in_forward:
+            loss = loss_of(model(sample))
+        begin = len(operations)
+        with counted_exchanges() as in_backward:
+            loss.backward()
+    named = [(each.verb, each.unit) for each in operations]
+    return Cost(
+        [len(in_forward), len(in_backward)],
+        8 * sum(in_forward + in_backward),
+        sent.nbytes,
+        Counter(named),
+        [each for each in named[begin:] if each[0] in ("all-gather", "reduce-scatter")],
+    )
 
 
 def _wrapped(model: Model, **options: Any) -> ZeRO3:
@@ -172,19 +175,19 @@ def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_
     for _ in range(2):
         for enters in (NOBODY, EVERYBODY):
             loss_of(optional(draw(enters))).backward()
-    nobody = Cost(optional, draw(NOBODY))
+    nobody = cost_of(optional, draw(NOBODY))
     for place in (None, 0, 1, 2, "all"):
         enters = EVERYBODY if place == "all" else tuple(each == place for each in range(3))
         own = enters if dist.get_rank() == 1 or place == "all" else NOBODY
         loss_of(required(draw(enters))).backward()
-        cost, truth = Cost(optional, draw(own)), Cost(required, draw(enters))
+        cost, truth = cost_of(optional, draw(own)), cost_of(required, draw(enters))
         entered = [unit for unit in inner_units(optional) if unit.fqn.startswith(_names(enters))]
         assert (len(entered) == len(inner_units(optional)) - 2) == (place == "all")
         # Each unit of a region is gathered once, in forward, and reduced once, at the end.
         for unit in entered:
-            assert truth.of["all-gather", unit.label] == 2
-            truth.of["all-gather", unit.label] = 1
-        assert cost.of == truth.of, place
+            assert truth.collectives["all-gather", unit.label] == 2
+            truth.collectives["all-gather", unit.label] = 1
+        assert cost.collectives == truth.collectives, place
         reduced = [("reduce-scatter", unit.label) for unit in entered]
         assert cost.backward == nobody.backward + reduced, place
         # Forward: one exchange for the regions between two required units (the last two are
@@ -231,58 +234,39 @@ def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     assert len(found) == 6 and not any(found.values()), found
 
 
-class Parting(nn.Module):
-    """A required part whose blocks each rank may call in another order, behind a region."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.region = TextBlock()
-        self.blocks = nn.ModuleList(TextBlock() for _ in range(3))
-        self.route = [0, 1, 2]
-
-    def forward(self, x: Tensor, enters: bool) -> Tensor:
-        if enters:
-            x = x + self.region(x)
-        for index in self.route:
-            x = self.blocks[index](x)
-        return x.square().mean()
-
-
 PARTING_TIMEOUT = timedelta(seconds=55)
 AT_ONCE_S = 20.0
 """As in test_parting.py, which has the same cases without optional modules."""
-ALONE = "rank 0 issued agreement of optional modules in a call of 'region' outside the"
+ALONE = "rank 0 issued agreement of optional modules in a call of 'blocks.0' outside the"
 
 
-def _part(model: ZeRO3, route: list[int] | None) -> None:
+def _part(model: ZeRO3, route: str) -> None:
     rank, x = dist.get_rank(), torch.ones(2, WIDTH)
-    if route is None and rank == 0:
-        model.region(x)
+    if not route and rank == 0:
+        model.blocks[0](x)
     for _ in range(2):
-        model(x, rank == 0 and route is not None).backward()
+        enters = "0 " if rank == 0 and route else ""
+        loss_of(model(x, enters + (route if rank and route else "1 2 3"))).backward()
 
 
 @on_ranks(2)
 def test_ranks_that_part_fail_at_once_and_by_name() -> None:
-    """In required units, or in an optional module that one calls by itself; in the first step, or
-    once places are known."""
+    """In required units, which one rank calls in another order, or in an optional module that one
+    calls by itself; in the first step, or once places are known."""
     desync.LONGEST_PAUSE_S = 0.1
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    for steps, route in ((0, [1, 0, 2]), (3, [0, 1]), (3, None)):
+    for steps, route in ((0, "2 1 3"), (3, "1 2"), (3, "")):
         # Each case on a group of its own: a failure leaves the connections of a group unusable.
         group = dist.new_group(timeout=PARTING_TIMEOUT)
         torch.manual_seed(0)
-        module = Parting()
-        options = {"auto_wrap_policy": {TextBlock}, "timeout": PARTING_TIMEOUT}
-        model = ZeRO3(module, group, optional_modules=[module.region], **options)
+        module = Routed(4)
+        options = {"auto_wrap_policy": {Block}, "timeout": PARTING_TIMEOUT}
+        model = ZeRO3(module, group, optional_modules=[module.blocks[0]], **options)
         x = torch.ones(2, WIDTH)
         for step in range(steps):
-            model(x, step % 2 == rank).backward()
-        if route is None:
-            model.region(x)  # On all ranks; then on one alone.
-        elif rank:
-            module.route = route
-
+            loss_of(model(x, "0 1 2 3" if step % 2 == rank else "1 2 3")).backward()
+        if not route:
+            model.blocks[0](x)  # On all ranks; then on one alone.
         message = collective_error(functools.partial(_part, model, route), AT_ONCE_S)
         case = f"{steps} {route}"
         store.set(f"{case} {rank}", message)
@@ -290,7 +274,7 @@ def test_ranks_that_part_fail_at_once_and_by_name() -> None:
         verdict = messages[0].partition("(the ranks took ")[2].partition(").\n")[0]
         assert "rank 0" in verdict and "rank 1" in verdict and verdict in messages[1], messages
         assert "Every rank must call the same units in the same order" in message
-        assert route is not None or ALONE in message, message
+        assert route or ALONE in message, message
 
 
 @on_ranks(2)

@@ -207,6 +207,21 @@ class RepeatedModule(nn.Module):
         return self.block(x)
 
 
+class Routed(nn.Module):
+    """Blocks that a forward calls in the order of a route, such as "0 1 0"; the result of "-1" is
+    lost."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        for name in route.split():
+            y = self.blocks[int(name.strip("-"))](x)
+            x = x if name.startswith("-") else y
+        return x
+
+
 class Adapter(nn.Module):
     """A frozen layer with a small trainable correction beside it, in one unit."""
 

@@ -130,15 +130,20 @@ def loss_of(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
     return model(inputs, positions, mask, labels=labels).float().mean()
 
 
-def train(model: ZeRO3, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Losses averaged over the data-parallel ranks."""
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """Losses averaged over the data-parallel ranks, of any engine."""
     losses = []
     group = parallel_state.get_data_parallel_group()
+    is_megatrons = isinstance(model, DistributedDataParallel)
     for step in steps:
         loss = loss_of(model, batch(step))
         loss.backward()
+        if is_megatrons:
+            model.finish_grad_sync()
         optimizer.step()
         optimizer.zero_grad()
+        if is_megatrons:
+            model.zero_grad_buffer()
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=group)
         losses.append(mean.item() / group.size())

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import ProjectConfiguration
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from layerzero.integrations.accelerate import prepare
 from layerzero.integrations.transformers import ZeRO3Trainer, shard
@@ -40,8 +40,24 @@ from tests.integrations.test_transformers import (
 )
 
 
-def _counts_of_adapters(folder: Path) -> None:
-    peft = pytest.importorskip("peft")
+@needs_peft
+@on_ranks(2, timeout=120)
+def test_counts_are_whole(tmp_path: Path) -> None:
+    import peft
+
+    plain, module = build("qwen2"), build("qwen2")
+    for each in (plain, module):
+        each.model.layers[0].requires_grad_(False)
+    ours = sharded_trainer(module, tmp_path, max_steps=1)
+    with logged_by("transformers.trainer") as lines:
+        ours.train()
+    trained = plain.num_parameters(only_trainable=True)
+    assert ours.get_num_trainable_parameters() == trained < plain.num_parameters()
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert module.num_parameters(**options) == plain.num_parameters(**options)
+    assert module.model.num_parameters() == plain.model.num_parameters()
+    assert [line for line in lines if f"Number of trainable parameters = {trained:,}" in line]
+
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM")
     plain = peft.get_peft_model(build("llama"), config)
     model = shard(peft.get_peft_model(build("llama"), config))
@@ -49,33 +65,9 @@ def _counts_of_adapters(folder: Path) -> None:
     # Adapters of a base that is sharded already: its dtypes stay, and the trainer says so.
     adapted = peft.get_peft_model(shard(build("llama")), config)
     with logged_by("layerzero.integrations.transformers.trainer") as lines:
-        ours = sharded_trainer(adapted, folder, bf16=True)
+        ours = sharded_trainer(adapted, tmp_path, bf16=True)
     assert any("bf16=True has no effect" in each for each in lines) == (dist.get_rank() == 0)
     assert ours.get_num_trainable_parameters() == plain.get_nb_trainable_parameters()[0]
-
-
-@on_ranks(2, timeout=120)
-def test_counts_are_whole(tmp_path: Path) -> None:
-    plain = build("qwen2")
-    plain.model.layers[0].requires_grad_(False)
-    module = build("qwen2")
-    module.model.layers[0].requires_grad_(False)
-    seen: dict[str, int] = {}
-
-    class Reads(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-            seen.update(all=model.num_parameters(), trained=model.num_parameters(True))
-
-    ours = sharded_trainer(module, tmp_path, max_steps=1, callbacks=[Reads()])
-    with logged_by("transformers.trainer") as lines:
-        ours.train()
-    trained = plain.num_parameters(only_trainable=True)
-    assert seen == {"all": plain.num_parameters(), "trained": trained}
-    assert ours.get_num_trainable_parameters() == trained < plain.num_parameters()
-    assert module.num_parameters(exclude_embeddings=True) == plain.num_parameters(False, True)
-    assert module.model.num_parameters() == plain.model.num_parameters()
-    assert [line for line in lines if f"Number of trainable parameters = {trained:,}" in line]
-    _counts_of_adapters(tmp_path)
 
 
 @on_ranks(2, timeout=120, in_float64=True)
@@ -200,7 +192,10 @@ def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path)
     with logged_by("layerzero.integrations.transformers.accelerator") as lines:
         ours = sharded_trainer(low(), tmp_path, bf16=True)
         assert len(lines) == (1 if dist.get_rank() == 0 else 0), lines
+        seen: set[torch.dtype] = set()
+        ours.model.lm_head.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
         ours.train()
+        assert seen == {torch.bfloat16}
         as_if_launched(True)
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         module = low()

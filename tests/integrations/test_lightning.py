@@ -16,7 +16,6 @@ pytest.importorskip("lightning", reason="the extra [lightning] is not installed"
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    Callback,
     ModelSummary,
     StochasticWeightAveraging,
 )
@@ -38,6 +37,7 @@ from tests.harness.regions import recorded_regions
 from tests.integrations.trainers import (
     NUM_BATCHES,
     RANKS,
+    Overflow,
     Regression,
     ddp,
     full,
@@ -110,20 +110,6 @@ def test_training_equals_ddp() -> None:
     _assert_same_run(model, theirs, "accumulation")
 
 
-class _Overflow(Callback):
-    """Makes the gradients of one rank infinite in the second step."""
-
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step == 1 and not self.scales[1:] and trainer.global_rank == 1:
-            next(p for p in pl_module.parameters() if p.numel()).grad.fill_(torch.inf)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())
-
-
 class _TwoOptimizers(Regression):
     """Two forwards and backwards a step, each with an optimizer of its own."""
 
@@ -169,7 +155,7 @@ def test_a_scaler_agrees_on_overflow_and_runs_of_any_optimizers_go_on(tmp_path: 
     ours = _fit(zero3_strategy(mixed_precision=half), max_epochs=1)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
     assert inner_units(wrapper_of(ours))[0].options.mixed_precision == half
-    overflow = _Overflow()
+    overflow = Overflow(1, 1, lambda module: next(p for p in module.parameters() if p.numel()))
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
     strategy = zero3_strategy(precision_plugin=plugin)
     _fit(strategy, callbacks=[overflow], gradient_clip_val=0.5)

@@ -38,6 +38,7 @@ from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import run_ranks
 from tests.integrations.trainers import (
     NUM_BATCHES,
+    Overflow,
     Regression,
     full,
     seeded,
@@ -115,20 +116,6 @@ class _Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-class _Overflow(Callback):
-    """On the last rank, in the first step, in what is split; and the scales that follow."""
-
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        if not self.scales and trainer.global_rank == 3:
-            module.blocks[1].down.weight.grad.fill_(torch.inf)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())
-
-
 class _OnOwnMesh(Regression):
     mesh: Any
 
@@ -169,7 +156,7 @@ def _trains(tmp_path: Path) -> Any:
     assert_same_parameters(full(unmade), expected, what="without storage before")
     # An overflow of one part is one of all.
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    overflow = _Overflow()
+    overflow = Overflow(3, 0, lambda module: module.blocks[1].down.weight)
     scaled_model = fit(strategy(precision_plugin=scaled), callbacks=[overflow], max_epochs=1)
     assert overflow.scales == [32.0] * NUM_BATCHES
     # The stem is whole on every rank: it stays the same on those of one tensor-parallel group.

@@ -416,18 +416,7 @@ class _Megatrons:
         return {"model": own, "optimizer": state, "iteration": 7}
 
     def train(self, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            self.wrapped.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            loss = loss_of(self.wrapped, batch(step))
-            loss.backward()
-            self.wrapped.finish_grad_sync()
-            self.optimizer.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
-        return losses
+        return train(self.wrapped, self.optimizer, steps)
 
 
 @on_ranks(2)
@@ -638,17 +627,6 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
             save(own)
 
 
-def _steps(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(chunk, batch(step))
-        loss.backward()
-        assert optimizer.step()[0]
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _with_several(seed: int, lr: float = 1e-2) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
     def make(groups: list[dict[str, Any]]) -> dict[str, torch.optim.Optimizer]:
         parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
@@ -667,22 +645,22 @@ def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
     with megatron_on_cpu():
         chunk, optimizer = _with_several(0)
         assert isinstance(optimizer.optimizer, SeveralOptimizers)
-        _steps(chunk, optimizer, range(2))
+        train(chunk, optimizer, range(2))
         own = copy.deepcopy(optimizer.state_dict())
         weights = _full(chunk.engine)
         with pytest.raises(NotImplementedError, match=r"Several.*; use layerzero.checkpoint.save"):
             _both(chunk, optimizer, False)
         checkpoint.save(tmp_path, chunk.engine, optimizer.optimizer.optimizers)
-        expected = _steps(chunk, optimizer, range(2, 4))
+        expected = train(chunk, optimizer, range(2, 4))
         again, its_optimizer = _with_several(1, lr=1.0)
         assert isinstance(its_optimizer.optimizer, SeveralOptimizers)
         checkpoint.load(tmp_path, again.engine, its_optimizer.optimizer.optimizers)
         assert {group["lr"] for group in its_optimizer.param_groups} == {1e-2}
-        assert _steps(again, its_optimizer, range(2, 4)) == expected
+        assert train(again, its_optimizer, range(2, 4)) == expected
         checkpoint.load(tmp_path, again.engine)
         _assert_same(_full(again.engine), weights)
         its_optimizer.load_state_dict(own)
-        assert _steps(again, its_optimizer, range(2, 4)) == expected
+        assert train(again, its_optimizer, range(2, 4)) == expected
         chained = ChainedOptimizer([optimizer, optimizer])
         loss_of(chunk, batch(0)).backward()
         with pytest.raises(NotImplementedError, match="make_optimizer returns a dict"):

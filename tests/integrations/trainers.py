@@ -3,12 +3,14 @@
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -123,6 +125,21 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "finetuning_scheduler"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Overflow(Callback):
+    """Makes a gradient of one rank infinite in one step; records the scales after each."""
+
+    def __init__(self, rank: int, step: int, choose: Callable[[Any], nn.Parameter]) -> None:
+        self.place, self.choose = (rank, step), choose
+        self.scales: list[float] = []
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (trainer.global_rank, len(self.scales)) == self.place:
+            self.choose(pl_module).grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
 def wrapper_of(model: nn.Module) -> Any:

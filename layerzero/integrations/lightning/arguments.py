@@ -80,7 +80,6 @@ def adapted(plugin: Precision) -> Precision:
 
 
 def check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
-    """Raise ValueError for settings that do not work with a sharded module."""
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(

@@ -103,7 +103,6 @@ def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
-    """Raise ValueError if Megatron's schedule for this config would not run all chunks."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if num_chunks != (stages or 1):
         raise ValueError(

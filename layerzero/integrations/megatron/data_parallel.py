@@ -239,7 +239,6 @@ def _optional(module: nn.Module, listed: Any, num_stages: int) -> Iterator[nn.Mo
 
 
 def _attribute_inside(module: Any, name: str) -> Any:
-    """The attribute of the outermost of the nested modules that has it, or None."""
     while not hasattr(module, name) and hasattr(module, "module"):
         module = module.module
     return getattr(module, name, None)

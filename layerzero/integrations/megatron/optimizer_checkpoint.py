@@ -258,7 +258,6 @@ def _as_step(like: Any, step: Any) -> Any:
 def _options(
     optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """For each of the optimizer's groups, the options of the matching saved group."""
     by_key = dict(zip(_group_keys(saved), saved, strict=True))
     options: list[Mapping[str, Any]] = []
     for number, key in enumerate(_group_keys(optimizer.param_groups)):

@@ -136,7 +136,6 @@ def _shard(model: nn.Module, options: dict[str, Any]) -> ZeRO3:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raise for a configuration that does not work with sharded models. Changes nothing."""
     kind = accelerator.distributed_type
     if kind in _OTHER_ENGINES:
         raise ValueError(
@@ -305,7 +304,6 @@ class ZeRO3Accelerator(Accelerator):
         set_random_states(extra["random"], self.device)
 
     def _automatic_root(self) -> Path | None:
-        """The folder of automatically named checkpoints; None without automatic naming."""
         if not self.project_configuration.automatic_checkpoint_naming:
             return None
         return Path(self.project_dir, "checkpoints")
@@ -368,13 +366,11 @@ _AUTOMATIC = "a ProjectConfiguration(project_dir, automatic_checkpoint_naming=Tr
 
 
 def _numbered(root: Path) -> list[Path]:
-    """The folders of checkpoints, complete or not, oldest first."""
     found = [path for path in root.glob("checkpoint_*") if path.name[11:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[11:]))
 
 
 def _place(loader: Any, sampler: Any) -> dict[str, Any]:
-    """State that decides the order of the next epoch."""
     generator = None if sampler.generator is None else sampler.generator.get_state()
     place = {"iteration": loader.iteration, "generator": generator}
     if isinstance(sampler, SeedableRandomSampler):

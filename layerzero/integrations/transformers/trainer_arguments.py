@@ -48,7 +48,6 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ValueError for an argument that does not work with a sharded model."""
     for name, instead in _REFUSED.items():
         if getattr(args, name):
             raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
