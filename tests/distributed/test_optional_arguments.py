@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerzero
 from layerzero import ZeRO3
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
-from layerzero.plan.resolve import optional_by_name
 from tests.harness.checks import named
 from tests.harness.compare import assert_trains_alike
 from tests.harness.models import WIDTH, Block
