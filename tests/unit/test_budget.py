@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_673,
+    "": 40_655,
     "flat": 2_666,
     "step": 4_273,
     "comm": 1_452,
