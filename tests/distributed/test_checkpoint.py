@@ -3,7 +3,6 @@
 import functools
 import gc
 import json
-import logging
 import random
 import threading
 from pathlib import Path
@@ -41,6 +40,7 @@ from tests.harness.models import (
     loss_of,
 )
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
+from tests.harness.recording import logged
 from tests.harness.saved_models import (
     Whole,
     assert_same,
@@ -324,11 +324,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     handle = save(tmp_path, model, optimizer, step=3, blocking=False)
     load(tmp_path, model, optimizer)  # waits for the end
     assert handle.done()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "step-00000001",
-        "step-00000003",
-    ]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {".lock", "latest", "step-00000001", "step-00000003"}
 
 
 @on_ranks(2)
@@ -413,10 +410,6 @@ class Longer(Mlp):
 
 @on_ranks(2)
 def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> None:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("layerzero.checkpoint").addHandler(handler)
     small, small_optimizer = build(Mlp, 0)
     train(small, small_optimizer)
     save(f"{tmp_path}/small", small, small_optimizer)
@@ -428,7 +421,8 @@ def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"group 0 has parameters that the saved"):
         load(f"{tmp_path}/small", large, large_optimizer)
     assert_same(everything(large, large_optimizer), before, "after a refusal")
-    load(f"{tmp_path}/small", large, large_optimizer, strict=False)
+    with logged("layerzero.checkpoint") as missing:
+        load(f"{tmp_path}/small", large, large_optimizer, strict=False)
     found = everything(large, large_optimizer)
     for name, value in found.model.items():
         assert_bitwise(value, values.model.get(name, before.model[name]), name)
@@ -437,18 +431,18 @@ def test_a_part_loads_on_request_and_the_rest_is_reported(tmp_path: Path) -> Non
     save(f"{tmp_path}/large", large, large_optimizer)
     with pytest.raises(CheckpointError, match=r"unexpected.*extra\.weight"):
         load(f"{tmp_path}/large", small, small_optimizer)
-    load(f"{tmp_path}/large", small, small_optimizer, strict=False)
+    with logged("layerzero.checkpoint") as unexpected:
+        load(f"{tmp_path}/large", small, small_optimizer, strict=False)
     assert_same(everything(small, small_optimizer), values, "the part that fits")
     narrow, _ = build(lambda: Mlp(width=4), 1)
     with pytest.raises(
         CheckpointError, match=r"shapes differ: .*stem\.weight is \(5, 5\).*\(4, 4\)"
     ):
         load(f"{tmp_path}/small", narrow, strict=False)
-    logging.getLogger("layerzero.checkpoint").removeHandler(handler)
-    told = of_all_ranks(messages)
-    assert [len(messages) for messages in told] == [2, 0]
-    assert "missing in the checkpoint: blocks.3.down.bias" in told[0][0]
-    assert "extra.weight" in told[0][1].partition("unexpected")[2]
+    lines = of_all_ranks((missing, unexpected))
+    assert [len(one + other) for one, other in lines] == [2, 0]
+    assert "missing in the checkpoint: blocks.3.down.bias" in lines[0][0][0]
+    assert "extra.weight" in lines[0][1][0].partition("unexpected")[2]
 
 
 @on_ranks(2)
@@ -574,7 +568,7 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         load(f"{tmp_path}/nowhere", model)
     dist.barrier()  # The first rank removes what it began.
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "file"}
 
     caught: list[str] = []
 

@@ -164,7 +164,7 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
     for rank, found in enumerate(ranks(2, _resume, [str(root) for root in roots])):
         for root, losses in zip(roots, found, strict=True):
             assert losses == {step: expected[rank][step] for step in losses}, root.name
-            assert _leftovers(root) == ["latest", "step-00000006"], root.name
+            assert _leftovers(root) == [".lock", "latest", "step-00000006"], root.name
             begins.add(min(losses))
     # From the one before, and from the one being written.
     assert begins <= {2, 4} and (begins == {2, 4} or kinds is not CHANGE_FOLDERS)
@@ -344,4 +344,4 @@ def test_a_second_run_is_refused_while_a_first_one_saves(tmp_path: Path) -> None
     other.release()
     save(tmp_path, model, step=9)
     dist.barrier()
-    assert _leftovers(tmp_path) == ["latest", "step-00000008", "step-00000009"]
+    assert _leftovers(tmp_path) == [".lock", "latest", "step-00000008", "step-00000009"]

@@ -16,9 +16,9 @@ from tests.distributed.test_checkpoint_splits import _build as tensor_parallel
 from tests.distributed.test_experts import NamedExperts, StackedExperts
 from tests.distributed.test_experts import wrapped as with_experts
 from tests.harness.checks import assert_bitwise
-from tests.harness.models import CASES, Block, FrozenParts, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.saved_models import build, train
+from tests.harness.saved_models import train
 
 Tensors = dict[str, Tensor]
 BF16 = torch.bfloat16
@@ -218,10 +218,6 @@ def _round_trip(model: nn.Module, stream: DeltaStream, tensors: Tensors, what: s
         assert_bitwise(tensors[name], value, f"{what}: {name}")
 
 
-def _raise() -> None:
-    raise RuntimeError("another round began, or nothing was taken")
-
-
 @on_ranks(2)
 def test_an_interrupted_round_is_repeated() -> None:
     torch.manual_seed(0)
@@ -244,8 +240,9 @@ def test_an_interrupted_round_is_repeated() -> None:
             add(then)
             for other in stream.changes():
                 apply_delta(tensors, other)
-            with pytest.raises(RuntimeError, match="another round began"):
-                list(patches) if taken else _raise()
+            if taken:
+                with pytest.raises(RuntimeError, match="another round began"):
+                    list(patches)
             # This rank's part is right; the other rank's tensors are its own affair.
             for name, parameter in model.named_parameters():
                 start, stop = parameter.layerzero.range
@@ -259,7 +256,9 @@ def _between_rounds(folder: str) -> None:
     model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block}, zero3_size=None)
     stream = DeltaStream(model)
     tensors = {name: torch.zeros_like(value) for name, value in expected(model).items()}
-    for patch in gathered(stream.full()):
+    whole = gathered(stream.full())
+    assert "blocks.2.up.weight" not in {patch.name for patch in whole}, "it is tied"
+    for patch in whole:
         apply_delta(tensors, patch)
     _round_trip(model, stream, tensors, "full")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -315,20 +314,6 @@ def test_rounds_survive_edits_loads_resharding_and_a_resumed_run(
 ) -> None:
     ranks(2, _between_rounds, str(tmp_path))
     ranks(3, _resumed, str(tmp_path))
-
-
-@on_ranks(2)
-def test_frozen_parameters_are_not_sent_again_and_tied_ones_once() -> None:
-    model, optimizer = build(FrozenParts)
-    stream = DeltaStream(model)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    for _ in range(2):
-        train(model, optimizer, 1)
-        names = {patch.name for patch in gathered(stream.changes())}
-        assert names and not names & frozen
-    model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block})
-    names = [patch.name for patch in gathered(DeltaStream(model).full())]
-    assert "blocks.0.up.weight" in names and "blocks.2.up.weight" not in names
 
 
 class WithBuffers(nn.Module):

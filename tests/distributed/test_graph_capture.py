@@ -17,14 +17,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import layerzero
-from layerzero import OffloadPolicy, graph_capture
+from layerzero import OffloadPolicy, ZeRO3, graph_capture
 from layerzero.flat.host_memory import HostMemory
 from layerzero.graph_capture import CapturedStep
 from layerzero.optim import AdamW, WholeTensorOptimizer
+from layerzero.step.operations import Operations
+from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
+from layerzero.watch import watchdog
 from tests.harness import captured_steps
 from tests.harness.captured_steps import (
     OWN_PROGRAMS,
@@ -36,7 +40,6 @@ from tests.harness.captured_steps import (
 )
 from tests.harness.fake_ranks import run_fake_ranks, run_mirrored
 from tests.harness.internals import root_state
-from tests.harness.missing_waits import at_each_reduction
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
@@ -188,25 +191,41 @@ FORBIDDEN: dict[str, Callable[[Any, Tensor], object]] = {
     "the host waits (nonzero)": lambda _, x: x.nonzero(),
     "the host waits (tensor)": lambda *_: torch.tensor([1.0], device=captured_steps.CPU),
     "the host waits (synchronize of compute)": lambda device, _: device.synchronize(),
-    "the host asks for an event": lambda device, _: device.current_stream().record_event().query(),
+    "the host waits (synchronize of an event": lambda device, _: _event(device).synchronize(),
+    "the host asks for an event": lambda device, _: _event(device).query(),
     "memory of the host is allocated": lambda *_: _pinned(),
     "a graph repeats a copy_ of the host's memory": lambda _, x: x.copy_(PINNED[0]),
     "which is not in the capture": _uses_another_stream,
     "the capture ends before": _forgets_a_stream,
+    "a rank reads from the store": lambda *_: watchdog._published(dist.HashStore(), 0),
+    "the watchdog watches a collective": lambda *_: _watched_unshard(),
 }
 """What the simulated device says of an act inside a capture, and the act."""
 PINNED: list[Tensor] = []
+MODELS: list[ZeRO3] = []
 
 
 def _pinned() -> Tensor:
     return HostMemory(True, captured_steps.CPU).empty(3, torch.float32)
 
 
-@on_ranks(1)
+def _event(device: Any) -> Any:
+    return device.current_stream().record_event()
+
+
+def _watched_unshard() -> None:
+    watched = property(lambda _: True, lambda *_: None)
+    with mock.patch.object(Operations, "is_watched", watched):
+        for unit in layerzero.units(MODELS[-1]):
+            unit.unshard()
+
+
+@on_ranks(2)
 def test_the_simulated_device_sees_what_a_graph_forbids() -> None:
+    group = make_plain_group(timedelta(seconds=60))
     for fault, act in FORBIDDEN.items():
         with simulated_device() as device:
-            PINNED[:] = [_pinned()]
+            PINNED[:], MODELS[:] = [_pinned()], [wrapped(group, arena=True)]
             x, graph = torch.ones(3), device.CUDAGraph()
             with device.graph(graph):
                 act(device, x)
@@ -342,11 +361,15 @@ def test_a_graph_of_a_pass_that_has_not_run_is_refused() -> None:
 
 @on_ranks(2)
 def test_work_on_side_streams_is_in_the_graph_of_its_pass() -> None:
-    def work(tensor: Tensor, unit: Unit) -> None:
+    reduce = GradientReducer.reduce
+
+    def reducing(reducer: GradientReducer, unit: Unit) -> None:
+        reduce(reducer, unit)
+        tensor = unit.handles[0].full.data.new_ones(3)
         with unit.context.streams.offload:  # Compute waits for it nowhere else.
             tensor.add_(1)
 
-    with at_each_reduction(work), simulated_device() as device:
+    with mock.patch.object(GradientReducer, "reduce", reducing), simulated_device() as device:
         model = wrapped(make_plain_group(timedelta(seconds=60)))
         for _ in range(3):
             _train(model)

@@ -270,9 +270,6 @@ def test_groups_are_known_by_their_parameters() -> None:
     assert [group["lr"] for group in turned.param_groups] == [0.02, 0.05]
     with pytest.raises(CheckpointError, match="group 0 mixes parameters of saved groups"):
         set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
-    stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.raises(CheckpointError, match="does not belong to the model"):
-        get_optimizer_state_dict(model, stranger)
     del state["param_groups"][1]
     with pytest.raises(CheckpointError, match="group 1 has parameters that the saved"):
         set_optimizer_state_dict(model, optimizer, state)

@@ -7,8 +7,8 @@ optimizer state of any rank may have changed. Where nothing was flipped, no rank
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from layerzero.comm.gloo import messages
 from layerzero.comm.pending import Pending
 from layerzero.errors import CorruptionError
 from layerzero.flat.placement import ShardGroup
+from tests.harness.ranks import of_all_ranks
 
 SITES = ("wire", "full buffer")
 REPLICA = "copy of a main shard"
@@ -31,73 +32,6 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     """Flip one bit of a contiguous tensor, unseen by torch's version counters."""
     flat = tensor.detach().view(-1).data.view(torch.uint8)
     flat[bit // 8] ^= 1 << bit % 8
-
-
-class Transport:
-    """Flips a bit of what the next collectives deliver to this rank."""
-
-    flipped: str | None
-    """The operation whose bytes were flipped, and the rank that sent them."""
-
-    def __init__(self) -> None:
-        self.flipped = None
-        self._skip = -1
-
-    def arm(self, rng: random.Random, number: int, own: bool) -> None:
-        """Flip a bit of the checked collective `number` from now.
-
-        Args:
-            own: of a gather, also the part that this rank copies itself.
-        """
-        self.flipped, self._skip, self._rng, self._own = None, number, rng, own
-
-    def disarm(self) -> None:
-        self.flipped, self._skip = None, -1
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        real = messages.exchange
-
-        def exchange(
-            incoming: Sequence[torch.Tensor],
-            outgoing: Sequence[torch.Tensor],
-            group: ShardGroup,
-            operation: Any,
-            *more: Any,
-            **named: Any,
-        ) -> Pending:
-            pending = real(incoming, outgoing, group, operation, *more, **named)
-            if operation.verb in _CHECKED and self._skip >= 0:
-                self._skip -= 1
-                if self._skip < 0:
-                    self._corrupt(pending, incoming, group)
-            return pending
-
-        with mock.patch.object(messages, "exchange", exchange):
-            yield
-
-    def _corrupt(
-        self,
-        pending: Pending,
-        incoming: Sequence[torch.Tensor],
-        group: ShardGroup,
-    ) -> None:
-        verb = pending.operation.verb
-        ranks = range(group.size)
-        if not (self._own and "gather" in verb):
-            ranks = [rank for rank in ranks if rank != group.rank]
-        source = self._rng.choice(ranks)
-        arrives = pending.wait_for_data
-        target = incoming[source]
-        bit = self._rng.randrange(8 * target.nbytes) if target.nbytes else None
-
-        def arrive() -> None:
-            arrives()
-            if self.flipped is None and bit is not None:
-                self.flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
-                flip(target, bit)
-
-        pending.wait_for_data = arrive
 
 
 class Trials:
@@ -122,11 +56,26 @@ class Trials:
         """
         self._model, self._optimizer, self._forward, self._rng = model, optimizer, forward, rng
         self._steps_itself = not backward_steps
-        self._transport = Transport()
+        self._skip = -1
+        """Checked collectives before the one whose bytes are flipped; -1: none is."""
+        self._flipped: str | None = None
+        """The operation whose bytes were flipped, and the rank that sent them."""
         self.found = Counter()
 
     def run(self, count: int, sites: Sequence[str] = SITES) -> None:
-        with self._transport.installed():
+        real = messages.exchange
+
+        def exchange(
+            incoming: Any, outgoing: Any, group: Any, operation: Any, *more: Any, **named: Any
+        ) -> Any:
+            pending = real(incoming, outgoing, group, operation, *more, **named)
+            if operation.verb in _CHECKED and self._skip >= 0:
+                self._skip -= 1
+                if self._skip < 0:
+                    self._corrupt(pending, incoming, group)
+            return pending
+
+        with mock.patch.object(messages, "exchange", exchange):
             for _ in range(2):
                 self._step()
             for number in range(count):
@@ -134,6 +83,27 @@ class Trials:
                 if number % 7 == 0:
                     self._step()
             self._step()
+
+    def _corrupt(
+        self, pending: Pending, incoming: Sequence[torch.Tensor], group: ShardGroup
+    ) -> None:
+        """Flip a bit of what the collective delivers to this rank, once it has arrived."""
+        verb = pending.operation.verb
+        ranks = [*range(group.size)]
+        if not (self._takes_own and "gather" in verb):
+            ranks.remove(group.rank)
+        source = self._draw.choice(ranks)
+        arrives = pending.wait_for_data
+        target = incoming[source]
+        bit = self._draw.randrange(8 * target.nbytes) if target.nbytes else None
+
+        def arrive() -> None:
+            arrives()
+            if self._flipped is None and bit is not None:
+                self._flipped = f"{verb} of {pending.operation.unit}\0rank {group.ranks[source]}"
+                flip(target, bit)
+
+        pending.wait_for_data = arrive
 
     def _step(self) -> None:
         self._forward().backward()
@@ -152,9 +122,14 @@ class Trials:
     def _run_one(self, site: str) -> None:
         victim, seed = self._rng.randrange(dist.get_world_size()), self._rng.random()
         kept = [tensor.clone() for tensor in self._memory()]
-        toggle: Callable[[], None] | None = None
-        if dist.get_rank() == victim:
-            toggle = self._prepare(site, random.Random(seed))
+        self._flipped, self._draw, toggle = None, random.Random(seed), None
+        if dist.get_rank() == victim and site in SITES:
+            # One of a step's checked collectives, of which there are about so many.
+            self._skip = self._draw.randrange(3 * len(self._model._root_state.units) - 1)
+            self._takes_own = site == "full buffer"  # Also what this rank copies itself.
+        elif dist.get_rank() == victim:
+            tensor = self._draw.choice([each for each in self._main_shards() if each.numel()])
+            toggle = partial(flip, tensor, self._draw.randrange(8 * tensor.nbytes))
         error: CorruptionError | None = None
         try:
             if toggle is not None:
@@ -163,14 +138,11 @@ class Trials:
         except CorruptionError as raised:
             error = raised
             self._optimizer.zero_grad()
-        flipped = self._transport.flipped
         if toggle is not None:
             toggle()
-            flipped = f"comparison of replicas\0rank {victim}"
-        self._transport.disarm()
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, flipped)
-        expected = texts[victim]
+            self._flipped = f"comparison of replicas\0rank {victim}"
+        self._skip = -1
+        expected = of_all_ranks(self._flipped)[victim]
         if expected is None:
             assert error is None, f"nothing was flipped: {error}"
             return
@@ -181,17 +153,3 @@ class Trials:
             same = torch.equal(now.view(-1).view(torch.uint8), before.view(-1).view(torch.uint8))
             assert same, f"{site}: the step that failed changed something"
         self.found[site] += 1
-
-    def _prepare(self, site: str, rng: random.Random) -> Callable[[], None] | None:
-        """Choose a bit. What flips it, and flips it back; None: the transport does."""
-        if site in SITES:
-            self._transport.arm(rng, rng.randrange(self._num_checked), site == "full buffer")
-            return None
-        tensor = rng.choice([each for each in self._main_shards() if each.numel()])
-        bit = rng.randrange(8 * tensor.nbytes)
-        return lambda: flip(tensor, bit)
-
-    @property
-    def _num_checked(self) -> int:
-        """Checked collectives of a step, about."""
-        return max(1, 3 * len(self._model._root_state.units) - 1)

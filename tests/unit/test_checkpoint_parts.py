@@ -60,13 +60,6 @@ def test_runs_and_boxes_cover_every_range_once(extent: Extent) -> None:
         assert by_box == sharded_param
 
 
-def test_a_range_of_a_whole_tensor_is_one_run_and_few_boxes() -> None:
-    extent = Extent.whole((9, 8, 7))
-    for start, stop in [(0, 504), (1, 503), (60, 61), (56, 112)]:
-        assert len(list(runs(extent, start, stop))) == 1
-        assert len(list(boxes(extent, start, stop))) <= 5
-
-
 def test_checksums_of_parts_make_that_of_the_whole() -> None:
     generator = random.Random(0)
     data = generator.randbytes(100_003)

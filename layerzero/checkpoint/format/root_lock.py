@@ -27,8 +27,8 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 class RootLock:
     """A lock that the first rank holds from the start of a save to its end.
 
-    It is an `flock` on a file, so it ends with the process. Systems and file systems without such
-    locks get no protection.
+    It is an `flock` on a file, so it ends with the process; the file stays. Systems and file
+    systems without such locks get no protection.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,47 +43,29 @@ class RootLock:
             OSError: the folder cannot be created or written.
         """
         make_durably(self._root)
-        path = self._root / _NAME
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, FILE_MODE)
-            try:
-                self._lock(descriptor)
-            except BaseException:
+        descriptor = os.open(self._root / _NAME, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:  # Otherwise the file system has no locks.
+                holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
                 os.close(descriptor)
-                raise
-            # The former holder may have removed the file after it was opened here, and a third
-            # process may have created and locked a new one. Then try again.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    break
-            os.close(descriptor)
+                raise CheckpointError(
+                    f"{self._root}: {holder} is saving here; two runs cannot save to one folder: "
+                    "stop one of them, or let it save to another folder"
+                ) from error
+        self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._descriptor = descriptor
-
-    def _lock(self, descriptor: int) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _HELD:
-                return  # The file system has no locks.
-            holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-            raise CheckpointError(
-                f"{self._root}: {holder} is saving here; two runs cannot save to one folder: stop "
-                "one of them, or let it save to another folder"
-            ) from error
 
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        with contextlib.suppress(OSError):
-            os.unlink(self._root / _NAME)
-        with contextlib.suppress(OSError):
+        if fcntl is not None:
             # Closing is not enough: a process forked in the meantime has the file open as well.
-            if fcntl is not None:
+            with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
