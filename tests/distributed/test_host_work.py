@@ -109,8 +109,8 @@ def _of_each(settings: list[dict], use) -> list[tuple[int, int]]:
 def test_a_step_makes_no_events() -> None:
     one = [SETTINGS[name] for name in ("default", "bfloat16", "deterministic")]
     layers = [LAYERED[name] for name in ("zero1", "replicate, bfloat16", "sums in shards")]
-    found = run_fake_ranks((0, 1), 2, _of_each, one, plain)
-    found += run_fake_ranks((0, 3), 4, _of_each, layers, accumulation)
+    found = run_fake_ranks((1,), 2, _of_each, one, plain)
+    found += run_fake_ranks((3,), 4, _of_each, layers, accumulation)
     for made, recorded in (counts for each in found for counts in each):
         assert recorded > 30
         assert made == 0

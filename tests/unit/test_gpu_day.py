@@ -3,7 +3,6 @@
 import functools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,23 +82,6 @@ def test_steps_that_no_longer_fit_or_lack_their_program_are_not_run() -> None:
     for run in (run_in_turn, run_side_by_side):
         (outcome,) = run([step], time.monotonic() + 5)
         assert (outcome.status, outcome.is_fine) == ("not run", True)
-
-
-def test_steps_side_by_side_take_as_long_as_the_longest() -> None:
-    meets = (
-        "import pathlib, sys, time\n"
-        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
-        "mine.touch()\n"
-        "while not other.exists(): time.sleep(0.01)"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        names = [f"{folder}/a", f"{folder}/b"]
-        steps = [
-            Step(name, "", SUSPECT, [*python(meets), *order], 30, only_exit)
-            for name, order in zip("ab", (names, names[::-1]), strict=True)
-        ]
-        outcomes = list(run_side_by_side(steps, time.monotonic() + 60))
-    assert {(each.name, each.status) for each in outcomes} == {("a", "ok"), ("b", "ok")}
 
 
 def test_the_next_step_gets_ready_meanwhile_but_waits_for_its_turn(tmp_path: Path) -> None:

@@ -32,7 +32,5 @@ def test_numeric_tests_pass_as_on_an_old_processor(tmp_path: Path) -> None:
     assert code == 0 and f"{len(tests)} passed" in output, output
 
 
-def test_the_files_are_some_of_those_that_compare_numbers() -> None:
-    files = {*processors.named_files(processors.FILES)}
-    assert all(Path(path).exists() for path in files)
-    assert {path for path in files if "/distributed/" in path} <= {*processors.numeric_files()}
+def test_files_for_other_processors_exist() -> None:
+    assert all(Path(path).exists() for path in processors.named_files(processors.FILES))

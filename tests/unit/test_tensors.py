@@ -26,15 +26,10 @@ def test_tensors_are_found_at_any_depth() -> None:
     assert sum(found is tensor for found in find_tensors(nested(tensor))) == 3
 
 
-def test_plain_objects_are_looked_through() -> None:
-    tensor = torch.ones(2)
-    assert list(find_tensors(SimpleNamespace(inner=SimpleNamespace(t=tensor)))) == [tensor]
-
-
-def test_a_cycle_ends() -> None:
-    value = SimpleNamespace(tensor=torch.ones(1))
+def test_plain_objects_are_looked_through_and_a_cycle_ends() -> None:
+    value = SimpleNamespace(inner=SimpleNamespace(tensor=torch.ones(1)))
     value.me = value
-    assert len(list(find_tensors(value))) >= 1
+    assert value.inner.tensor in list(find_tensors(value))
 
 
 def test_casting_rebuilds_the_containers_and_leaves_the_original() -> None:
@@ -46,16 +41,8 @@ def test_casting_rebuilds_the_containers_and_leaves_the_original() -> None:
     assert isinstance(cast["b"].first, Frozen)
     assert cast["b"].first.note == "x"
     assert isinstance(cast["b"].second, OrderedDict)
-
-
-def test_integers_stay() -> None:
-    tokens = torch.arange(3)
-    assert cast_floating([tokens], torch.bfloat16)[0] is tokens
-
-
-def test_what_holds_nothing_to_cast_is_shared() -> None:
-    value = {"tokens": torch.arange(3), "mask": None}
-    assert cast_floating(value, torch.bfloat16) is value
+    without = {"tokens": torch.arange(3), "mask": None}
+    assert cast_floating(without, torch.bfloat16) is without
 
 
 def test_moving_takes_what_is_elsewhere_and_nothing_else() -> None:
