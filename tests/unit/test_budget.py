@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_566,
+    "": 40_553,
     "flat": 2_658,
     "step": 4_272,
     "comm": 1_452,
