@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.parameter_info import get_info
 from layerzero.ops import flat_step_, step_reference
 from layerzero.ops.step_reference import StepTensors
-from layerzero.optim.flat_gradient import Gradient, copy_of, find_buffer
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
@@ -33,7 +32,8 @@ _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
 _NONE = torch.empty(0)
 _grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
-_address_of = torch.Tensor.data_ptr
+_base_of: Callable[[Any], Any] = attrgetter("_base")
+_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 Pairs = tuple[tuple[int, int], ...]
 Rows = Callable[[Pairs], torch.Tensor]
@@ -53,6 +53,17 @@ class Held(NamedTuple):
     """Index of its first element in the whole parameter."""
     key: int
     """Number that stands for the whole parameter, the same on every rank and in every run."""
+
+
+class Gradient(NamedTuple):
+    """Gradients of members in one buffer."""
+
+    numbers: list[int] | None
+    """Of the members that have one; None: all have."""
+    flat: torch.Tensor
+    offsets: list[int]
+    is_copy: bool
+    """Whether they were copied into `flat`; else it is what they are views of."""
 
 
 class Step(NamedTuple):
@@ -222,7 +233,7 @@ class FlatState:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients, in as few tensors as hold them, and nothing else but zeros."""
         numbers, parts = self._collect()
-        gradient = find_buffer(numbers, parts, self.main.dtype)
+        gradient = _find_buffer(numbers, parts, self.main.dtype)
         # In a buffer with the layout of the main shard: between them are zeros.
         if (
             self._is_full
@@ -253,7 +264,7 @@ class FlatState:
         if not parts:
             return None
         dtype = self.main.dtype
-        gradient = find_buffer(numbers, parts, dtype) or copy_of(numbers, parts, dtype)
+        gradient = _find_buffer(numbers, parts, dtype) or _copy_of(numbers, parts, dtype)
         if self.steps._version != self._steps_version:
             self._read_steps()
         table, keys = self._table_for(gradient)
@@ -305,6 +316,47 @@ class FlatState:
         if numbers is None:
             self._usual = offsets, made
         return made
+
+
+def _find_buffer(
+    numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
+) -> Gradient | None:
+    """The buffer that gradients are views of, if there is one."""
+    # Those without elements are tensors of their own.
+    bases = [*compress(map(_base_of, parts), map(torch.Tensor.numel, parts))]
+    base = next(iter(bases), None)
+    if not (
+        base is not None
+        and base.dtype == dtype
+        and base.is_contiguous()
+        and all(map(is_, bases, repeat(base)))
+        and all(map(torch.Tensor.is_contiguous, parts))
+    ):
+        return None
+    # By address: a view stays one of its base where somebody has assigned its `.data`.
+    start, end, itemsize = base.data_ptr(), base.data_ptr() + base.nbytes, base.itemsize
+    addresses = [address or start for address in map(_address_of, parts)]  # Of no elements: 0.
+    if min(addresses) < start or max(addresses) > end:
+        return None
+    offsets = [(address - start) // itemsize for address in addresses]
+    return Gradient(numbers, base.detach().view(-1), offsets, False)
+
+
+def _copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
+    """Gradients copied into one buffer.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    if any(each.layout is not torch.strided for each in parts):
+        raise RuntimeError("AdamW: expected dense gradients, got a sparse one; use to_dense()")
+    end = 0
+    offsets = []
+    for each in parts:
+        offsets.append(end)
+        end += each.numel()
+    copied = torch.cat([each.detach().reshape(-1).to(dtype) for each in parts])
+    return Gradient(numbers, copied, offsets, True)
 
 
 def _key_of(name: str) -> int:

@@ -32,7 +32,7 @@ def train_a_step() -> None:
 def run_ops() -> int:
     # Some tests call no kernel, or only register it.
     names = (f"{TESTS}/test_{name}.py" for name in OPS)
-    chosen = "not (reference or compiled or opcheck)"
+    chosen = "not (reference or opcheck)"
     return pytest.main(["-q", "-p", "no:cacheprovider", *names, "-k", chosen])
 
 

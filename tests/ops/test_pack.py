@@ -319,13 +319,6 @@ def test_the_wrapper_refuses_a_buffer_of_another_size() -> None:
         pack_(torch.empty(5), [torch.ones(4)], concatenate([4]))
 
 
-def test_nothing_runs_on_fake_tensors() -> None:
-    with torch._subclasses.FakeTensorMode():
-        segs = torch.empty(3, 3, dtype=torch.int64)
-        srcs = [torch.empty(4), torch.empty(4)]
-        torch.ops.layerzero.pack_(torch.empty(8), srcs, segs, 1.0)
-
-
 class TestSegments:
     def test_gaps_become_zeros_and_empty_rows_go(self) -> None:
         segs = Segments.build([(0, 0, 0, 5), (2, 0, 5, 0), (1, 4, 8, 12)], 20)
