@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -79,6 +80,10 @@ class BuildNative(build_ext):
 
         nvcc = find_nvcc()
         folder = Path(self.build_temp)
+        ops = runpy.run_path(str(HERE / "layerzero/ops/native.py"))["ops_revision"]()
+        flags = [*CPP_FLAGS, f'-DLAYERZERO_OPS="{ops}"']
+        # As system headers: warnings are for this project's code.
+        flags += [f"-isystem{path}" for path in include_paths()]
         # Each source, the longest to compile first; the compiler's own loop takes one at a time.
         sources = sorted(ext.sources, key=lambda name: name != "csrc/convert.cpp")
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
@@ -88,8 +93,7 @@ class BuildNative(build_ext):
                     self.compiler.compile,
                     [source],
                     output_dir=str(folder),
-                    # As system headers: warnings are for this project's code.
-                    extra_postargs=[*CPP_FLAGS, *(f"-isystem{path}" for path in include_paths())],
+                    extra_postargs=flags,
                 )
 
             for source in sources:

@@ -5,6 +5,9 @@
 
 #include "ops.h"
 
+// layerzero/ops/native.py finds it in the file.
+__attribute__((used)) static const char kBuiltFor[] = "layerzero ops " LAYERZERO_OPS;
+
 STABLE_TORCH_LIBRARY_IMPL(layerzero, CPU, m) {
   m.impl("pack_", &layerzero::pack_cpu);
   m.impl("ordered_sum_", &layerzero::ordered_sum_cpu);

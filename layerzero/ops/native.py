@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,12 @@ class NativeStatus:
     """Why one of the two is False, and what to do; empty where both are True."""
 
 
+def ops_revision() -> str:
+    """Of the ops' arguments, which a library built for others would misread."""
+    files = (Path(__file__).parent / name for name in ("schema.py", "delta.py"))
+    return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
+
+
 def load(folder: Path) -> NativeStatus:
     """Load the library in the package's folder. Never raises: the status gives the reason."""
     found = sorted(folder.glob("_C.*so"))
@@ -31,6 +38,9 @@ def load(folder: Path) -> NativeStatus:
             f"no library in {folder}: with torch and a C++ compiler installed, `pip install -v "
             "--no-build-isolation` builds it, or prints why it cannot",
         )
+    # Read before it is loaded: whatever it registers then stays.
+    if f"layerzero ops {ops_revision()}".encode() not in found[0].read_bytes():
+        return NativeStatus(False, False, f"{found[0]} was built for other ops: build it again")
     try:
         torch.ops.load_library(found[0])
     except Exception as error:

@@ -21,7 +21,7 @@ from layerzero.ops import (
     pack_,
     reference,
 )
-from layerzero.ops.native import load
+from layerzero.ops.native import load, ops_revision
 from tests.harness.processes import run_script
 from tests.ops.truth import concatenate, library
 
@@ -88,10 +88,16 @@ def test_the_status_says_that_no_library_was_built(tmp_path: Path) -> None:
 
 
 def test_the_status_says_why_a_library_does_not_load(tmp_path: Path) -> None:
-    (tmp_path / "_C.abi3.so").write_text("not a library")
+    (tmp_path / "_C.abi3.so").write_text(f"not a library: layerzero ops {ops_revision()}")
     status = load(tmp_path)
     assert not status.native and "could not be loaded" in status.reason
     assert "_C.abi3.so" in status.reason and "\n" not in status.reason
+
+
+def test_a_library_built_for_other_ops_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "_C.abi3.so").write_text("a library: layerzero ops 01234567")
+    status = load(tmp_path)
+    assert not status.native and "was built for other ops: build it again" in status.reason
 
 
 @pytest.mark.skipif(not native_status().cuda, reason=native_status().reason)
