@@ -117,7 +117,11 @@ def kept_ranks() -> Iterator[KeptRanks]:
 
 
 @pytest.fixture(scope="module")
-def ranks(kept_ranks: KeptRanks) -> Iterator[KeptRanks]:
-    """Ranks that tests share; those of rare sizes, the tests of a file."""
+def ranks(request: pytest.FixtureRequest, kept_ranks: KeptRanks) -> Iterator[KeptRanks]:
+    """Ranks that tests share; those of rare sizes, and those in which a framework keeps something
+    for the rest of the process, the tests of a file."""
+    has_framework = request.path.parent.name == "integrations"
+    if has_framework:
+        kept_ranks.close()
     yield kept_ranks
-    kept_ranks.close(KeptRanks.SIZES_OF_ALL_FILES)
+    kept_ranks.close(() if has_framework else KeptRanks.SIZES_OF_ALL_FILES)

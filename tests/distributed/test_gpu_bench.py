@@ -206,7 +206,8 @@ def test_a_step_that_does_not_overlap_is_seen(step: Step, off: dict[str, float])
 
 def test_the_hidden_part_counts_each_moment_once() -> None:
     step = overlapping()
-    assert hidden_part(step.gathers, step.compute[1:] * 3) == 1.0
+    inside = step.compute[-1]._replace(start=120.0, end=140.0)
+    assert hidden_part(step.gathers, [step.compute[-1], inside]) == 1.0
     assert hidden_part(step.gathers, []) == 0.0
 
 
