@@ -1,6 +1,5 @@
 """Seeds and markers of the whole suite."""
 
-import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator
@@ -107,21 +106,17 @@ def nothing_told() -> None:
     notices._issued.clear()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_ranks() -> Iterator[KeptRanks]:
-    kept = KeptRanks()
-    yield kept
-    with contextlib.ExitStack() as stack:
-        stack.callback(kept.close)
-        stack.callback(fake_ranks.kept.close)
+@pytest.fixture(scope="module", autouse=True)
+def _simulated_ranks_end() -> Iterator[None]:
+    yield
+    fake_ranks.kept.close()
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, kept_ranks: KeptRanks) -> Iterator[KeptRanks]:
-    """Ranks that tests share; those of rare sizes, and those in which a framework keeps something
-    for the rest of the process, the tests of a file."""
-    has_framework = request.path.parent.name == "integrations"
-    if has_framework:
-        kept_ranks.close()
-    yield kept_ranks
-    kept_ranks.close(() if has_framework else KeptRanks.SIZES_OF_ALL_FILES)
+def ranks() -> Iterator[KeptRanks]:
+    """Ranks that the tests of a file share."""
+    kept = KeptRanks()
+    try:
+        yield kept
+    finally:
+        kept.close()

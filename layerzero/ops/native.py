@@ -23,7 +23,7 @@ class NativeStatus:
 
 
 def ops_revision() -> str:
-    """Of the ops' arguments, which a library built for others would misread."""
+    """Checksum of what defines the ops: a library built for others would misread arguments."""
     files = (Path(__file__).parent / name for name in ("schema.py", "delta.py"))
     return f"{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
 

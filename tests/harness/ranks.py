@@ -5,7 +5,7 @@ tests may run side by side) and have a gloo default group.
 
 Three ways, the shortest first:
 
-- `@on_ranks(2)` above a test whose body runs on ranks that tests share, or with
+- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share, or with
   `fresh=True` on new ones; `of_all_ranks` shows each rank what all have;
 - the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test of several sizes;
 - `run_ranks(2, fn)`: on new ranks, for a test that kills one or changes the process for good.
@@ -13,7 +13,7 @@ Three ways, the shortest first:
 Note [A rank's life]: a rank runs a function and sends its value or its traceback. Where it
 returned, it waits for the next function, or to be released, so that no peer loses a connection
 because this rank was faster. Where it raised, it leaves at once, so that peers that wait for it see
-it go; the next test starts new ranks.
+it go; the next test of the file starts new ranks.
 """
 
 from __future__ import annotations
@@ -143,17 +143,13 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 class KeptRanks:
-    """Groups of ranks, one of each size, that tests share: the fixture `ranks`.
+    """Groups of ranks, one of each size, that the tests of a file share: the fixture `ranks`.
 
     A start takes as long as a small test, most of it for what a process does for the first time.
-    So those of the usual sizes serve one file after the other, until their memory has grown.
     Each call begins with the seeds, notices and dtype of a new process. What a test changes beyond
     these and constants of the package's modules (environment, classes, loggers) stays: such a test
     undoes it, or calls `run_ranks`.
     """
-
-    SIZES_OF_ALL_FILES = 2, 4
-    MOST_CALLS = 60
 
     def __init__(self) -> None:
         self._groups: dict[int, Ranks] = {}
@@ -161,21 +157,19 @@ class KeptRanks:
     def __call__(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """As `run_ranks`, with the options `timeout` and `in_float64`, and keyword `arguments`."""
         group = self._groups.get(world_size)
-        if group is not None and group.num_calls >= self.MOST_CALLS:
-            group.close()
         if group is None or group.closed:
             group = self._groups[world_size] = Ranks(world_size)
         return group.call(fn, *args, **options)
 
-    def close(self, but_sizes: Sequence[int] = ()) -> None:
-        """End all ranks, but those of these sizes.
+    def close(self) -> None:
+        """End all ranks.
 
         Raises:
             AssertionError: a rank did not end well.
         """
         with contextlib.ExitStack() as stack:
-            for size in self._groups.keys() - set(but_sizes):
-                stack.callback(self._groups.pop(size).close)
+            while self._groups:
+                stack.callback(self._groups.popitem()[1].close)
 
 
 class Ranks:
@@ -189,7 +183,6 @@ class Ranks:
     ) -> None:
         expected = dict(expect_exit or {})
         self.closed = False
-        self.num_calls = 0
         self._what = "nothing"  # which function was called last
         self._members: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -220,7 +213,6 @@ class Ranks:
         arguments: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call `fn(*args, **arguments)` on each rank; see `run_ranks`."""
-        self.num_calls += 1
         self._what = f"{fn.__module__}.{fn.__qualname__}"
         payload = pickle.dumps((fn, args, dict(arguments or {}), in_float64))
         try:

@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    (tmp_path / "layerzero").mkdir()
+    shutil.copytree(ROOT / "layerzero" / "ops", tmp_path / "layerzero" / "ops")
     (tmp_path / "layerzero" / "__init__.py").touch()
     shutil.copy(ROOT / "layerzero" / "version.py", tmp_path / "layerzero")
     (tmp_path / "bin").mkdir()

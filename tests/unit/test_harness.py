@@ -1,6 +1,5 @@
 """The harness itself: every way a rank can end is told apart, and nothing stays behind."""
 
-import contextlib
 import functools
 import os
 import re
@@ -120,16 +119,6 @@ def test_ranks_are_kept_until_one_fails(ranks: KeptRanks, capsys: pytest.Capture
     assert capsys.readouterr().out.count("hello") == 2
     assert ranks(2, _who_am_i, 0) == second
     assert not capsys.readouterr().out
-
-
-def test_ranks_are_renewed_after_many_calls_and_end_with_their_file() -> None:
-    with contextlib.closing(KeptRanks()) as kept:
-        kept.MOST_CALLS = 2
-        first, again, third = (kept(1, os.getpid)[0] for _ in range(3))
-        kept.close(but_sizes=[1])
-        assert first == again != third == kept(1, os.getpid)[0]
-        kept.close(but_sizes=[2])
-        assert kept(1, os.getpid)[0] != third
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from layerzero.comm.exchanges import all_to_all, gather_small
+from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Waitable
+from layerzero.flat.placement import ShardGroup
 from layerzero.optim.whole_tensor.owners import Member, OwnerGroup
 from layerzero.optim.whole_tensor.plan import Bucket, Move, make_buckets
 from layerzero.step.operations import remembers_failure
@@ -56,8 +59,7 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
             continue
         name = root.operations.next if group is owners.group else root.operations.next_on_host
         operation = name("optimizer flags", "the optimizer", group)
-        own = torch.tensor([flags[n] for n in numbers], dtype=torch.uint8)
-        rows = gather_small(own, group, operation).tolist()
+        rows = _exchange_on_host([flags[n] for n in numbers], group, operation)
         for number, column in zip(numbers, zip(*rows, strict=True), strict=True):
             pairs = zip(group.ranks, column, strict=True)
             with_gradient = [rank for rank, flag in pairs if flag & _PRESENT]
@@ -72,6 +74,22 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
         tuple(n for n, flag in enumerate(flags) if flag & _PRESENT),
         tuple(n for n, flag in enumerate(flags) if flag & _WRITTEN),
     )
+
+
+def _exchange_on_host(
+    own: Sequence[int], group: ShardGroup, operation: Operation
+) -> list[list[int]]:
+    """Gather every rank's numbers, each below 256, in rank order. Collective; blocks the host.
+
+    Args:
+        group: a group that serves the CPU. No device is waited for.
+    """
+    values = torch.tensor(own, dtype=torch.uint8)
+    if group.backend == "gloo":
+        return gather_small(values, group, operation).tolist()
+    table = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
+    dist.all_gather_into_tensor(table.view(-1), values, group=group.process_group)
+    return table.tolist()
 
 
 def buckets_of(members: Sequence[Member], numbers: Iterable[int], limit: int) -> Buckets:
