@@ -15,7 +15,7 @@ Parts, each meant for a process of its own:
     memory      bytes at rest and at the peak
     optimizer   clip and step of one rank's shards, on the device and on the host; the time of the
                 step over that of its bytes at the rate of a copy
-    trace       two steps under the profiler, read by gpu_trace.py
+    trace       two steps under the profiler, checked by gpu_trace.py
     peers       whole steps of every engine that is installed, on a real group of one rank
     checkpoint  a save and a load, on a real group of one rank
 
@@ -680,12 +680,19 @@ def measure_trace(config: Config, report: Report, path: Path = Path("gpu_trace.j
     report.details |= {"trace": str(path), "steps": len(steps)}
     if not config.on_gpu:
         return
-    found = [gpu_trace.measures(step) for step in steps]
-    worst = {name: max(each[name] for each in found) for name in found[0]}
-    worst["hidden_part"] = min(each["hidden_part"] for each in found)
-    report.details["found"] = [name for step in steps for name in step.blocking_calls]
+    failures = [failure for step in steps for failure in gpu_trace.check_step(step)]
+    report.details["found"] = [f"{f.check}: {f.text}" for f in failures]
+    hidden = min(
+        gpu_trace.hidden_part([w for w in s.works if w.is_gather], gpu_trace.compute_of(s))
+        for s in steps
+    )
+    found = {f"trace_{c.replace(' ', '_')}": 0.0 for c in gpu_trace.CHECKS if c != "hidden"}
+    for failure in failures:
+        name = f"trace_{failure.check.replace(' ', '_')}"
+        if name in found:
+            found[name] += 1
     name = f"gathers beside compute, {config.named(world, config.cells[0])}"
-    report.row(name, "", {"layerzero": worst["hidden_part"]}, **worst)
+    report.row(name, "", {"layerzero": hidden}, hidden_part=hidden, **found)
 
 
 PARTS: dict[str, Callable[..., None]] = {

@@ -54,5 +54,10 @@ EXPECTED: dict[str, Expected] = {
     "hidden_part": Expected("gathers beside compute", 0.9, 1.0, "counted: all but two", STREAMS),
     "trace_gathers": Expected("steps without gathers", 0, 0, "counted", PROFILE),
     "trace_gathers_on_compute": Expected("gathers on compute", 0, 0, "counted", STREAMS),
+    "trace_order": Expected("steps in another order than drawn", 0, 0, "counted", STREAMS),
+    "trace_own_kernels": Expected(
+        "steps with other kernels than counted", 0, 0, "counted", STREAMS
+    ),
+    "trace_gaps": Expected("steps with a gap over 50 us", 0, 0, "bar", PROFILE),
     "trace_host": Expected("calls that can block the host", 0, 0, "counted", STREAMS),
 }
