@@ -225,7 +225,7 @@ def test_the_simulated_device_sees_what_a_graph_forbids() -> None:
     group = make_plain_group(timedelta(seconds=60))
     for fault, act in FORBIDDEN.items():
         with simulated_device() as device:
-            PINNED[:], MODELS[:] = [_pinned()], [wrapped(group, arena=True)]
+            PINNED[:], MODELS[:] = [_pinned()], [wrapped(group)]
             x, graph = torch.ones(3), device.CUDAGraph()
             with device.graph(graph):
                 act(device, x)
