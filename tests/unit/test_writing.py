@@ -101,3 +101,32 @@ def test_machines_do_not_tell_know_ask_or_meet() -> None:
 def test_a_machine_that_knows_is_found() -> None:
     source = "a = 1  # The rank tells\nb = 2\n# others what it\n# knows: a known size, `ask()`\n"
     assert [human_words(text) for _, text in comments(source)] == [["tells"], ["knows"]]
+
+
+# Words of an earlier dialect; the glossary in docs/README.md has those of the field.
+DIALECT = re.compile(
+    r"(?:^|_)(?:asks?|asked|claims?|hears?|know[ns]?|leftovers?|loans?|lookout|meets?|meeting|"
+    r"onlooker|party|seats?|shadows?|sits?|surroundings|tells?|wants?|wanted|wish|wishes)(?:_|$)"
+)
+
+
+def dialect_names(source: str) -> list[str]:
+    """Classes, functions and arguments with such a word in their names."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+    snake = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names}
+    return [name for name in names if DIALECT.search(snake[name])]
+
+
+def test_names_are_words_of_the_field() -> None:
+    found = {str(path.relative_to(PACKAGE)): dialect_names(path.read_text()) for path in SOURCES}
+    assert {place: names for place, names in found.items() if names} == {}
+
+
+def test_a_name_of_the_dialect_is_found() -> None:
+    source = "class WishList: ...\ndef tell_of(known: int, unknown: int) -> None: ...\n"
+    assert dialect_names(source) == ["WishList", "tell_of", "known"]
