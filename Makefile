@@ -84,6 +84,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy layerzero
+	cd benchmarks && MYPYPATH=.. ../$(BIN)/mypy --config-file ../.mypy.ini $(filter-out gpu_% bench_gpu_step.py,$(notdir $(wildcard benchmarks/*.py)))
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
 

@@ -74,8 +74,8 @@ def main() -> None:
 class Contender:
     """One way to write a checkpoint, and to read it."""
 
-    save: Callable[[str], None]
-    load: Callable[[str], None]
+    save: Callable[[str], object]
+    load: Callable[[str], object]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(path)
         return took[0], took[1]
 
-    took = interleave(args.contenders, timed, args.rounds)  # type: ignore[arg-type]
+    took = interleave(args.contenders, timed, args.rounds)
     return {
         "nbytes": nbytes,
         "save": {name: [each[0] for each in values] for name, values in took.items()},

@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -107,7 +108,7 @@ def counted(
         frames, own = _frames(step, OWN.get(name))
         operations, allocations = _operations_and_allocations(step)
         totals[name] = dict(zip(KINDS, (frames, own, operations, allocations), strict=True))
-        built, _ = _frames(lambda name=name: make_step(name, units, width), None, times=1)
+        built, _ = _frames(partial(make_step, name, units, width), None, times=1)
         totals[name][CONSTRUCTION] = built * STEPS
         if name in ON_A_DEVICE:
             totals[name] |= _on_a_device(name, units, width)

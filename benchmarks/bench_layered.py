@@ -137,7 +137,11 @@ def sharded(args: argparse.Namespace) -> dict[str, Any]:
         return make_transformer(SIZES[args.size], args.length)
 
     def zero(outer: str, size: int, deterministic: bool = False) -> nn.Module:
-        options = {"zero3_size": size, "outer": outer, "deterministic": deterministic}
+        options: dict[str, Any] = {
+            "zero3_size": size,
+            "outer": outer,
+            "deterministic": deterministic,
+        }
         return layerzero(model(), TransformerBlock, accumulation=args.accumulation, **options)
 
     engines = {}

@@ -122,15 +122,21 @@ def _fully_sharded(model: nn.Sequential) -> nn.Module:
 def _contender(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
     """A first step makes the states; then gradients are there again."""
 
+    own: Any = next((each for each in (optimizer, model) if hasattr(each, "clip_grad_norm_")), None)
+
     def clip() -> None:
-        for owner in (optimizer, model):
-            if hasattr(owner, "clip_grad_norm_"):
-                return owner.clip_grad_norm_(1.0)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if own is not None:
+            own.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     _backward(model)
     optimizer.step()
-    parts = {"clip": clip, "step": optimizer.step, "zero_grad": optimizer.zero_grad}
+    parts: dict[str, Callable[[], Any]] = {
+        "clip": clip,
+        "step": optimizer.step,
+        "zero_grad": optimizer.zero_grad,
+    }
     return Contender(parts, _keeping_gradients(model))
 
 
@@ -149,9 +155,8 @@ def _ours(units: int, count: int, per_rank: int, state: Any) -> Contender:
 
     def norm() -> None:
         for flat in flats:
-            gradient = flat._gradient(None)
-            assert gradient is not None
-            sum_squares(gradient.flat)
+            for gradient in flat.gradients():
+                sum_squares(gradient)
 
     return contender._replace(parts={"norm": norm, **contender.parts})
 

@@ -153,7 +153,7 @@ def cases(gap_nbytes: int | None = None) -> list[Callable[[torch.device], Case]]
 
     def pack_case(name: str, numels: Sequence[int], *args: Any, **named: Any) -> Any:
         gap = None if numels is LAYER else gap_nbytes
-        return lambda device: _pack_case(device, name, numels, *args, gap_nbytes=gap, **named)
+        return lambda device: _pack_case(device, gap, name, numels, *args, **named)
 
     return [
         pack_case("flatten L float32 -> bfloat16", LAYER, FLOAT32, BFLOAT16, target=Target(1.15)),
@@ -191,6 +191,7 @@ def cases(gap_nbytes: int | None = None) -> list[Callable[[torch.device], Case]]
 
 def _pack_case(
     device: torch.device,
+    gap_nbytes: int | None,
     name: str,
     numels: Sequence[int],
     src_dtype: torch.dtype,
@@ -198,7 +199,6 @@ def _pack_case(
     scale: float = 1.0,
     missing: int = 0,
     target: Target = Target(),
-    gap_nbytes: int | None = None,
 ) -> Case:
     """Each source tensor is a separate allocation, like parameters, unless a gap is given."""
     segs = concatenate(numels, ALIGNMENT, RANKS * ALIGNMENT)

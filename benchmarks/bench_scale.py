@@ -70,7 +70,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure is not None:
         kind, *rest = args.measure
-        measure = {"host": measure_host, "construction": measure_construction}
+        measure: dict[str, Callable[..., Any]] = {
+            "host": measure_host,
+            "construction": measure_construction,
+        }
         print_json(measure.get(kind, measure_bytes)(args, *rest))
         return
     host = {}

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from layerzero.comm.gloo import threads as loop_threads
 
+T = TypeVar("T")
 SIZES = dict(tiny=(64, 2), **{"6m": (256, 8), "25m": (512, 8), "56m": (768, 8), "100m": (1024, 8)})
 """Width and layers of the transformer."""
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -148,8 +149,8 @@ def step_nbytes(state: str) -> tuple[float, float]:
 
 
 def interleave(
-    names: Sequence[str], measure: Callable[[str], float], rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
+    names: Sequence[str], measure: Callable[[str], T], rounds: int, warmup: int = 1
+) -> dict[str, list[T]]:
     """Measure each name once in each round, in an order that changes but is equal on all ranks.
 
     So a lasting disturbance affects every name, and no name always follows the same other one.
@@ -157,7 +158,7 @@ def interleave(
     Returns:
         For each name, one value for each round, without the `warmup` rounds.
     """
-    results: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     generator = random.Random(0)
     for index in range(warmup + rounds):
         order = list(names)
