@@ -7,6 +7,9 @@
 #undef LZ_TARGET
 
 #if defined(__x86_64__)
+#include <immintrin.h>
+
+#define LZ_AVX
 #define LZ_SET avx2
 #define LZ_TARGET __attribute__((target("avx2,f16c,fma")))
 #include "step.inc"
