@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from layerzero.graph_capture import capture
+    from layerzero.graphs.capture import capture
     from layerzero.memory_plan import plan_memory
     from layerzero.model_functions import register_forward_method, units
     from layerzero.optim import GradScaler, global_norm
@@ -49,7 +49,7 @@ _LAZY = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "ParallelManager": "layerzero.parallel",
     "ShardingPlan": "layerzero.plan",
-    "capture": "layerzero.graph_capture",
+    "capture": "layerzero.graphs.capture",
     "fully_shard": "layerzero.fsdp",
     "global_norm": "layerzero.optim",
     "join": "layerzero.uneven.joinable",

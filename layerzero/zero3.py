@@ -48,7 +48,7 @@ from layerzero.step.unit import Unit, get_unit, set_unit
 from layerzero.wrapper import ModuleWrapper
 
 if TYPE_CHECKING:
-    from layerzero.arena import Arena
+    from layerzero.graphs.arena import Arena
     from layerzero.memory_budget import MemoryChoice
     from layerzero.optim.clip import Clipped
 
@@ -258,7 +258,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
     def arena(self) -> Arena | None:
         """The memory of `arena=True`, whose `nbytes` and `taken_nbytes` say how large it is and
         how much of it an order takes at once; None without that argument."""
-        from layerzero.arena import Arena
+        from layerzero.graphs.arena import Arena
 
         return next(iter(self._root_state.extensions.of(Arena)), None)
 
@@ -529,11 +529,11 @@ def shard_in_place(
 
         nonfinite.install(root, arguments.on_nonfinite, root.kept_whole)
     if root.streams.is_capturing is not bool:
-        from layerzero.graph_capture import Recording
+        from layerzero.graphs.capture import Recording
 
         root.extensions.add(Recording(root))
     if arguments.arena:
-        from layerzero.arena import Arena
+        from layerzero.graphs.arena import Arena
 
         root.extensions.add(Arena(root))
     guards.install(root)

@@ -22,7 +22,7 @@ _ADVISE, _COLLAPSE = 14, 25
 
 
 class Lease(Protocol):
-    """Memory for one buffer in an arena, which `layerzero/arena.py` hands out."""
+    """Memory for one buffer in an arena, which `layerzero/graphs/arena.py` hands out."""
 
     def note(self, is_behind: bool) -> None:
         """The host issues the gather that takes the buffer, perhaps behind reductions; `take` may

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero
-from layerzero import OffloadPolicy, ZeRO3, graph_capture
+from layerzero import OffloadPolicy, ZeRO3
 from layerzero.flat.host_memory import HostMemory
-from layerzero.graph_capture import CapturedStep
+from layerzero.graphs import capture as graph_capture
+from layerzero.graphs.capture import CapturedStep
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from layerzero.step.operations import Operations
 from layerzero.step.reducer import GradientReducer

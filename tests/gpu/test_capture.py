@@ -13,7 +13,7 @@ from torch import Tensor
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.graph_capture import WARM_UP_CALLS
+from layerzero.graphs.capture import WARM_UP_CALLS
 from layerzero.optim import AdamW
 from tests.gpu.mirror import Wires, fake_world
 from tests.gpu.mirror_runs import build

@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 
-from layerzero.arena_layout import (
+from layerzero.graphs.arena_layout import (
     ALIGNMENT,
     Demand,
     Event,

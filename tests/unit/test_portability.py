@@ -27,7 +27,7 @@ ALLOWED = {
     "build/arguments.py": "an example of a device, in a message",
     "build/device.py": "a comparison, in a message",
     "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
-    "graph_capture.py": "the name of torch's class",
+    "graphs/capture.py": "the name of torch's class",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
     "ops/__init__.py": "the kernels that csrc/ has",
     "ops/native.py": "the kernels that csrc/ has",

@@ -30,7 +30,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layerzero.arena_layout import (
+from layerzero.comm.gloo.threads import FinishingStream
+from layerzero.config import BackwardPrefetch
+from layerzero.flat.buffer import prefer_huge_pages
+from layerzero.graphs.arena_layout import (
     Event,
     Pass,
     Place,
@@ -45,9 +48,6 @@ from layerzero.arena_layout import (
     prune,
     with_prefetch,
 )
-from layerzero.comm.gloo.threads import FinishingStream
-from layerzero.config import BackwardPrefetch
-from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 
