@@ -33,7 +33,7 @@ def sources(paragraph: str) -> list[str]:
     """The result pages that a paragraph links to, or whose benchmark it names."""
     names = set(re.findall(r"results/(\w+\.md)", paragraph))
     for benchmark in re.findall(r"bench_(\w+)\.py", paragraph):
-        names |= {name for name in RESULTS if name.startswith(f"{benchmark}_epyc")}
+        names |= {name for name in RESULTS if name.startswith(f"{benchmark}_")}
     return sorted(f"results/{name}" for name in names)
 
 
@@ -78,5 +78,5 @@ def test_a_figure_that_nobody_measured_is_found() -> None:
     assert unknown_figures(f"It takes 98.7654 % more\nthan others {link}.") == ["98.7654"]
     first = next(n for n in re.findall(NUMBER, RESULTS[name]) if "." in n)
     assert unknown_figures(f"It takes {first} of the time {link}.\n\nOthers 0.123456.") == []
-    row = f"| step | 0.123456 | `python benchmarks/bench_{name.partition('_epyc')[0]}.py` |"
+    row = f"| step | 0.123456 | `python benchmarks/bench_{name.rsplit('_', 2)[0]}.py` |"
     assert unknown_figures(row + "\n| peak | 0.654321 | same run |") == ["0.123456", "0.654321"]
