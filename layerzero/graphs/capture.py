@@ -135,13 +135,13 @@ class CapturedStep:
         stream, current = self._stream, self._module.current_stream(self._device)
         stream.wait_stream(current)  # Which uses what the last call left: it is freed only now.
         self._keepalive: Any = None
-        with self._module.stream(stream):
+        with ExitStack() as stack:
+            stack.callback(current.wait_stream, stream)  # Also after an error: inputs are freed.
+            stack.enter_context(self._module.stream(stream))
             given = self._moved_in(args)
             outputs = (self._warm_up if self._num_calls < WARM_UP_CALLS else self._record)(given)
-        current.wait_stream(stream)
-        copies = _copies(outputs)
         self._keepalive = given, outputs, self._grads()
-        return copies
+        return _copies(outputs)
 
     def _warm_up(self, args: tuple[Any, ...]) -> Any:
         """Run the step, and find the models and optimizers that have a part in it."""

@@ -26,14 +26,13 @@ from tests.distributed.test_experts import (
     NamedExperts,
     StackedExperts,
     train,
-    whole_values,
     wrapped,
 )
 from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.ranks import KeptRanks
-from tests.harness.reference import OPTIMIZERS, seeded
-from tests.harness.saved_models import assert_same, everything
+from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
+from tests.harness.saved_models import assert_same, everything, values_and_states
 
 
 def _build(
@@ -140,26 +139,17 @@ def test_any_split_loads_into_any_other(
         ranks(world_size, _read, str(tmp_path), splits, expected)
 
 
-def _values_and_states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """What this rank has, in full."""
-    values = checkpoint.get_model_state_dict(model, full=True)
-    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
-    return values, {f"{n}: {k}": v for n, own in state.items() for k, v in own.items()}
-
-
 def _save(folder: str, ep: int, kind: type[nn.Module]) -> Any:
     model, reference = wrapped(ep, kind), seeded(lambda: Model(kind))
     optimizer = train(model, reference, 2)
     checkpoint.save(f"{folder}/ep {ep}", model, optimizer)
     weights, state = theirs.get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
-    values, states = _values_and_states(model, optimizer)
+    values, states = values_and_states(model, optimizer)
     assert states, "momentum"
     whole = theirs.StateDictOptions(full_state_dict=True)
     assert_same_parameters(theirs.get_model_state_dict(model, options=whole), values)
-    with model.summon_full_params(writeback=False):
-        summoned = whole_values({n: p.detach().clone() for n, p in model.named_parameters()})
-    assert_same_parameters(values, summoned)
+    assert_same_parameters(values, full_parameters(model))
     if kind is NamedExperts:
         with pytest.raises(NotImplementedError, match="different experts"):
             checkpoint.get_model_state_dict(model, full=True, rank0_only=True)
@@ -197,7 +187,7 @@ def _load(folder: str, ep: int, eps: Sequence[int], kind: type[nn.Module], expec
 
 
 def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: str) -> None:
-    for own, whole in zip(_values_and_states(model, optimizer), expected, strict=True):
+    for own, whole in zip(values_and_states(model, optimizer), expected, strict=True):
         assert own
         assert_same_parameters(own, {name: whole[name] for name in own}, what=what)
 

@@ -21,26 +21,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from layerzero import MixedPrecision, ZeRO3, notices, units
+from layerzero import MixedPrecision, ShardingPlan, ZeRO3, notices, shard_with_plan, units
 from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters, recorded_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
-from tests.harness.reference import seeded
+from tests.harness.reference import batches_of, seeded
 
 DEPTH = 9
 """More units than the 8 entries that Dynamo keeps for one piece of code."""
 
 
 def batches(steps: int = 2) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
-        for _ in range(steps)
-    ]
+    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 def deep() -> Mlp:
@@ -120,7 +116,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @on_ranks(2, timeout=90)
-def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
+def test_policies_and_plans_look_through_wrappers_and_names_stay_clean() -> None:
     """Policies look at the module inside wrappers; its names are those without them."""
     torch._dynamo.reset()
     for name, wrap in WRAPPERS.items():
@@ -140,6 +136,12 @@ def test_a_policy_looks_through_wrappers_and_names_stay_clean() -> None:
         assert list(model.state_dict()) == list(plain.state_dict()), name
         full = get_model_state_dict(model, full=True)
         assert full.keys() == Mlp().state_dict().keys(), name
+        by_plan = seeded(Mlp)
+        by_plan.blocks = nn.ModuleList(map(wrap, by_plan.blocks))
+        plan = ShardingPlan(apply_modules={"blocks.{*}": {}, "blocks.{*}.up": {}})
+        planned = [unit.fqn for unit in units(shard_with_plan(by_plan, plan))]
+        inside = [f"blocks.{index}{part}" for index in range(3) for part in ("", ".up")]
+        assert sorted(planned) == ["", *inside], name
         for load in (set_model_state_dict, nn.Module.load_state_dict):
             plain = seeded(Mlp, 1)
             plain.blocks = nn.ModuleList(map(wrap, plain.blocks))

@@ -1,8 +1,8 @@
 """What wrapping leaves of a module: names, values, marks; from which states it can start."""
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,8 +21,6 @@ from tests.harness.models import (
     Mlp,
     NoParameters,
     OddShapes,
-    Transformer,
-    TransformerBlock,
 )
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
@@ -30,7 +28,6 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     seeded,
 )
 
@@ -48,6 +45,17 @@ def test_names_and_values_are_the_original_ones() -> None:
             assert isinstance(own, nn.Parameter) and own.dim() == 1
             assert own.requires_grad == other.requires_grad
             assert own.dtype == other.dtype
+        sharded_params = dict(model.named_parameters())
+        with model.summon_full_params():
+            full = dict(model.named_parameters())
+            assert_same_parameters(full, dict(plain.named_parameters()), what=f"{name}: full")
+            for key, parameter in full.items():
+                assert isinstance(parameter, nn.Parameter), key
+                assert parameter.requires_grad == plain.get_parameter(key).requires_grad, key
+                assert model.get_parameter(key) is parameter, key
+        after = dict(model.named_parameters())
+        assert list(after) == list(sharded_params)
+        assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -59,52 +67,17 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-@on_ranks(2)
-def test_nested_wrapping_by_hand_is_wrapping_by_policy() -> None:
-    def build() -> nn.Module:
-        model = Transformer()
-        for index in range(len(model.layers)):
-            model.layers[index] = ZeRO3(model.layers[index])
-        return model
-
-    model, plain = zero3(build), seeded(Transformer)
-    assert _names(model) == _names(plain)
-    units = {unit.fqn: unit.num_parameters for unit in layerzero.units(model)}
-    by_policy = layerzero.units(zero3(Transformer, TransformerBlock))
-    assert units == {unit.fqn: unit.num_parameters for unit in by_policy}
-    for name, parameter in model.named_parameters():
-        assert parameter.layerzero.fqn == name
-    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=3)
-    assert_trains_alike(model, plain, batches)
-
-
 @on_ranks(3)
 def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it() -> None:
     model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
-    for own, full in zip(model.parameters(), plain.parameters(), strict=True):
-        start, stop = own.layerzero.range
-        assert_bitwise(own.detach(), full.detach().reshape(-1)[start:stop], own.layerzero.fqn)
-    marks = of_all_ranks(
-        [
-            (
-                parameter.layerzero.fqn,
-                tuple(parameter.layerzero.shape),
-                parameter.layerzero.range,
-                parameter.numel(),
-            )
-            for parameter in model.parameters()
-        ]
-    )
-    for index, (name, parameter) in enumerate(OddShapes().named_parameters()):
-        end = 0
-        for rank in range(3):
-            fqn, shape, (start, stop), numel = marks[rank][index]
-            assert (fqn, shape) == (name, tuple(parameter.shape))
-            assert stop - start == numel
-            if numel:
-                assert start == end, f"{name}: rank {rank} has [{start}, {stop}) after {end}"
-                end = stop
-        assert end == parameter.numel(), name
+    pairs = zip(model.parameters(), plain.named_parameters(), strict=True)
+    for own, (name, full) in pairs:
+        info = own.layerzero
+        assert (info.fqn, info.shape) == (name, full.shape)
+        assert_bitwise(own.detach(), full.detach().reshape(-1)[slice(*info.range)], name)
+        ranges = [(start, stop) for start, stop in of_all_ranks(info.range) if start < stop]
+        borders = [0, *(stop for _, stop in ranges)]
+        assert [*itertools.pairwise(borders)] == ranges and borders[-1] == full.numel(), name
 
 
 @on_ranks(2)
@@ -126,44 +99,9 @@ def test_attributes_of_a_parameter_are_on_its_shard() -> None:
         assert dict(model.named_parameters())["head.weight"].shared is True
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
-def _fill(module: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            tensor.fill_(0.25)
-
-
-@on_ranks(2)
-def test_param_init_fn_is_called_with_each_module_that_has_meta_tensors() -> None:
-    for case_name in ("odd_shapes", "no_parameters", "tied_across_units"):
-        case = CASES[case_name]
-        calls: list[nn.Module] = []
-
-        def init(module: nn.Module, calls: list[nn.Module] = calls) -> None:
-            calls.append(module)
-            _fill(module)
-
-        model = _on_meta(case.build)
-        with_own = [
-            module
-            for module in model.modules()
-            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        ]
-        wrapped = ZeRO3(model, auto_wrap_policy=set(case.units), param_init_fn=init)
-        if case_name != "tied_across_units":  # There a weight has a value before its second module.
-            assert calls == with_own, case_name
-        for name, value in [*full_parameters(wrapped).items(), *wrapped.named_buffers()]:
-            assert value.device.type == "cpu" and bool((value == 0.25).all()), name
-        assert _names(wrapped) == _names(case.build()), case_name
-
-
 @on_ranks(2)
 def test_ignored_modules_and_parameters_are_left_alone() -> None:
-    model, plain = seeded(Mlp), seeded(Mlp)
+    model = seeded(Mlp)
     before = dict(model.named_parameters())
     options = {
         "ignored_modules": [model.blocks[1]],
@@ -174,23 +112,17 @@ def test_ignored_modules_and_parameters_are_left_alone() -> None:
     assert list(dict(wrapped.named_parameters())) == list(before)
     for name, parameter in wrapped.named_parameters():
         assert (parameter is before[name]) == name.startswith(ignored), name
-    _compare_ignored(wrapped, plain, lambda name: name.startswith(ignored))
-
-
-def _compare_ignored(model: nn.Module, plain: nn.Module, ignored: Callable[[str], bool]) -> None:
-    """Sharded gradients are the mean over ranks, those of ignored parameters the rank's own."""
+    # Sharded gradients are the mean over ranks, those of ignored parameters the rank's own.
     step = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0]
-    forward_backward(model, step[dist.get_rank()])
-    own = {name: parameter.grad for name, parameter in model.named_parameters() if ignored(name)}
-    sharded_gradients = {n: g for n, g in full_gradients(model).items() if not ignored(n)}
-    forward_backward(plain, step[dist.get_rank()])
-    local = {name: value for name, value in full_gradients(plain).items() if ignored(name)}
-    assert local
-    assert_same_parameters(own, local, what="own gradient of")
-    plain.zero_grad()
-    backward_of_all_ranks(plain, step)
-    mean = {name: value for name, value in full_gradients(plain).items() if not ignored(name)}
-    assert_same_parameters(sharded_gradients, mean, what="gradient of")
+    local, mean = seeded(Mlp), seeded(Mlp)
+    for each in (wrapped, local):
+        forward_backward(each, step[dist.get_rank()])
+    backward_of_all_ranks(mean, step)
+    expected = {
+        name: (local if name.startswith(ignored) else mean).get_parameter(name).grad
+        for name in before
+    }
+    assert_same_parameters(full_gradients(wrapped), expected, what="gradient of")
 
 
 class _WithTable(nn.Module):

@@ -28,7 +28,7 @@ from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import of_all_ranks, on_ranks
-from tests.harness.reference import full_parameters, seeded
+from tests.harness.reference import full_parameters, on_meta, seeded
 
 LIMIT_S = 3.0
 """Seconds in which every rank raises, whatever the timeout."""
@@ -196,17 +196,14 @@ def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
     rank = dist.get_rank()
     message = in_step(lambda: ZeRO3(Mlp(2), mesh, deterministic=rank == 3))
     assert "rank 3 has deterministic=True, where rank 0 has deterministic=False" in message
+    message = in_step(lambda: ZeRO3(Mlp(2), mesh, outer="replicate" if rank == 3 else "zero1"))
+    assert "rank 3 has outer='replicate', where rank 0 has outer='zero1'" in message
     message = in_step(lambda: ZeRO3(Mlp(2 + (rank == 0)), mesh))
     assert "ranks 1, 2, 3 have" in message and "where rank 0 has" in message
-    message = in_step(
-        lambda: ZeRO3(Mlp(2), mesh, outer="zero2" if rank == 2 else "zero1"),
-    )
+    message = in_step(lambda: ZeRO3(Mlp(2), mesh, outer="zero2" if rank == 2 else "zero1"))
     assert "outer: expected" in message
     # What may differ: devices' memory, initialisers of ranks that get the first rank's values.
-    module = Mlp(2)
-    if rank:
-        with torch.device("meta"):
-            module = Mlp(2)
+    module = on_meta(depth=2) if rank else Mlp(2)
     init = (lambda module: module.to_empty(device="cpu", recurse=False)) if rank else None
     ZeRO3(module, mesh, sync_module_states=True, param_init_fn=init)
 
@@ -240,13 +237,9 @@ def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
     told["buffer"] = _told(_changed("blocks.1.order", 1))
     torch.manual_seed(rank)
     told["synchronised"] = _told(Mlp(), sync_module_states=True)
-    with torch.device("meta"):
-        module = Mlp()
     torch.manual_seed(rank // 2)
-    told["meta"] = _told(module, auto_wrap_policy={Block})
-    with torch.device("meta"):
-        module = Mlp()
-    told["later"] = _told(module, param_init_fn="later")
+    told["meta"] = _told(on_meta(), auto_wrap_policy={Block})
+    told["later"] = _told(on_meta(), param_init_fn="later")
     first, *others = of_all_ranks(told)
     assert not any(any(each.values()) for each in others)
     start = {name: each[0] for name, each in first.items() if each}

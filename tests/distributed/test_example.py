@@ -1,6 +1,7 @@
 """Programs in examples/: the trainer of `make train`, which can be killed at any time, a consumer
 of weights, and a model of two modalities."""
 
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -64,6 +65,9 @@ def _die(log: Path, pids: list[int], num_lines: int, delay_s: float) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+_run = functools.partial(run_ranks, in_float64=True)
+
+
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a small model on text of its own."""
@@ -89,19 +93,10 @@ class Whole(NamedTuple):
 
 @pytest.fixture(scope="module")
 def whole(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return _whole(flags, tmp_path_factory.mktemp("whole"), in_float64=False)
-
-
-@pytest.fixture(scope="module")
-def whole_in_float64(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return _whole(flags, tmp_path_factory.mktemp("whole_in_float64"), in_float64=True)
-
-
-def _whole(flags: list[str], folder: Path, in_float64: bool) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
     log, checkpoints = folder / "log", folder / "checkpoints"
     own = ["--log", str(log), "--checkpoint-dir", str(checkpoints), "--checkpoint-every", "5"]
-    losses = run_ranks(2, _train, [*flags, *own], in_float64=in_float64)[0]
-    return Whole(log, checkpoints, losses)
+    return Whole(log, checkpoints, _run(2, _train, [*flags, *own])[0])
 
 
 def _until(step: int, whole: Whole, folder: Path) -> list[str]:
@@ -112,7 +107,7 @@ def _until(step: int, whole: Whole, folder: Path) -> list[str]:
 
 
 def test_saving_changes_no_loss(flags: list[str], whole: Whole, tmp_path: Path) -> None:
-    run_ranks(2, _train, [*flags, "--log", str(tmp_path / "log")])
+    _run(2, _train, [*flags, "--log", str(tmp_path / "log")])
     assert _steps(tmp_path / "log") == _steps(whole.log)
     assert [step for step, _, _ in _steps(whole.log)] == list(range(1, NUM_STEPS + 1))
     assert list(committed_steps(whole.checkpoints)) == [5, 10, 12]
@@ -128,12 +123,12 @@ def test_a_run_killed_at_any_time_goes_on_bit_for_bit(
     log.touch()
     for num_lines in (1, 5, 10):
         moment = (num_lines, random.SystemRandom().uniform(0, 0.02))
-        run_ranks(2, _train, [*flags, *own], moment, expect_exit=dead)
+        _run(2, _train, [*flags, *own], moment, expect_exit=dead)
         steps = _steps_of_a_killed_run(log)
         assert steps == _steps(whole.log)[: len(steps)], moment
         with log.open("a") as file:
             file.write('{"step": 1')  # torn, as a machine that goes down may leave it
-    losses = run_ranks(2, _train, [*flags, *own])[0]
+    losses = _run(2, _train, [*flags, *own])[0]
     assert losses == whole.losses
     assert _steps(log) == _steps(whole.log)
     assert list(committed_steps(checkpoints)) == [10, 12]
@@ -146,11 +141,10 @@ def _steps_of_a_killed_run(log: Path) -> list[tuple[int, float, list[float]]]:
 
 
 def test_a_run_goes_on_at_another_number_of_ranks(
-    flags: list[str], whole_in_float64: Whole, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    flags: list[str], whole: Whole, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = whole_in_float64
     own = [*_until(5, whole, tmp_path), "--batch", "4"]
-    losses = run_ranks(1, _train, [*flags, *own], in_float64=True)[0]
+    losses = _run(1, _train, [*flags, *own])[0]
     assert losses[:5] == whole.losses[:5]
     # The same windows, their mean taken over one rank instead of two.
     assert losses == of_floats(whole.losses)
@@ -170,7 +164,7 @@ def test_another_run_is_not_gone_on_with(
 ) -> None:
     own = _until(5, whole, tmp_path)
     with pytest.raises(AssertionError) as failed:
-        run_ranks(1, _train, [*flags, *own, *changed])
+        _run(1, _train, [*flags, *own, *changed])
     lines = [line for line in str(failed.value).splitlines() if "train_lm.py: error: " in line]
     assert len(lines) == 1
     assert reason in lines[0]
@@ -194,7 +188,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed() -> None:
 @pytest.mark.slow
 def test_other_engines_train_too(flags: list[str]) -> None:
     for engine in ("fully_shard", "ddp"):
-        losses = run_ranks(1, _train, [*flags, "--engine", engine])[0]
+        losses = _run(1, _train, [*flags, "--engine", engine])[0]
         assert len(losses) == NUM_STEPS and losses[-1] < losses[0]
 
 

@@ -26,12 +26,18 @@ from tests.distributed.test_experts import (
     batches,
     expert_mesh,
     part_of,
-    run,
     wrapped,
 )
-from tests.harness.checks import assert_bitwise, assert_close_in_float64, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import assert_same_where_present
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
+from tests.harness.reference import (
+    OPTIMIZERS,
+    backward_of_all_ranks,
+    forward_backward,
+    seeded,
+)
+from tests.harness.saved_models import values_and_states
 
 
 class LocalExperts(nn.Module):
@@ -86,12 +92,6 @@ def _names(ep: int) -> set[str]:
     return {name for name in names if not any(other in name for other in others)}
 
 
-def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    values = checkpoint.get_model_state_dict(model, full=True)
-    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
-    return values, {f"{n}: {k}": v for n, own in state.items() for k, v in own.items()}
-
-
 def _train(way: str, ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
     """A step beside the whole model on one process."""
     model, reference = _make(way, ep), seeded(lambda: Model(LocalExperts))
@@ -101,13 +101,12 @@ def _train(way: str, ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
     assert model.state_dict().keys() == names | buffers
     own, expected = (OPTIMIZERS["sgd_momentum"](m.parameters()) for m in (model, reference))
     (batch,) = batches(1)
-    run(model, batch[dist.get_rank()])
-    backward_of_all_ranks(reference, batch, run)
+    forward_backward(model, batch[dist.get_rank()])
+    backward_of_all_ranks(reference, batch)
     own.step()
     expected.step()
-    values, _ = _everything(model, own)
-    whole = reference.state_dict()
-    assert_close_in_float64(values, {name: whole[name] for name in values}, way)
+    values, _ = values_and_states(model, own)
+    assert_same_where_present(values, reference.state_dict(), way)
     with model.summon_full_params():
         assert model.state_dict().keys() == values.keys()
     return model, own
@@ -120,7 +119,7 @@ def _ways(folder: str) -> Any:
     assert [unit.fqn for unit in units(model)][-2:] == [
         f"layers.1.experts.each.{index}" for index in (0, 1)
     ], "units are called what their modules are"
-    values, states = _everything(model, optimizer)
+    values, states = values_and_states(model, optimizer)
     checkpoint.save(f"{folder}/ours", model, optimizer)
 
     # Its own state dict, by torch's own means, and by another way of wrapping.
@@ -150,7 +149,7 @@ def _ways(folder: str) -> Any:
     wanted = checkpoint.get_optimizer_state_dict(model, again)
     dcp.load(wanted["state"], checkpoint_id=f"{folder}/states")
     checkpoint.set_optimizer_state_dict(model, again, wanted)
-    assert_same_parameters(_everything(model, again)[1], states)
+    assert_same_parameters(values_and_states(model, again)[1], states)
     torch_names.get_model_state_dict(_make("manager", 1))  # which has all of them
 
     # The optimizer's own numbers stand for other experts on other ranks.
@@ -184,7 +183,7 @@ def _load(folder: str, expected: Any, named: bool) -> None:
                 parameter.zero_()
         optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
         checkpoint.load(folder, model, optimizer, strict=not named)  # of buffers
-        for own, whole in zip(_everything(model, optimizer), expected, strict=True):
+        for own, whole in zip(values_and_states(model, optimizer), expected, strict=True):
             assert own
             assert_same_parameters(own, {name: whole[name] for name in own}, what=f"ep {ep}")
 

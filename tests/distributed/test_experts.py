@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,18 +21,15 @@ from layerzero import (
     global_norm,
     shard_with_plan,
 )
-from tests.harness.checks import (
-    assert_close_in_float64,
-    assert_same_on_all_ranks,
-)
+from tests.harness.checks import assert_close_in_float64, named
+from tests.harness.compare import assert_follows, assert_same_where_present
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
 from tests.harness.reference import (
-    OPTIMIZERS,
     backward_of_all_ranks,
+    forward_backward,
     full_gradients,
-    full_parameters,
     seeded,
 )
 
@@ -191,50 +188,13 @@ def batches(steps: int, seed: int = 0, num_tokens: int = 9) -> list[list[Tensor]
     return [[torch.randn(shape, generator=generator) for _ in ranks] for _ in range(steps)]
 
 
-def run(model: nn.Module, batch: Tensor) -> Tensor:
-    loss = model(batch).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
-def whole_values(values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """DTensors in full. Collective over their mesh."""
-    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in values.items()}
-
-
-def assert_same(model: ZeRO3, reference: nn.Module, what: str) -> None:
-    """Gradients and parameters of what this rank has: tokens of an expert are summed rank by rank,
-    and in the reference batch by batch."""
-    for read in (full_gradients, full_parameters):
-        own, everything = whole_values(read(model)), read(reference)
-        expected = {name: value for name, value in everything.items() if name in own}
-        assert_close_in_float64(own, expected, f"{what}: {read.__name__} of")
-
-
 def train(
     model: ZeRO3, reference: nn.Module, steps: int, seed: int = 0, clip: float | None = None
 ) -> torch.optim.Optimizer:
     """Compare every step; returns the model's optimizer."""
-    optimizer = OPTIMIZERS["sgd_momentum"](model.parameters())
-    reference_optimizer = OPTIMIZERS["sgd_momentum"](reference.parameters())
-    for step, batch in enumerate(batches(steps, seed)):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        loss = run(model, batch[dist.get_rank()])
-        expected = backward_of_all_ranks(reference, batch, run)[dist.get_rank()]
-        assert_close_in_float64(loss, expected, f"step {step}: loss")
-        values = nn.utils.get_total_norm(list(reference.parameters()))
-        assert_close_in_float64(global_norm(model.parameters()), values, "norm of values")
-        if clip is not None:
-            norm = model.clip_grad_norm_(clip)
-            whole = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert whole > 1.1 * clip, "else nothing is scaled"
-            assert_close_in_float64(norm, whole, f"step {step}: norm")
-            assert_same_on_all_ranks(norm, "norm")
-        assert_same(model, reference, f"step {step}")
-        optimizer.step()
-        reference_optimizer.step()
-    assert_same(model, reference, "at the end")
+    optimizer = assert_follows(model, reference, batches(steps, seed), clip=clip)
+    values = nn.utils.get_total_norm(list(reference.parameters()))
+    assert_close_in_float64(global_norm(model.parameters()), values, "norm of values")
     return optimizer
 
 
@@ -262,10 +222,8 @@ def test_experts_train_as_the_whole_model() -> None:
         *((StackedExperts, name) for name in stacked),
     ]:
         ep, options = SETTINGS[name]
-        try:
+        with named(kind.__name__, name):
             train(wrapped(ep, kind, **options), seeded(lambda kind=kind: Model(kind)), 2, clip=0.01)
-        except AssertionError as error:
-            raise AssertionError(f"{kind.__name__}, {name}: {error}") from error
 
 
 @on_ranks(4, in_float64=True)
@@ -278,13 +236,13 @@ def test_micro_batches_of_experts_add_up() -> None:
         steps = batches(3, seed=0, num_tokens=1)
         with model.no_sync():
             for batch in steps[:2]:
-                run(model, batch[rank])
-        run(model, steps[2][rank])
+                forward_backward(model, batch[rank])
+        forward_backward(model, steps[2][rank])
         for batch in steps:
-            backward_of_all_ranks(reference, batch, run)
-        missing = [name for name, p in reference.named_parameters() if p.grad is None]
-        assert missing, "else every expert saw a token"
-        assert_same(model, reference, f"ep {ep}, {accumulation}")
+            backward_of_all_ranks(reference, batch)
+        found, expected = full_gradients(model), full_gradients(reference)
+        assert None in expected.values(), "else every expert saw a token"
+        assert_same_where_present(found, expected, f"ep {ep}, {accumulation}: gradient of")
 
 
 @on_ranks(4)
@@ -292,7 +250,7 @@ def test_experts_cost_as_many_collectives_as_other_units() -> None:
     model = wrapped(2)
     for _ in range(2):
         with recorded_operations(model) as operations:
-            run(model, batches(1)[0][dist.get_rank()])
+            forward_backward(model, batches(1)[0][dist.get_rank()])
     found = inner_units(model)
     assert len(found) == 5
     assert sorted(reduced(operations)) == sorted(unit.label for unit in found)
@@ -317,20 +275,8 @@ def test_experts_train_beside_tensor_parallelism() -> None:
     def choose(module: nn.Module, fqn: str) -> Any:
         return {"process_group": mesh["edp"]} if isinstance(module, NamedExperts) else False
 
-    model, reference = ZeRO3(model, mesh["ep"], auto_wrap_policy=choose), seeded(Model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for step, (one, other, *_) in enumerate(batches(2)):
-        loss = run(model, (one, other)[rank])
-        expected = backward_of_all_ranks(reference, (one, other), run)[rank]
-        assert_close_in_float64(loss, expected, f"step {step}: loss")
-        norm = model.clip_grad_norm_(0.01)
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-        assert_close_in_float64(norm, expected, f"step {step}: norm")
-        assert_same_on_all_ranks(norm, "norm")
-        assert_same(model, reference, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    model = ZeRO3(model, mesh["ep"], auto_wrap_policy=choose)
+    assert_follows(model, seeded(Model), [step[:2] for step in batches(2)], rank, clip=0.01)
 
 
 @on_ranks(4, in_float64=True)
@@ -362,50 +308,44 @@ def test_experts_that_do_not_fit_are_refused_on_every_rank() -> None:
             layer.experts.keep(mesh)
         return model
 
-    def refused(
-        model: nn.Module, group: Any, error: type[Exception], text: str, whole: Any = None
-    ) -> None:
-        def choose(module: nn.Module, fqn: str) -> Any:
+    def changed(change: Callable[[Any, Any], object], kind: Any = NamedExperts) -> Model:
+        """`change` is called with the model and the experts of its first layer."""
+        model = part(kind)
+        change(model, model.layers[0].experts)
+        return model
+
+    def tie(model: Any, experts: Any) -> None:
+        model.extra = nn.Linear(1, 5)
+        model.extra.bias = next(iter(experts.each.values())).up.bias
+
+    def cut_by_hand(model: Any, experts: Any) -> None:
+        for name, whole in list(experts.named_parameters()):
+            local = whole.full_tensor().detach().chunk(2)[rank % 2]
+            setattr(experts, name, nn.Parameter(local.clone()))
+
+    copied = nn.Parameter(distribute_tensor(torch.zeros(2), mesh["ep"], [Replicate()]))
+    copies = changed(lambda model, experts: experts.register_parameter("bias", copied))
+    both = changed(lambda model, _: setattr(model.stem, "bias", copied), StackedExperts)
+    uneven = changed(lambda _, experts: experts.each.update({"9": Expert()} if rank % 2 else {}))
+    where, edp = rf"layers.0.experts \(rank {rank}\)", mesh["edp"]
+    wrong = "differ between ranks: ranks 2, 3 have no other expert, where rank 0 has unit 0, no exp"
+    refused: list[tuple[nn.Module, Any, type[Exception], str]] = [
+        (part(), "edp", TypeError, "layers.0.experts: process_group: expected a ProcessGroup"),
+        (part(), mesh["ep"], ValueError, "ranks that have the same experts"),
+        (part(), edp if rank < 2 else None, ValueError, wrong),
+        (uneven, edp, ValueError, "every rank needs equally many experts"),
+        (changed(cut_by_hand, StackedExperts), edp, ValueError, "different parameters under the"),
+        (changed(tie), edp, ValueError, f"{where}: one of its parameters is tied to a parameter"),
+        (copies, edp, ValueError, r"expected Shard\(dim\)"),
+        (both, edp, NotImplementedError, "both DTensors"),
+        (part(), mesh["ep"], ValueError, f"{where}: its process_group"),
+    ]
+    for number, (model, group, error, text) in enumerate(refused, start=1):
+
+        def choose(module: nn.Module, fqn: str, group: Any = group) -> Any:
             is_expert = isinstance(module, (NamedExperts, StackedExperts))
             return {"process_group": group} if is_expert and group is not None else is_expert
 
+        whole = edp if number == len(refused) else None  # The last one's dense units, too.
         with pytest.raises(error, match=text):
             ZeRO3(model, whole, auto_wrap_policy=choose)
-
-    where = rf"layers.0.experts \(rank {rank}\)"
-    refused(part(), "edp", TypeError, "layers.0.experts: process_group: expected a ProcessGroup")
-    refused(part(), mesh["ep"], ValueError, "ranks that have the same experts")
-    refused(part(), mesh["ep"], ValueError, f"{where}: its process_group", mesh["edp"])
-    refused(
-        part(),
-        mesh["edp"] if rank < 2 else None,
-        ValueError,
-        "differ between ranks: ranks 2, 3 have no other expert, where rank 0 has unit 0, no expert",
-    )
-    uneven = part()
-    if rank in (1, 3):
-        uneven.layers[1].experts.each["9"] = Expert()
-    refused(uneven, mesh["edp"], ValueError, "every rank needs equally many experts")
-    plain = seeded(lambda: Model(StackedExperts))
-    for layer in plain.layers:
-        for name, whole in list(layer.experts.named_parameters()):
-            setattr(layer.experts, name, nn.Parameter(whole.detach().chunk(2)[rank % 2].clone()))
-    refused(plain, mesh["edp"], ValueError, "different parameters under the same names")
-    tied = part()
-    first = next(iter(tied.layers[0].experts.each.values()))
-    first.up.bias = nn.Parameter(torch.zeros(5))
-    tied.extra = nn.Linear(1, 5)
-    tied.extra.bias = first.up.bias
-    refused(
-        tied,
-        mesh["edp"],
-        ValueError,
-        f"{where}: one of its parameters is tied to a parameter outside",
-    )
-    copied = part()
-    value = distribute_tensor(torch.zeros(2), mesh["ep"], [Replicate()])
-    copied.layers[0].experts.bias = nn.Parameter(value)
-    refused(copied, mesh["edp"], ValueError, r"expected Shard\(dim\)")
-    both = part(StackedExperts)
-    both.stem.bias = nn.Parameter(value)
-    refused(both, mesh["edp"], NotImplementedError, "both DTensors")

@@ -25,7 +25,7 @@ from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import full_parameters
+from tests.harness.reference import full_parameters, on_meta
 
 WIDTH = 12
 
@@ -124,13 +124,8 @@ WAYS: list[Callable[[nn.Module], nn.Module]] = [
 ]
 
 
-def _on_meta(build: Callable[..., nn.Module] = Titan, **arguments: Any) -> Any:
-    with torch.device("meta"):
-        return build(**arguments)
-
-
 def _emptied(shard: Callable[[nn.Module], nn.Module] = _by_hand, **arguments: Any) -> Any:
-    return shard(_on_meta(**arguments)).to_empty(device="cpu")
+    return shard(on_meta(Titan, **arguments)).to_empty(device="cpu")
 
 
 def _tokens() -> Tensor:
@@ -150,14 +145,6 @@ def test_what_ranks_hold_is_what_one_process_draws() -> None:
             assert_bitwise(model(_tokens()), expected(_tokens()), f"{shard.__name__}, {dtype}")
             assert_same_parameters(full_parameters(model), full_parameters(expected))
             assert all(type(p) is nn.Parameter for p in model.parameters()), "sharded ones again"
-
-
-@on_ranks(2)
-def test_drawing_inside_a_summon_gives_the_same_values() -> None:
-    model = _wrapped(_on_meta())
-    with model.summon_full_params():
-        _drawn(model)
-    assert_bitwise(model(_tokens()), _drawn(Titan())(_tokens()), "output")
 
 
 @on_ranks(2)
@@ -187,7 +174,7 @@ def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
     expected = Titan()
     draw(expected, empties=False)
     for shard in WAYS:
-        module = _on_meta()
+        module = on_meta(Titan)
         module.table = torch.arange(4.0)
         expected.table = module.table
         model = shard(module)
@@ -197,8 +184,7 @@ def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
 
 @on_ranks(2)
 def test_a_rank_holds_one_unit_and_a_parameter_at_most() -> None:
-    with torch.device("meta"):
-        module = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
+    module = on_meta(lambda: nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20)))
     for each in module:
         fully_shard(each)
     model = fully_shard(nn.Sequential(*module)).to_empty(device="cpu")
@@ -329,7 +315,7 @@ def _split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def test_tensor_parallel_parameters_are_dtensors_while_values_are_drawn() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = _drawn(Titan())
-    model = _split(_on_meta(), mesh).to_empty(device="cpu")
+    model = _split(on_meta(Titan), mesh).to_empty(device="cpu")
     up = model.blocks[1].up.weight
     assert isinstance(up, DTensor) and isinstance(up, nn.Parameter)
     assert up.shape == (3 * WIDTH, WIDTH)

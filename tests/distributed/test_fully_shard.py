@@ -38,8 +38,6 @@ from layerzero import (
     share_comm_ctx,
     units,
 )
-from layerzero.checkpoint import get_model_state_dict
-from layerzero.flat.names import clean_name
 from tests.harness.checks import (
     assert_bitwise,
     assert_norm,
@@ -50,9 +48,12 @@ from tests.harness.models import CASES, Block, Transformer, TransformerBlock, lo
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
+    RunFn,
     backward_of,
     batches_of,
     forward_backward,
+    full_gradients,
+    on_meta,
     seeded,
     train_rank,
 )
@@ -88,9 +89,11 @@ def batches(steps: int) -> list[list[Any]]:
     return (batches_of(CASE, dist.get_world_size(), steps=3) * steps)[:steps]
 
 
-def train(model: nn.Module, steps: int = 3, optimizer: str = "adamw") -> list[Tensor]:
+def train(
+    model: nn.Module, steps: int = 3, optimizer: str = "adamw", run: RunFn = forward_backward
+) -> list[Tensor]:
     made = OPTIMIZERS[optimizer](model.parameters())
-    return train_rank(model, made, batches(steps), dist.get_rank())
+    return train_rank(model, made, batches(steps), dist.get_rank(), run)
 
 
 def twice(model: nn.Module) -> list[Tensor]:
@@ -98,30 +101,12 @@ def twice(model: nn.Module) -> list[Tensor]:
     return train(model, steps=2)
 
 
+def whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.detach() for name, p in model.named_parameters()}
-    if any(isinstance(p, DTensor) for p in found.values()):
-        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in found.items()}
-    full: dict[str, Tensor] = get_model_state_dict(model, full=True)
-    return {name: full[clean_name(name)] for name in found}
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Full gradients by name, from those of either engine's shards. Collective."""
-    found: dict[str, Tensor | None] = {}
-    for name, p in model.named_parameters():
-        grad = p.grad
-        if isinstance(grad, DTensor):
-            found[name] = grad.full_tensor()
-        elif grad is None or (info := getattr(p, "layerzero", None)) is None:
-            found[name] = grad
-        else:
-            whole = torch.zeros(2, info.shape.numel(), dtype=grad.dtype)
-            whole[0, slice(*info.range)] = grad.flatten()
-            whole[1, slice(*info.range)] = 1
-            dist.all_reduce(whole)
-            found[name] = (whole[0] / whole[1]).view(info.shape)  # Ranks may have equal copies.
-    return found
+    return {name: whole(p).detach() for name, p in model.named_parameters()}
 
 
 def assert_losses(own: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
@@ -138,7 +123,7 @@ def assert_alike(
     """Run the same under both engines: equal results, gradients and weights, bitwise."""
     own, theirs = (shard(engine, seeded(build)) for engine in (layerzero, torchs))
     assert_losses(run(own), run(theirs), what)
-    assert_same_parameters(gradients(own), gradients(theirs), what=f"{what}: gradient of")
+    assert_same_parameters(full_gradients(own), full_gradients(theirs), what=f"{what}: gradient of")
     assert_same_parameters(weights(own), weights(theirs), what=f"{what}: parameter")
     return own, theirs
 
@@ -282,7 +267,7 @@ def _accumulate(model: Any, micro_batches: int = 2) -> list[Tensor]:
             loss = model(batch[rank])
             loss.backward()
             losses.append(loss.detach())
-        found = [g for g in gradients(model).values() if g is not None]
+        found = [g for g in full_gradients(model).values() if g is not None]
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e3)
         assert_norm(norm.full_tensor() if isinstance(norm, DTensor) else norm, found)
         optimizer.step()
@@ -352,22 +337,11 @@ def _keep_full(module: Any, flag: bool) -> None:
 
 
 class WithoutHead(Transformer):
-    def __init__(self) -> None:
-        super().__init__(tied=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotation)
-        normed: Tensor = self.norm(x)
-        return normed
+    forward = Transformer.hidden
 
 
 def _registered(model: Any) -> list[Tensor]:
-    run = backward_of(lambda model, batch: loss_of(model.logits(batch)))
-    return train_rank(
-        model, OPTIMIZERS["adamw"](model.parameters()), batches(3), dist.get_rank(), run
-    )
+    return train(model, run=backward_of(lambda model, batch: loss_of(model.logits(batch))))
 
 
 def registered(engine: Engine, model: nn.Module) -> nn.Module:
@@ -392,57 +366,65 @@ def test_methods_do_what_torchs_do() -> None:
 @pytest.mark.since_torch("2.13")  # torch's own engine crashes in it with 2.11
 @on_ranks(2)
 def test_a_lists_modules_may_be_used_apart() -> None:
-    assert_alike(WithoutHead, in_one_list, _in_chunks, "a list's modules used apart")
+    assert_alike(
+        lambda: WithoutHead(tied=False), in_one_list, _in_chunks, "a list's modules used apart"
+    )
 
 
-def _with_flags(model: Any, plans: Sequence[Callable[[Any], None]]) -> list[Tensor]:
+FLAGS: dict[str, Callable[[Any], object]] = {
+    "first waits": lambda model: model.layers[0].set_requires_gradient_sync(False),
+    "others wait": lambda model: (
+        model.set_requires_gradient_sync(False),
+        model.layers[0].set_requires_gradient_sync(True),
+    ),
+    "root waits": lambda model: (
+        model.set_requires_gradient_sync(True),
+        model.set_requires_gradient_sync(False, recurse=False),
+    ),
+    "all sync": lambda model: model.set_requires_gradient_sync(True),
+    "first in shards": lambda model: model.layers[0].set_requires_all_reduce(False),
+    "rest in shards": lambda model: (
+        model.set_requires_all_reduce(False),
+        model.layers[0].set_requires_gradient_sync(False),
+    ),
+    "all in shards": lambda model: model.set_requires_all_reduce(False),
+    "all reduce": lambda model: model.set_requires_all_reduce(True),
+}
+
+
+def with_flags(*changes: str) -> Step:
     """A micro-batch after each change of flags; a step after the last one."""
-    optimizer, losses = OPTIMIZERS["adamw"](model.parameters()), []
-    for _ in range(2):
-        for plan, batch in zip(plans, batches(len(plans)), strict=True):
-            plan(model)
-            losses.append(model(batch[dist.get_rank()]))
-            losses[-1].backward()
-            has_grad = {name: p.grad is not None for name, p in model.named_parameters()}
-            assert all(has_grad.values()) or plan is not plans[-1]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach() for loss in losses]
 
+    def run(model: Any) -> list[Tensor]:
+        optimizer, losses = OPTIMIZERS["adamw"](model.parameters()), []
+        for _ in range(2):
+            for change, batch in zip(changes, batches(len(changes)), strict=True):
+                FLAGS[change](model)
+                losses.append(model(batch[dist.get_rank()]))
+                losses[-1].backward()
+            assert all(p.grad is not None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
 
-def _first_waits(model: Any) -> None:
-    model.layers[0].set_requires_gradient_sync(False)
-
-
-def _others_wait(model: Any) -> None:
-    model.set_requires_gradient_sync(False)
-    model.layers[0].set_requires_gradient_sync(True)
-
-
-def _root_waits(model: Any) -> None:
-    model.set_requires_gradient_sync(True)
-    model.set_requires_gradient_sync(False, recurse=False)
-
-
-def _all_sync(model: Any) -> None:
-    model.set_requires_gradient_sync(True)
+    return run
 
 
 @on_ranks(2)
 def test_units_may_differ_in_synchronization() -> None:
-    plans = (_first_waits, _others_wait, _root_waits, _first_waits, _all_sync)
-    assert_alike(Transformer, by_blocks, lambda m: _with_flags(m, plans), "flags of some units")
+    run = with_flags("first waits", "others wait", "root waits", "first waits", "all sync")
+    assert_alike(Transformer, by_blocks, run, "flags of some units")
     # `zero_grad` drops what waits of one unit, too.
     model: Any = by_blocks(layerzero, seeded(Transformer))
     batch = batches(1)[0][dist.get_rank()]
-    _first_waits(model)
+    FLAGS["first waits"](model)
     model(batch).backward()
     model.zero_grad()
-    _all_sync(model)
+    FLAGS["all sync"](model)
     model(batch).backward()
     fresh = by_blocks(layerzero, seeded(Transformer))
     fresh(batch).backward()
-    assert_same_parameters(gradients(model), gradients(fresh), what="gradient of")
+    assert_same_parameters(full_gradients(model), full_gradients(fresh), what="gradient of")
 
 
 @on_ranks(2)
@@ -457,25 +439,20 @@ def test_the_first_rank_sends_its_values_to_emptied_ranks() -> None:
         set_model_state_dict(model, whole, options=options)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        losses.append(train_rank(model, optimizer, batches(2), dist.get_rank()))
+        losses.append(twice(model))
     assert_losses(*losses, "values of the first rank")
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _save_as_torchs_example(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
     """Whole tensors, as the checkpoint of pytorch's example for `fully_shard` gathers them."""
     state = optimizer.state_dict()
     state["state"] = {
-        number: {key: _whole(value) for key, value in own.items()}
+        number: {key: whole(value) for key, value in own.items()}
         for number, own in state["state"].items()
     }
     file = io.BytesIO()
     with recorded_warnings() as texts:
-        torch.save([{k: _whole(v) for k, v in model.state_dict().items()}, state], file)
+        torch.save([{k: whole(v) for k, v in model.state_dict().items()}, state], file)
     assert not texts
     return file.getvalue()
 
@@ -553,7 +530,7 @@ def test_a_save_of_this_ranks_shards_warns_once() -> None:
 def test_dtensors_do_not_load_for_shards() -> None:
     model: Any = by_blocks(layerzero, Transformer())
     mesh = init_device_mesh("cpu", (2,))
-    given = {k: distribute_tensor(_whole(v), mesh) for k, v in model.state_dict().items()}
+    given = {k: distribute_tensor(whole(v), mesh) for k, v in model.state_dict().items()}
     with pytest.raises(
         RuntimeError, match=r"the entry is a DTensor, but .* load .*full_tensor\(\)"
     ):
@@ -575,8 +552,7 @@ def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
 
     batch, direction = torch.randn(2, 3, 8)
     plain = seeded(build)
-    with torch.device("meta"):
-        model: Any = build()
+    model = on_meta(build)
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     model.to_empty(device="cpu")
@@ -592,7 +568,7 @@ def test_derivatives_in_forward_mode_are_those_of_one_process() -> None:
         derive(module).square().sum().backward()  # Both ranks have one batch: the mean is equal.
     assert_bitwise(derive(model).detach(), derive(plain).detach(), "derivative")
     expected = {name: p.grad for name, p in plain.named_parameters()}
-    assert_same_parameters(gradients(model), expected, what="gradient of")
+    assert_same_parameters(full_gradients(model), expected, what="gradient of")
 
 
 @on_ranks(2)
@@ -637,23 +613,10 @@ def test_copies_and_smaller_groups() -> None:
 
     assert_alike(Transformer, shard, twice, "replicated")
 
-    def first_in_shards(model: Any) -> None:
-        model.layers[0].set_requires_all_reduce(False)
-
-    def rest_in_shards(model: Any) -> None:
-        model.set_requires_all_reduce(False)
-        model.layers[0].set_requires_gradient_sync(False)
-
-    all_in_shards, all_reduce = (
-        lambda model, flag=flag: model.set_requires_all_reduce(flag) for flag in (False, True)
-    )
-    for what, plans in {
-        "over shards first": (all_in_shards, all_reduce),
-        "some in shards": (
-            *(first_in_shards, rest_in_shards, first_in_shards, _first_waits, _all_sync),
-        ),
-    }.items():
-        assert_alike(Transformer, shard, lambda m, plans=plans: _with_flags(m, plans), what)
+    over_shards = with_flags("all in shards", "all reduce")
+    assert_alike(Transformer, shard, over_shards, "over shards first")
+    some = ("first in shards", "rest in shards", "first in shards", "first waits", "all sync")
+    assert_alike(Transformer, shard, with_flags(*some), "some in shards")
 
     def train_with(root: Any, layers: Any) -> list[Tensor]:
         model: Any = seeded(Transformer)

@@ -2,7 +2,6 @@
 names that agree where ranks know different numbers of other groups, and with timeouts that keep
 what a user chose."""
 
-import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,12 @@ from layerzero.flat.groups import BACKEND_GRACE
 from layerzero.parallel import ParallelManager
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.step.unit import get_unit
+from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import root_state
+from tests.harness.models import Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
+from tests.harness.reference import seeded
 
 BOUND = torch.device("cuda", 0)
 
@@ -71,48 +73,28 @@ class Options(Backend.Options):
 
 
 @on_ranks(4, fresh=True)
-def test_groups_of_meshes_get_the_options_of_the_default_group() -> None:
-    """(size, whether it is of high priority) of each group that is made."""
-    seen = set()
+def test_groups_of_meshes_and_parts_get_the_options_of_the_whole() -> None:
+    """A backend with NCCL's options shows those that it was made with; gloo's are its own."""
+    chosen, seen = Options(is_high_priority_stream=True), []
     helper = c10d._new_process_group_helper
 
-    def noting(size: int, *args: Any, backend_options: Options | None = None, **rest: Any) -> Any:
-        seen.add((size, backend_options is not None and backend_options.is_high_priority_stream))
+    def noting(size: int, *args: Any, backend_options: Any = None, **rest: Any) -> Any:
+        is_high = isinstance(backend_options, Options) and backend_options.is_high_priority_stream
+        seen.append((size, is_high and backend_options.config, backend_options._timeout))
         return helper(size, *args, backend_options=backend_options, **rest)
 
-    chosen = Options(is_high_priority_stream=True)
+    whole = dist.new_group(timeout=timedelta(seconds=40))
     with (
         mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
         mock.patch.object(c10d, "_new_process_group_helper", noting),
     ):
         ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
-    assert {size for size, _ in seen} == {1, 2}, "that of all four is the default group"
-    assert all(is_high for _, is_high in seen), seen
-
-
-@on_ranks(4, fresh=True)
-def test_groups_made_for_parts_get_the_options_of_the_whole() -> None:
-    seen = []
-
-    def create(given: object, options: Options) -> dist.Backend:
-        seen.append((options.is_high_priority_stream, options.config, options._timeout))
-        made = dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
-        keep[id(made)] = options
-        return made
-
-    keep: dict[int, object] = {}
-    dist.Backend.register_backend("priority", create, extended_api=True, devices=["cpu"])
-    chosen = Options(is_high_priority_stream=True)
-    group = dist.new_group(timeout=timedelta(seconds=40), backend="priority", pg_options=chosen)
-    # gloo's class has options of its own; a backend with NCCL's shows those it was made with.
-    with mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen):
-        ZeRO3(nn.Linear(4, 4), group, zero3_size=2)
-    whole, *parts = seen
-    assert whole[:2] == (True, "default")
-    assert parts == [(True, "default", timedelta(seconds=40))] * 2
-
-
-SHORT = timedelta(seconds=20)
+        of_meshes = seen[:]
+        seen.clear()
+        ZeRO3(nn.Linear(4, 4), whole, zero3_size=2)
+    # That of all four is the default group.
+    assert {(size, config) for size, config, _ in of_meshes} == {(1, "default"), (2, "default")}
+    assert seen == [(2, "default", timedelta(seconds=40))] * 2
 
 
 def _a_group_for_some(ranks: list[int]) -> None:
@@ -120,36 +102,20 @@ def _a_group_for_some(ranks: list[int]) -> None:
     dist.new_group(ranks)
 
 
-def _step(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-
-
-def _train(model: ZeRO3, plain: nn.Linear) -> None:
-    """A step gives the weights of plain torch: the groups have the ranks that they should have."""
-    _step(model)
-    _step(plain)
-    with model.summon_full_params():
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(model.get_parameter(name), parameter), name
-
-
 @on_ranks(4)
 def test_groups_that_only_some_ranks_know_do_not_matter(tmp_path: Path) -> None:
+    """Groups have the ranks that they should have: models train as in plain torch."""
     _a_group_for_some([0, 1])
     for outer in ("zero1", "shard"):
-        plain = nn.Linear(8, 8)
-        model = ZeRO3(copy.deepcopy(plain), zero3_size=2, outer=outer, timeout=SHORT)
-        _train(model, plain)
+        model = zero3(Mlp, zero3_size=2, outer=outer)
+        assert_trains_alike(model, seeded(Mlp), regrouped=outer == "zero1")
         _a_group_for_some([3])
     checkpoint.save(tmp_path, model)
     _a_group_for_some([0, 2])
     checkpoint.save(tmp_path, model, process_group=dist.group.WORLD)
     _a_group_for_some([1, 2])
     manager = ParallelManager(dp_size=2, cp_size=2)
-    plain = nn.Linear(8, 8)
-    _train(manager.parallelize(copy.deepcopy(plain)), plain)
+    assert_trains_alike(manager.parallelize(seeded(Mlp)), seeded(Mlp))
 
 
 @on_ranks(4, fresh=True)
@@ -158,7 +124,7 @@ def test_stages_save_together(tmp_path: Path) -> None:
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     _a_group_for_some([0, 3])  # as for weights that the first stage shares with the last
     model = nn.ModuleDict({f"stage{rank // 2}": nn.Linear(8, 8)})
-    wrapped = ZeRO3(model, stages[rank // 2], auto_wrap_policy={nn.Linear}, timeout=SHORT)
+    wrapped = zero3(lambda: model, nn.Linear, process_group=stages[rank // 2])
     checkpoint.save(tmp_path, wrapped, process_group=dist.group.WORLD)
     dist.barrier()
     assert (tmp_path / "latest").read_text() == "step-00000000\n"

@@ -15,9 +15,9 @@ from layerzero import ZeRO3
 from layerzero.checkpoint import load, save, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
-from tests.harness.models import WIDTH, Block, Mlp, Transformer, TransformerBlock
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import full_parameters, seeded
+from tests.harness.reference import full_parameters, on_meta, seeded
 
 
 class Table(nn.Module):
@@ -54,11 +54,6 @@ class Tables(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(self.first(x))
         return self.head(y) + self.same(y)
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> Any:
-    with torch.device("meta"):
-        return build()
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -105,6 +100,12 @@ def _asserts_meta(module: nn.Module) -> None:
     _always_empties(module)
 
 
+def _fill(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in _own(module):
+            tensor.fill_(0.25)
+
+
 def _reset_in_order(module: nn.Module) -> None:
     """What an ordinary model's modules are reset to, in their order."""
     torch.manual_seed(3)
@@ -120,9 +121,19 @@ def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> N
     drawn = torch.rand(3)
     kinds = (None, _writes, _if_on_meta, _always_empties, _empties_all_inside, _empties_all_on_meta)
     settings: list[Any] = [None, {Table}, {Table, Block, nn.Linear}]
-    for number, init in enumerate(kinds):
+    for number, kind in enumerate(kinds):
+        module, calls = on_meta(Tables), []
+
+        def init(part: nn.Module, kind: Any = kind, calls: list[nn.Module] = calls) -> None:
+            calls.append(part)
+            kind(part)
+
+        with_own = [part for part in module.modules() if _own(part)]
         torch.manual_seed(3)
-        model = ZeRO3(_on_meta(Tables), auto_wrap_policy=settings[number % 3], param_init_fn=init)
+        given = None if kind is None else init
+        model = ZeRO3(module, auto_wrap_policy=settings[number % 3], param_init_fn=given)
+        assert [*dict.fromkeys(calls)] == ([] if kind is None else with_own)
+        assert kind is not _writes or calls == with_own
         assert_bitwise(torch.rand(3), drawn, "the generator afterwards")
         assert_same_values(model, plain)
         buffers = dict(model.named_buffers())
@@ -133,9 +144,13 @@ def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> N
     torch.manual_seed(3)
     expected = {"weight": torch.rand(3, WIDTH), "bias": torch.rand(3)}
     torch.manual_seed(3)
-    model = ZeRO3(_on_meta(lambda: nn.Linear(WIDTH, 3)), param_init_fn=_replaces)
+    model = ZeRO3(on_meta(lambda: nn.Linear(WIDTH, 3)), param_init_fn=_replaces)
     assert_same_parameters(full_parameters(model), expected)
-    ZeRO3(_on_meta(Mlp), auto_wrap_policy={Block}, param_init_fn=_asserts_meta)
+    ZeRO3(on_meta(), auto_wrap_policy={Block}, param_init_fn=_asserts_meta)
+    for case in (CASES["odd_shapes"], CASES["no_parameters"]):
+        model = ZeRO3(on_meta(case.build), auto_wrap_policy={*case.units}, param_init_fn=_fill)
+        for name, value in [*full_parameters(model).items(), *model.named_buffers()]:
+            assert value.device.type == "cpu" and bool((value == 0.25).all()), name
 
 
 @on_ranks(2)
@@ -144,7 +159,7 @@ def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
         for wraps in (False, True):
             model = seeded(Tables)
             model.first.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
-            model.second = _on_meta(Table)
+            model.second = on_meta(Table)
             inside = copy.deepcopy(model.first.child)
             if wraps:
                 model.first.child = ZeRO3(model.first.child)
@@ -194,7 +209,7 @@ _UNWRITTEN = r"left 'weight', 'bias' without a value.*param_init_fn=\"later\""
 def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
     def refuses(error: type[Exception], pattern: str, build: Any, **options: Any) -> None:
         with pytest.raises(error, match=pattern):
-            ZeRO3(_on_meta(build), **options)
+            ZeRO3(on_meta(build), **options)
 
     for init in (_nothing, _empties, _half):
         for units in (None, {Block}):
@@ -248,7 +263,7 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
         by_hand,
     )
     for bring in loads:
-        model = ZeRO3(_on_meta(Tables), auto_wrap_policy={Table}, param_init_fn="later")
+        model = ZeRO3(on_meta(Tables), auto_wrap_policy={Table}, param_init_fn="later")
         with pytest.raises(RuntimeError, match=r"parameter '\S+' has no value yet.*load"):
             model(x)
         bring(model)
@@ -262,32 +277,16 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
                 part.angles.fill_(1)
         assert_bitwise(model(x), expected, "output")
         assert not model._root_state.has_forward_checks
-    # One shard of one parameter, which one rank has, is missing.
-    model = ZeRO3(_on_meta(Mlp), auto_wrap_policy={Block}, param_init_fn="later")
-    state = seeded(Mlp).state_dict()
-    model.load_state_dict(
-        {k: v for k, v in state.items() if k != "blocks.2.down.bias"}, strict=False
-    )
-    outer = ZeRO3(nn.Sequential(model))
-    with pytest.raises(RuntimeError, match=r"parameter '0.blocks.2.down.bias' has no value yet"):
-        outer(x)
-    outer.module[0].load_state_dict(state)
-    assert_bitwise(outer(x), seeded(Mlp)(x), "output")
-
-
-@on_ranks(2)
-def test_missing_values_are_seen_in_half_precision_too() -> None:
-    """In a dtype whose NaNs have few bits, and with tied weights."""
-
-    def build() -> nn.Module:
-        return Transformer().bfloat16()
-
-    state = seeded(build).state_dict()
-    model = ZeRO3(_on_meta(build), auto_wrap_policy={TransformerBlock}, param_init_fn="later")
-    batch = torch.zeros(1, 5, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match=r"'embed\.weight' has no value yet"):
-        model(batch)
-    model.load_state_dict(state, strict=False)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(dict(seeded(build).named_buffers())[name])
-    assert bool(model(batch).isfinite())
+    # One shard of one parameter, which one rank has, is missing; also where NaNs have few bits.
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, x = seeded(Mlp).to(dtype), x.to(dtype)
+        module = on_meta().to(dtype)
+        model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later")
+        state = plain.state_dict()
+        some = {name: value for name, value in state.items() if name != "blocks.2.down.bias"}
+        model.load_state_dict(some, strict=False)
+        outer = ZeRO3(nn.Sequential(model))
+        with pytest.raises(RuntimeError, match=r"'0.blocks.2.down.bias' has no value yet"):
+            outer(x)
+        outer.module[0].load_state_dict(state)
+        assert_bitwise(outer(x), plain(x), "output")

@@ -1,14 +1,12 @@
 """ParallelManager: its groups, what it refuses, context parallelism, and options of models."""
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -20,27 +18,12 @@ from torch.distributed.tensor.parallel import (
 
 from layerzero import MixedPrecision, ParallelManager, ShardingPlan, units
 from layerzero.parallel import manager as manager_module
-from tests.distributed.test_tensor_parallel import (
-    LENGTH,
-    VOCAB,
-    WIDTH,
-    Attention,
-    Block,
-    GatedMlp,
-    gradients_of,
-    loss_backward,
-    values_of,
-    whole_gradients,
-    whole_values,
-)
-from tests.harness.checks import (
-    assert_close_in_float64,
-    assert_same_parameters,
-    warns_on_first_rank,
-)
+from tests.distributed.test_tensor_parallel import GatedMlp, deep, follows
+from tests.harness.checks import assert_same_parameters, warns_on_first_rank
+from tests.harness.compare import assert_follows
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, seeded
+from tests.harness.reference import full_parameters, seeded
 
 TIMEOUT = timedelta(seconds=25)
 
@@ -63,28 +46,20 @@ def test_every_axis_has_the_ranks_that_differ_in_it_alone() -> None:
         {"pp_size": 8, "backend": "gloo"},
     ):
         manager = ParallelManager(**sizes)
+        pp, dp, cp, tp = manager.sizes.shape
+        ranks, edp = torch.arange(8).view(pp, dp, cp, tp), dp * cp // manager.sizes.ep
+        of_data = ranks.movedim(3, 1).reshape(pp, tp, dp * cp)
+        of_experts = of_data.view(pp, tp, edp, manager.sizes.ep)
+        expected = {axis: ranks.movedim(place, 3) for place, axis in enumerate(("pp", "dp", "cp"))}
+        expected |= {"tp": ranks, "dp_cp": of_data, "edp": of_experts.mT, "ep": of_experts}
         meshes = {axis: manager.mesh[axis] for axis in ("pp", "dp", "cp", "tp")}
         meshes |= {axis: manager.expert_mesh[axis] for axis in ("edp", "ep")}
         meshes["dp_cp"] = manager.data_mesh
-        own = {axis: mesh.get_local_rank() for axis, mesh in meshes.items()}
-        of_ranks: list[Any] = [None] * 8
-        dist.all_gather_object(of_ranks, own)
-        places = {axis: [of_rank[axis] for of_rank in of_ranks] for axis in meshes}
-        _, dp, cp, tp = manager.sizes.shape
-        assert rank == ((own["pp"] * dp + own["dp"]) * cp + own["cp"]) * tp + own["tp"]
-        assert own["dp_cp"] == own["dp"] * cp + own["cp"]
-        assert own["dp_cp"] == own["edp"] * manager.sizes.ep + own["ep"]
-        within = {"dp_cp": ("pp", "tp"), "edp": ("pp", "tp", "ep"), "ep": ("pp", "tp", "edp")}
         for axis, mesh in meshes.items():
-            others = within.get(axis, {"pp", "dp", "cp", "tp"} - {axis})
-            expected = [
-                peer
-                for peer in range(8)
-                if all(places[other][peer] == places[other][rank] for other in others)
-            ]
-            assert _members(mesh.get_group()) == expected, (sizes, axis)
-            assert mesh.size() == len(expected)
-            assert mesh.get_local_rank() == expected.index(rank)
+            rows = expected[axis].reshape(-1, mesh.size()).tolist()
+            [members] = [row for row in rows if rank in row]
+            assert _members(mesh.get_group()) == members, (sizes, axis)
+            assert mesh.get_local_rank() == members.index(rank)
 
 
 @on_ranks(2)
@@ -113,48 +88,6 @@ def test_a_missing_process_group_is_named() -> None:
         ParallelManager()
 
 
-class PartAttention(Attention):
-    """Queries of a part of the sequence, keys and values of all of it."""
-
-    group: dist.ProcessGroup | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        split = (*x.shape[:2], -1, WIDTH // 2)
-        query, key, value = (
-            each(x).view(split).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        length, start = x.shape[1], 0
-        if self.group is not None:
-            start = length * self.group.rank()
-            # torch 2.11 gathers only what is contiguous.
-            key, value = (
-                all_gather_tensor_autograd(each.contiguous(), 2, self.group)
-                for each in (key, value)
-            )
-        visible = torch.arange(key.shape[2]) <= torch.arange(length)[:, None] + start
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    """Takes symbols and those that come next, [batch, length], or the same part of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        for block in self.blocks:
-            block.attention = PartAttention()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, both: Tensor) -> Tensor:
-        x = self.embedding(both[0])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), both[1].flatten())
-
-
 TP_PLAN = {
     "blocks.*.attention.query": ColwiseParallel(),
     "blocks.*.attention.key": "colwise",
@@ -167,49 +100,31 @@ TP_PLAN = {
 }
 
 
-def batches(num_data: int, steps: int = 2) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, LENGTH + 1)
-    symbols = [torch.randint(VOCAB, shape, generator=generator) for _ in range(num_data * steps)]
-    both = [torch.stack([each[:, :-1], each[:, 1:]]) for each in symbols]
-    return [both[step * num_data : (step + 1) * num_data] for step in range(steps)]
-
-
-def _follow(manager: ParallelManager, what: str, module: nn.Module, **options: Any) -> None:
-    """Beside the unsharded model on whole sequences: products are summed in other parts."""
-    for block in module.blocks:
-        block.attention.group = manager.mesh["cp"].get_group() if manager.sizes.cp > 1 else None
-    model = manager.parallelize(module, tp_plan=TP_PLAN, timeout=TIMEOUT, **options)
-    assert [unit.fqn for unit in units(model)] == ["", "blocks.0", "blocks.1"]
-    plain = seeded(Model)
-    own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
-    for index, step in enumerate(batches(manager.sizes.dp)):
-        own.zero_grad()
-        expected.zero_grad()
-        whole = step[manager.mesh.get_local_rank("dp")]
-        loss = loss_backward(
-            model, whole.chunk(manager.sizes.cp, 2)[manager.mesh.get_local_rank("cp")]
-        )
-        losses = backward_of_all_ranks(plain, step, loss_backward)
-        dist.all_reduce(loss, group=manager.data_mesh.get_group())
-        mean = torch.stack(losses).mean()
-        assert_close_in_float64(loss / manager.data_mesh.size(), mean, f"{what}, {index}: loss")
-        assert_close_in_float64(
-            whole_gradients(model), gradients_of(plain), f"{what}, {index}: gradient of"
-        )
-        own.step()
-        expected.step()
-    assert_close_in_float64(whole_values(model), values_of(plain), f"{what}: parameter")
-
-
 @on_ranks(4, timeout=120, in_float64=True)
 def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> None:
+    """With a compiled layer, which the output of an embedding that is under way must not reach."""
     for sizes in ({"cp_size": 2, "zero3_size": 2}, {"cp_size": 2, "tp_size": 2}):
         manager = ParallelManager(**sizes)
-        module = seeded(Model)
+        mesh, module = manager.mesh["cp"], seeded(deep)
+        for block in module.blocks:
+            block.attention.group = mesh.get_group()
         if manager.sizes.tp > 1:
-            module.blocks[0].compile(backend="eager")
-        _follow(manager, str(sizes), module)
+            module.blocks[0].compile(backend="aot_eager")
+        model = manager.parallelize(module, tp_plan=TP_PLAN, timeout=TIMEOUT)
+        assert [unit.fqn for unit in units(model)] == ["", "blocks.0", "blocks.1"]
+
+        def run(each: nn.Module, symbols: Tensor, model: nn.Module = model) -> Tensor:
+            both = symbols[:, :-1], symbols[:, 1:]
+            if each is model:
+                both = (part.chunk(2, 1)[mesh.get_local_rank()] for part in both)  # noqa: B023
+            loss = each(*both)
+            loss.backward()
+            loss = loss.detach()
+            if each is model:
+                dist.all_reduce(loss, group=mesh.get_group())  # noqa: B023
+            return loss / 2 if each is model else loss
+
+        follows(model, seeded(deep), manager.mesh, str(sizes), run=run)
 
 
 @on_ranks(2, fresh=True)
@@ -291,59 +206,6 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
         in_sequence.parallelize(GatedMlp(), tp_plan={"up": "colwise"})
 
 
-class _LlamaLayer(nn.Module):
-    """With the names of Llama's, and with no attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.self_attn.add_module(name, nn.Linear(8, 8, bias=False))
-        for name, (width, out) in {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}.items():
-            self.mlp.add_module(f"{name}_proj", nn.Linear(width, out, bias=False))
-        self.self_attn.forward = self._attend
-        self.mlp.forward = self._mix
-
-    def _attend(self, hidden: Tensor) -> Tensor:
-        own = self.self_attn
-        return own.o_proj(own.q_proj(hidden) * own.k_proj(hidden) + own.v_proj(hidden))
-
-    def _mix(self, hidden: Tensor) -> Tensor:
-        own = self.mlp
-        return own.down_proj(F.silu(own.gate_proj(hidden)) * own.up_proj(hidden))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class _Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(7, 8)
-        self.layers = nn.ModuleList([_LlamaLayer(), _LlamaLayer()])
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        hidden = self.embed_tokens(symbols)
-        assert hidden.shape == (*symbols.shape, 8), "models make positions and masks of it"
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.norm(hidden).pow(3).mean()
-
-
-@on_ranks(2, in_float64=True)
-def test_an_embeddings_output_that_is_under_way_does_not_reach_a_compiled_layer() -> None:
-    symbols = torch.arange(8).view(2, 4) % 7
-    module, plain = seeded(_Decoder), seeded(_Decoder)
-    module.layers[0].compile(backend="aot_eager")
-    model = ParallelManager(tp_size=2).parallelize(module, timeout=TIMEOUT)
-    loss = loss_backward(model, symbols)
-    assert_close_in_float64(loss, loss_backward(plain, symbols), "loss")
-    assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
-
-
 class _Small(nn.Module):
     """Something split, something frozen, a tie, an attribute; and a module of another class."""
 
@@ -383,10 +245,8 @@ def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
     torch.manual_seed(0)
     plain = _Small()
     nn.init.normal_(plain.norm.weight)
-    assert_same_parameters(whole_values(model), values_of(plain), what="the first rank's")
-    symbols = torch.arange(8).view(2, 4)
-    assert_close_in_float64(loss_backward(model, symbols), loss_backward(plain, symbols), "loss")
-    assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
+    assert_same_parameters(full_parameters(model), full_parameters(plain), what="the first rank's")
+    assert_follows(model, plain, [[torch.arange(8).view(2, 4)]], place=0)
     # By hand on the manager's mesh, and nothing more from the manager.
     mlp = seeded(GatedMlp)
     parallelize_module(mlp, manager.mesh["tp"], {"up": ColwiseParallel()})

@@ -7,62 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.optim import Muon
 
 from layerzero import ZeRO3
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.distributed import test_experts as experts
-from tests.harness.checks import assert_bitwise
+from tests.distributed import test_tensor_parallel as tensor_parallel
+from tests.distributed.test_tensor_parallel import Llama
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.reference import seeded
+from tests.harness.reference import full_parameters, seeded
 from tests.harness.whole_optimizers import Shampoo
-
-WIDTH, HIDDEN = 6, 9  # 9 rows: the parts of two ranks are unequal
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def _parallel(num_data_parallel: int, **arguments: Any) -> ZeRO3:
-    shape = (num_data_parallel, dist.get_world_size() // num_data_parallel)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    model = seeded(Model)
-    for layer in model.layers:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(layer, mesh["tp"], plan)
-    return ZeRO3(model, mesh["dp"], auto_wrap_policy={Layer}, **arguments)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _piece(whole: Tensor, sharded: nn.Parameter) -> Tensor:
@@ -79,7 +34,8 @@ def _train(num_data_parallel: int, arguments: dict[str, Any]) -> None:
         (Shampoo, {}, (0, 1, 2)),
         (Muon, {"lr": 0.02}, (2,)),
     ):
-        model, plain = _parallel(num_data_parallel, **arguments), seeded(Model)
+        mesh = tensor_parallel.grid(num_data_parallel)
+        model, plain = tensor_parallel.wrapped(mesh, **arguments), seeded(Llama)
         optimizer = WholeTensorOptimizer(
             [p for p in model.parameters() if p.layerzero.ndim in takes],
             cls,
@@ -103,9 +59,7 @@ def _train(num_data_parallel: int, arguments: dict[str, Any]) -> None:
                 with torch.no_grad():
                     for parameter in (*model.parameters(), *plain.parameters()):
                         parameter.mul_(0.5)
-        with model.summon_full_params(writeback=False):
-            for (name, full), own in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(_full(full), own), f"{cls.__name__}: {name}"
+        assert_same_parameters(full_parameters(model), full_parameters(plain), what=cls.__name__)
 
 
 def _train_all(settings: list[tuple[int, dict[str, Any]]]) -> None:
@@ -132,7 +86,7 @@ def _train_experts(kind: type[nn.Module], ep: int, arguments: dict[str, Any]) ->
             sharded.grad = _piece(gradients[name].grad, sharded)
         optimizer.step()
         expected.step()
-    values = experts.whole_values(experts.full_parameters(model))
+    values = full_parameters(model)
     assert all(torch.equal(value, gradients[name]) for name, value in values.items())
     sizes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(sizes, sum(p.numel() for p in optimizer.owned.values()))
@@ -149,41 +103,30 @@ def test_experts_on_some_ranks() -> None:
                 _train_experts(kind, ep, arguments)
 
 
-def _give(model: ZeRO3, plain: nn.Module, step: int) -> list[Tensor]:
-    """The parts of gradients that are the same at every world size. Returns them whole."""
-    draw = torch.Generator().manual_seed(step)
-    drawn = {name: torch.randn(p.shape, generator=draw) for name, p in plain.named_parameters()}
-    for name, parameter in model.named_parameters():
-        parameter.grad = _piece(drawn[name], parameter)
-    return list(drawn.values())
-
-
-def _steps(model: ZeRO3, plain: nn.Module) -> None:
-    optimizer = AdamW(model.parameters(), lr=1e-2, state="bfloat16")
+def _steps(model: ZeRO3, plain: nn.Module) -> dict[str, Tensor]:
+    """The whole weights after steps with gradients that are the same at every world size."""
+    optimizer, whole = (
+        AdamW(model.parameters(), lr=1e-2, state="bfloat16"),
+        plain.named_parameters(),
+    )
+    shapes = {name: p.shape for name, p in whole}
     for step in range(4):
-        _give(model, plain, step)
+        draw = torch.Generator().manual_seed(step)
+        drawn = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        for name, parameter in model.named_parameters():
+            parameter.grad = _piece(drawn[name], parameter)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _full_of(model: ZeRO3) -> dict[str, Tensor]:
-    with model.summon_full_params(writeback=False):
-        return {
-            name: _full(p).detach().clone().as_subclass(Tensor)
-            for name, p in model.named_parameters()
-        }
+    return full_parameters(model)
 
 
 def _weights(num_data: int) -> list[dict[str, Tensor]]:
     """After steps that round by where an element is in its whole parameter; experts last."""
     found = []
     for arguments in ({}, {"zero3_size": 1})[:num_data]:
-        model = _parallel(num_data, **arguments)
-        _steps(model, seeded(Model))
-        found.append(_full_of(model))
-    model = experts.wrapped(2)
-    _steps(model, seeded(experts.Model))
-    return [*found, dict(experts.whole_values(experts.full_parameters(model)))]
+        model = tensor_parallel.wrapped(tensor_parallel.grid(num_data), **arguments)
+        found.append(_steps(model, seeded(Llama)))
+    return [*found, _steps(experts.wrapped(2), seeded(experts.Model))]
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from layerzero import ParallelManager, ShardingPlan, units
 from layerzero.integrations.transformers import save_pretrained
 from layerzero.parallel.tp_plans import resolve_styles
-from tests.distributed.test_tensor_parallel import VOCAB, assert_follows, values_of, whole_values
+from tests.distributed.test_tensor_parallel import VOCAB, follows
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import seeded
+from tests.harness.reference import full_parameters, seeded
 
 pytest.importorskip("transformers")
 
@@ -66,7 +66,7 @@ def _train_one(manager: ParallelManager, family: str, tp_plan: str) -> None:
     assert ("model.norm.weight" in split) == manager.sequence_parallel
     assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"} <= split
     what = f"{family}, {tp_plan}, in sequence: {manager.sequence_parallel}"
-    assert_follows(model, seeded(make), manager.mesh, what, steps=2, run=forward_backward)
+    follows(model, seeded(make), manager.mesh, what, run=forward_backward)
 
 
 def _train_tied_by_plan(manager: ParallelManager) -> None:
@@ -84,7 +84,7 @@ def _train_tied_by_plan(manager: ParallelManager) -> None:
     assert "model.layers.1.mlp" in [unit.fqn for unit in units(model)]
     assert "lm_head.weight" not in dict(model.named_parameters())
     what = f"tied, {manager.sequence_parallel}"
-    assert_follows(model, seeded(make), manager.mesh, what, steps=2, run=forward_backward)
+    follows(model, seeded(make), manager.mesh, what, run=forward_backward)
 
 
 @on_ranks(4, timeout=120, in_float64=True)
@@ -111,7 +111,7 @@ def test_layers_of_other_shapes_train_in_sequence_as_one_process() -> None:
     for family in ("Gemma2", "Gemma3", "Olmo2", "Phi3"):
         make = functools.partial(build, family)
         model = manager.parallelize(seeded(make), timeout=TIMEOUT)
-        assert_follows(model, seeded(make), manager.mesh, family, steps=1, run=forward_backward)
+        follows(model, seeded(make), manager.mesh, family, steps=1, run=forward_backward)
 
 
 @on_ranks(2, timeout=120, in_float64=True)
@@ -132,7 +132,7 @@ def test_experts_are_refused_but_attention_beside_them_is_split() -> None:
     attention = {"model.layers.*.self_attn.?_proj": "colwise"}
     attention |= {"model.layers.*.self_attn.o_proj": "rowwise"}
     model = manager.parallelize(seeded(mixtral), tp_plan=attention, timeout=TIMEOUT)
-    assert_follows(model, seeded(mixtral), manager.mesh, "experts", 1, forward_backward)
+    follows(model, seeded(mixtral), manager.mesh, "experts", 1, forward_backward)
 
 
 def _adapted(target_modules: Any = ("q_proj", "v_proj"), **options: Any) -> nn.Module:
@@ -163,7 +163,7 @@ def test_lora_on_split_layers_trains_merges_and_is_saved_as_of_one_process(tmp_p
         adapters = {name for name, _ in model.named_parameters() if "lora_" in name}
         assert adapters <= split, "replicated ones are DTensors, too"
         what = f"{in_sequence}, {tp_plan}"
-        assert_follows(model, plain, manager.mesh, what, steps=2, run=forward_backward)
+        follows(model, plain, manager.mesh, what, run=forward_backward)
         save_pretrained(model, tmp_path)
         saved = load_file(tmp_path / "adapter_model.safetensors")
         expected = get_peft_model_state_dict(plain)
@@ -171,7 +171,7 @@ def test_lora_on_split_layers_trains_merges_and_is_saved_as_of_one_process(tmp_p
         if make is not biased:  # peft refuses to merge these
             for each in (model.module, plain):
                 each.merge_adapter()
-            assert_close_in_float64(whole_values(model), values_of(plain), "merged")
+            assert_close_in_float64(full_parameters(model), full_parameters(plain), "merged")
     for make, message in (
         (functools.partial(_adapted, use_dora=True), "q_proj: .*DoRA; got peft.*magnitude"),
         (functools.partial(_adapted, ["embed_tokens"]), "embed_tokens: .*of linear layers"),

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -58,46 +57,27 @@ class Whole(nn.Module):
 class Pipeline:
     """This rank's stages of a pipeline over `mesh["pp"]`, and the whole model beside it."""
 
-    def __init__(
-        self, mesh: DeviceMesh, kind: str, stage_class: type[PipelineStage], **options: Any
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, kind: str, **options: Any) -> None:
         self.mesh = mesh
         self.place, self.num_places = mesh["pp"].get_local_rank(), mesh["pp"].size()
         per_rank = 2 if kind.startswith("interleaved") else 1
         num_parts = per_rank * self.num_places
         self.indices = list(range(self.place, num_parts, self.num_places))
-        self.reference = seeded(lambda: Whole(num_parts))
-        whole = seeded(lambda: Whole(num_parts))
+        self.reference, whole = (seeded(lambda: Whole(num_parts)) for _ in range(2))
+        given = {"accumulation": "unsharded", "timeout": timedelta(seconds=25)}
         self.models = [
-            ZeRO3(
-                whole.parts[index],
-                mesh["dp"],
-                auto_wrap_policy={Block},
-                accumulation="unsharded",
-                timeout=timedelta(seconds=25),
-            )
+            ZeRO3(whole.parts[index], mesh["dp"], auto_wrap_policy={Block}, **given)
             for index in self.indices
         ]
+        options["group"] = mesh["pp"].get_group()
         self.stages = [
-            stage_class(
-                model,
-                index,
-                num_parts,
-                torch.device("cpu"),
-                group=mesh["pp"].get_group(),
-                **options,
-            )
+            ZeRO3PipelineStage(model, index, num_parts, torch.device("cpu"), **options)
             for index, model in zip(self.indices, self.models, strict=True)
         ]
-        schedules: dict[str, Callable[..., Any]] = {
-            "gpipe": ScheduleGPipe,
-            "1f1b": Schedule1F1B,
-            "interleaved": ScheduleInterleaved1F1B,
-            "interleaved as scheduled": ScheduleInterleaved1F1B,
-        }
-        self.schedule = schedules[kind](
-            self.stages if per_rank > 1 else self.stages[0], MICRO_BATCHES, loss_fn=F.mse_loss
-        )
+        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        schedule: Any = kinds.get(kind, ScheduleInterleaved1F1B)
+        stages = self.stages if per_rank > 1 else self.stages[0]
+        self.schedule = schedule(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
         if kind == "interleaved as scheduled":
             gather_as_scheduled(self.schedule, self.stages)
 
@@ -108,6 +88,12 @@ class Pipeline:
         inputs = (x,) if self.place == 0 else ()
         output = run(*inputs, target=None if losses is None else target, losses=losses)
         return output, losses
+
+    def recorded(self, *batch: Tensor, evaluates: bool = False) -> tuple[Any, Any, list[Any]]:
+        """As `run`, and the operations of each model."""
+        with ExitStack() as stack:
+            operations = [stack.enter_context(recorded_operations(m)) for m in self.models]
+            return *self.run(*batch, evaluates), operations
 
     def batch(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """For each data-parallel rank."""
@@ -141,15 +127,9 @@ class Pipeline:
         for step in range(steps):
             batches = self.batch(step)
             own = batches[self.mesh["dp"].get_local_rank()]
-            with ExitStack() as stack:
-                recorded = [stack.enter_context(recorded_operations(m)) for m in self.models]
-                _, losses = self.run(*own)
-            records.append(
-                {
-                    index: (gathered(operations), reduced(operations))
-                    for index, operations in zip(self.indices, recorded, strict=True)
-                }
-            )
+            _, losses, operations = self.recorded(*own)
+            of_stages = [(gathered(each), reduced(each)) for each in operations]
+            records.append(dict(zip(self.indices, of_stages, strict=True)))
             expected = self.reference_losses(batches)[self.mesh["dp"].get_local_rank()]
             if losses is not None:
                 for loss, other in zip(losses, expected, strict=True):
@@ -170,7 +150,7 @@ def _mesh(num_places: int = 2) -> DeviceMesh:
 def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
     mesh = _mesh()
     for kind in ("gpipe", "1f1b", "interleaved", "interleaved as scheduled"):
-        pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
+        pipeline = Pipeline(mesh, kind)
         records = pipeline.train(steps=1)
         states: dict[int, list[str]] = {}
 
@@ -194,7 +174,7 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
 
 @on_ranks(4, in_float64=True)
 def test_a_stage_may_free_its_units_between_micro_batches() -> None:
-    pipeline = Pipeline(_mesh(), "gpipe", ZeRO3PipelineStage, reshard_between_micro_batches=True)
+    pipeline = Pipeline(_mesh(), "gpipe", reshard_between_micro_batches=True)
     for gathers, reductions in pipeline.train(steps=2)[-1].values():
         assert len(gathers) == 20, gathers
         assert len(reductions) == UNITS
@@ -205,13 +185,11 @@ def test_a_stage_may_free_its_units_between_micro_batches() -> None:
 def test_a_schedule_evaluates_between_steps() -> None:
     mesh = _mesh()
     for kind in ("1f1b", "interleaved as scheduled"):
-        pipeline = Pipeline(mesh, kind, ZeRO3PipelineStage)
+        pipeline = Pipeline(mesh, kind)
         x, target = pipeline.batch(seed=7)[mesh["dp"].get_local_rank()]
         for grad_enabled in (False, True):
-            with ExitStack() as stack:
-                stack.enter_context(torch.set_grad_enabled(grad_enabled))
-                recorded = [stack.enter_context(recorded_operations(m)) for m in pipeline.models]
-                output, losses = pipeline.run(x, target, evaluates=True)
+            with torch.set_grad_enabled(grad_enabled):
+                output, losses, recorded = pipeline.recorded(x, target, evaluates=True)
             for operations in recorded:
                 assert len(gathered(operations)) == UNITS, (kind, gathered(operations))
                 assert not reduced(operations)
@@ -227,7 +205,7 @@ def test_a_schedule_evaluates_between_steps() -> None:
 
 @on_ranks(4, in_float64=True)
 def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
-    pipeline = Pipeline(_mesh(), "1f1b", ZeRO3PipelineStage)
+    pipeline = Pipeline(_mesh(), "1f1b")
     (model,) = pipeline.models
     own = pipeline.mesh["dp"].get_local_rank()
     with recorded_operations(model) as operations:
@@ -243,7 +221,7 @@ def test_steps_of_a_schedule_add_up_under_no_sync() -> None:
 
 @on_ranks(4, in_float64=True)
 def test_clipping_takes_the_norm_of_all_stages() -> None:
-    pipeline = Pipeline(_mesh(), "interleaved", ZeRO3PipelineStage)
+    pipeline = Pipeline(_mesh(), "interleaved")
     own = pipeline.mesh["dp"].get_local_rank()
     for norm_type in (2.0, float("inf")):
         pipeline.run(*pipeline.batch(0)[own])
@@ -264,7 +242,7 @@ def test_clipping_takes_the_norm_of_all_stages() -> None:
 
 @on_ranks(2, in_float64=True)
 def test_the_step_after_one_that_failed_starts_clean() -> None:
-    pipeline = Pipeline(_mesh(1), "1f1b", ZeRO3PipelineStage)
+    pipeline = Pipeline(_mesh(1), "1f1b")
     batch = pipeline.batch(5)[dist.get_rank()]
     pipeline.train(steps=1)
     calls = []

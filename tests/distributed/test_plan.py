@@ -7,37 +7,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, units
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.compare import Shared, assert_trains_alike
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import WIDTH
+from tests.harness.models import CASES, WIDTH
 from tests.harness.plan_models import Model
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
-from tests.harness.reference import seeded
+from tests.harness.reference import batches_of, seeded
 from tests.harness.regions import recorded_regions
 
 
-def batches(steps: int = 3) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        [torch.randn(3, WIDTH, generator=generator) for _ in range(dist.get_world_size())]
-        for _ in range(steps)
-    ]
+def batches(steps: int = 2) -> list[list[Tensor]]:
+    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 def batch() -> Tensor:
     return batches(1)[0][dist.get_rank()]
 
 
-def sharded(mesh: Any = None, build: Any = Model, **plan: Any) -> ZeRO3:
+def sharded(module: nn.Module | None = None, **plan: Any) -> ZeRO3:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return shard_with_plan(seeded(build), ShardingPlan.from_dict(plan), mesh)
+        return shard_with_plan(module or seeded(Model), ShardingPlan.from_dict(plan))
 
 
 def trains_alike(model: ZeRO3, steps: int = 2, truth: Shared | None = None) -> None:
@@ -56,61 +51,31 @@ LAYERS = [f"layers.{layer}" for layer in range(3)]
 @on_ranks(2)
 def test_patterns_name_the_units() -> None:
     truth = Shared(seeded(Model))
-    for plan, expected in (
-        ({}, []),
-        ({"apply_modules": ["layers.{*}", "head"]}, [*LAYERS, "head"]),
-        ({"apply_modules": ["layers.{1-2}"]}, LAYERS[1:]),
-        ({"apply_modules": ["*.experts.?"]}, EXPERTS),
-        ({"apply_modules": [r"re:layers\.\d\.attn"]}, ATTENTIONS),
+    for patterns, expected in (
+        ([], []),
+        (["layers.{*}", "head"], [*LAYERS, "head"]),
+        (["layers.{1-2}"], LAYERS[1:]),
+        (["*.experts.?"], EXPERTS),
+        ([r"re:layers\.\d\.attn"], ATTENTIONS),
         # Named, and inside something named: a unit of its own.
-        ({"apply_modules": ["layers.{*}", "*attn"]}, [*LAYERS, *ATTENTIONS]),
-        (
-            {
-                "apply_modules": ["layers.{*}", "*attn"],
-                "ignored_modules": ["layers.1"],
-                "ignored_parameters": ["embed.bias"],
-            },
-            ["layers.0", "layers.0.attn", "layers.2", "layers.2.attn"],
-        ),
+        (["layers.{*}", "*attn"], [*LAYERS, *ATTENTIONS]),
     ):
         module = seeded(Model)
-        if "ignored_modules" in plan:
-            truth = Shared(seeded(Model))
-            for each in (module, truth.model):
-                each.layers[1].requires_grad_(False)
-                each.embed.bias.requires_grad_(False)
         names = [name for name, _ in module.named_modules()]
-        model = shard_with_plan(module, ShardingPlan.from_dict(plan))
-        assert fqns(model) == sorted(["", *expected]), plan
+        model = sharded(module, apply_modules=patterns)
+        assert fqns(model) == sorted(["", *expected]), patterns
         assert [name for name, _ in model.named_modules()] == names
-        if "ignored_modules" in plan:
-            assert module.layers[1].attn.up.weight.shape == (7, WIDTH)
-            assert not hasattr(module.embed.bias, "layerzero")
         trains_alike(model, 1, truth)
-
-
-def _wrapped_layers() -> Model:
-    module = seeded(Model)
-    module.layers[0] = checkpoint_wrapper(module.layers[0])
-    module.layers[1] = torch.compile(module.layers[1], backend="eager")
-    module.layers[2] = checkpoint_wrapper(torch.compile(module.layers[2], backend="eager"))
-    return module
-
-
-@on_ranks(2)
-def test_names_are_those_without_wrappers() -> None:
-    def policy(module: nn.Module, fqn: str) -> bool:
-        return fqn in (*LAYERS, *ATTENTIONS)
-
-    plan = ShardingPlan(apply_modules={"layers.{*}": {"act_ckpt": None}, "layers.{*}.attn": {}})
-    for model in (
-        shard_with_plan(_wrapped_layers(), plan),
-        ZeRO3(_wrapped_layers(), auto_wrap_policy=policy),
-    ):
-        assert fqns(model) == sorted(["", *LAYERS, *ATTENTIONS])
-        known = {name for name, _ in Model().named_parameters()}
-        assert {sharded_param.layerzero.fqn for sharded_param in model.parameters()} == known
-        assert_trains_alike(model, _wrapped_layers(), batches(2))
+    module, plain = seeded(Model), seeded(Model)
+    for each in (module, plain):
+        each.layers[1].requires_grad_(False)
+        each.embed.bias.requires_grad_(False)
+    ignored = {"ignored_modules": ["layers.1"], "ignored_parameters": ["embed.bias"]}
+    model = sharded(module, apply_modules=["layers.{*}", "*attn"], **ignored)
+    assert fqns(model) == ["", "layers.0", "layers.0.attn", "layers.2", "layers.2.attn"]
+    assert module.layers[1].attn.up.weight.shape == (7, WIDTH)
+    assert not hasattr(module.embed.bias, "layerzero")
+    trains_alike(model, 1, Shared(plain))
 
 
 @on_ranks(2)
@@ -164,12 +129,11 @@ def test_a_hook_module_gathers_and_frees_what_is_not_its_own() -> None:
 
 @on_ranks(2)
 def test_units_are_prefetched_along_the_recorded_order() -> None:
-    plan = ShardingPlan(
+    model = sharded(
         apply_modules=["embed", "layers.{*}", "layers.{*}.experts.{*}", "head"],
         num_to_forward_prefetch=1,
         num_to_backward_prefetch=2,
     )
-    model = shard_with_plan(seeded(Model), plan)
     scheduler = root_state(model).scheduler
     assert (scheduler.forward_depth, scheduler.backward_depth) == (1, 2)
     model(batch()).square().sum().backward()
@@ -188,10 +152,7 @@ def test_units_are_prefetched_along_the_recorded_order() -> None:
     assert sorted(back) == sorted(expected)
     assert model.module.layers[0].attn.up.weight.layerzero.fqn == "layers.0.attn.up.weight"
     trains_alike(model)
-    none = shard_with_plan(seeded(Model), ShardingPlan(
-        apply_modules=["layers.{*}"], num_to_forward_prefetch=0, num_to_backward_prefetch=0
-    ))  # fmt: skip
-    root = root_state(none)
+    root = root_state(sharded(num_to_forward_prefetch=0, num_to_backward_prefetch=0))
     assert (root.scheduler.forward_depth, root.scheduler.backward_prefetch) == (0, None)
 
 
@@ -220,16 +181,8 @@ def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> No
         module = seeded(Model)
         names = [name for name, _ in module.named_modules()]
         keys = list(module.state_dict())
-        plan = ShardingPlan.from_dict(
-            {
-                "apply_modules": {
-                    "layers.{*}": {},
-                    "layers.1": {"act_ckpt": None},
-                    "layers.{*}.attn": {},
-                },
-                "act_ckpt": choice,
-            }
-        )
+        units_of = {"layers.{*}": {}, "layers.1": {"act_ckpt": None}, "layers.{*}.attn": {}}
+        plan = ShardingPlan.from_dict({"apply_modules": units_of, "act_ckpt": choice})
         model = shard_with_plan(module, plan)
         assert [name for name, _ in model.named_modules()] == names
         assert list(model.state_dict()) == keys == [name for name, _ in model.named_parameters()]
@@ -237,8 +190,7 @@ def test_activations_are_recomputed_or_kept_on_the_host_with_clean_names() -> No
         for layer in module.layers:
             layer.attn.up.register_forward_hook(lambda *_, calls=calls: calls.append("up"))
         trains_alike(model, 1, truth)
-        recomputed = not isinstance(choice, list)
-        assert len(calls) == (5 if recomputed else 3), choice
+        assert len(calls) == (3 if isinstance(choice, list) else 5), choice
 
 
 class Knowing(Model):

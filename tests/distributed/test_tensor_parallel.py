@@ -1,9 +1,10 @@
 """Tensor parallelism by torch's `parallelize_module`, sharded by ZeRO3: trains as one process."""
 
-import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -31,16 +33,28 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
+from tests.harness.compare import assert_follows
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
-from tests.harness.reference import OPTIMIZERS, RunFn, backward_of_all_ranks, seeded
+from tests.harness.reference import (
+    RunFn,
+    backward_of_all_ranks,
+    forward_backward,
+    full_gradients,
+    full_parameters,
+    on_meta,
+    seeded,
+)
 
 VOCAB, WIDTH, HIDDEN, LENGTH = 13, 8, 12, 6  # 13 symbols: the two parts of a table are unequal
 
 
 class Attention(nn.Module):
-    """Causal; heads are what its rows of `query`, `key` and `value` make."""
+    """Causal; heads are what its rows of `query`, `key` and `value` make. With a `group` of
+    context-parallel ranks: queries of a part of the sequence, keys and values of all of it."""
+
+    group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +68,16 @@ class Attention(nn.Module):
         query, key, value = (
             each(x).view(split).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        length, start = x.shape[1], 0
+        if self.group is not None:
+            start = length * self.group.rank()
+            # torch 2.11 gathers only what is contiguous.
+            key, value = (
+                all_gather_tensor_autograd(each.contiguous(), 2, self.group)
+                for each in (key, value)
+            )
+        visible = torch.arange(key.shape[2]) <= torch.arange(length)[:, None] + start
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -83,7 +106,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Takes [batch, LENGTH + 1] integers, returns the loss."""
+    """Takes [batch, LENGTH + 1] integers, or a part of them and of those that come next; returns
+    the loss."""
 
     def __init__(self, layers: int = 1) -> None:
         super().__init__()
@@ -93,12 +117,14 @@ class Llama(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.recomputes = False
 
-    def forward(self, symbols: Tensor) -> Tensor:
-        x = self.embedding(symbols[:, :-1])
+    def forward(self, symbols: Tensor, following: Tensor | None = None) -> Tensor:
+        if following is None:
+            symbols, following = symbols[:, :-1], symbols[:, 1:]
+        x = self.embedding(symbols)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), symbols[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, in_sequence: bool) -> Llama:
@@ -157,87 +183,25 @@ def batches(steps: int, num_data: int, seed: int = 0) -> list[list[Tensor]]:
     ]
 
 
-def loss_backward(model: nn.Module, batch: Tensor) -> Tensor:
-    loss = model(batch)
-    loss.backward()
-    return loss.detach()
-
-
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """A copy without the tensor-parallel split. Collective over the mesh."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def whole_values(model: ZeRO3) -> dict[str, Tensor | None]:
-    with model.summon_full_params(writeback=False):
-        return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
-def whole_gradients(model: ZeRO3) -> dict[str, Tensor | None]:
-    with model.summon_full_params(writeback=False, with_grads=True):
-        return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def values_of(plain: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
-
-
-def gradients_of(plain: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in plain.named_parameters()}
-
-
-def assert_follows(
-    model: ZeRO3,
+def follows(
+    model: nn.Module,
     plain: nn.Module,
     mesh: DeviceMesh,
     what: str,
-    steps: int = 3,
-    run: RunFn = loss_backward,
+    steps: int = 2,
+    run: RunFn = forward_backward,
 ) -> None:
-    """Losses and gradients at each step, parameters after the last: bitwise those that the model's
-    own gradients make.
-
-    Products are summed in two parts, and gradients of ranks in another order than autograd's.
-    Tensor-parallel ranks get the same batch.
-    """
-    num_data, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
-    own, expected = (OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain))
-    for index, step in enumerate(batches(steps, num_data)):
-        own.zero_grad()
-        expected.zero_grad()
-        loss = run(model, step[place])
-        losses = backward_of_all_ranks(plain, step, run)
-        assert_close_in_float64(loss, losses[place], f"{what}, {index}: loss")
-        gradients = whole_gradients(model)
-        assert_close_in_float64(gradients, gradients_of(plain), f"{what}, {index}: gradient of")
-        for name, parameter in plain.named_parameters():
-            parameter.grad = gradients[name]
-        own.step()
-        expected.step()
-    assert_same_parameters(whole_values(model), values_of(plain), what=f"{what}: parameter after")
-
-
-@on_ranks(4, in_float64=True)
-def test_training_follows_one_process() -> None:
-    mesh = grid(2)
-    for in_sequence in (True, False):
-        what = "in sequence" if in_sequence else "plain norms"
-        deep = functools.partial(Llama, layers=2)
-        assert_follows(wrapped(mesh, in_sequence, deep), seeded(deep), mesh, what)
+    """Tensor-parallel ranks get the same batch."""
+    each = batches(steps, mesh["dp"].size())
+    assert_follows(model, plain, each, mesh["dp"].get_local_rank(), run, what=what)
 
 
 def _micro_batches(model: nn.Module, batch: Tensor) -> Tensor:
     """Each sequence a micro-batch of its own; gradients are synchronized with the last."""
     first, last = batch.split(1)
-    if isinstance(model, ZeRO3):
-        with model.no_sync():
-            loss_backward(model, first)
-    else:
-        loss_backward(model, first)
-    return loss_backward(model, last)
+    with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
+        forward_backward(model, first)
+    return forward_backward(model, last)
 
 
 def _recomputing() -> Llama:
@@ -246,26 +210,25 @@ def _recomputing() -> Llama:
     return model
 
 
+def deep() -> Llama:
+    return Llama(layers=2)
+
+
 @on_ranks(4, in_float64=True)
-def test_layers_micro_batches_and_recomputation_follow_one_process() -> None:
+def test_training_follows_one_process() -> None:
     mesh = grid(2)
-    for what, run, build, options in (
-        ("zero1", _micro_batches, Llama, {"zero3_size": 1, "accumulation": "sharded"}),
-        (
-            "replicate",
-            _micro_batches,
-            Llama,
-            {"zero3_size": 1, "outer": "replicate", "accumulation": "unsharded"},
-        ),
-        (
-            "one unit, resident, recomputed",
-            loss_backward,
-            _recomputing,
-            {"auto_wrap_policy": None, "reshard_after_forward": False, "deterministic": True},
-        ),
+    layered: dict[str, Any] = {"zero3_size": 1, "accumulation": "sharded"}
+    copies = layered | {"outer": "replicate", "accumulation": "unsharded"}
+    alone = {"auto_wrap_policy": None, "reshard_after_forward": False, "deterministic": True}
+    for what, run, build, in_sequence, options in (
+        ("in sequence", forward_backward, deep, True, {}),
+        ("plain norms", forward_backward, deep, False, {}),
+        ("zero1", _micro_batches, Llama, True, layered),
+        ("replicate", _micro_batches, Llama, True, copies),
+        ("one unit, resident, recomputed", forward_backward, _recomputing, True, alone),
     ):
-        model = wrapped(mesh, build=build, **options)
-        assert_follows(model, seeded(Llama), mesh, what, steps=2, run=run)
+        model = wrapped(mesh, in_sequence, build, **options)
+        follows(model, seeded(build), mesh, what, run=run)
 
 
 @on_ranks(4, in_float64=True)
@@ -279,12 +242,12 @@ def test_tied_and_frozen_parameters_follow_one_process() -> None:
         each.blocks[0].mlp_norm.weight.requires_grad_(False)
     sharded = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block})
     assert "head.weight" not in dict(sharded.named_parameters())
-    assert_follows(sharded, plain, mesh, "frozen", steps=2)
+    follows(sharded, plain, mesh, "frozen")
     for each in (sharded, plain):
         each.requires_grad_(True)
         each.blocks[0].attention.query.weight.requires_grad_(False)
         each.zero_grad()
-    assert_follows(sharded, plain, mesh, "thawed", steps=2)
+    follows(sharded, plain, mesh, "thawed")
 
 
 @on_ranks(4)
@@ -300,67 +263,61 @@ def test_compute_dtypes_are_those_of_the_leaves() -> None:
                     {name: (type(module.weight), module.weight.dtype)}
                 )
             )
-    loss_backward(model, batches(1, 1)[0][0])
+    forward_backward(model, batches(1, 1)[0][0])
     assert len(seen) == 9 and set(seen.values()) == {(DTensor, torch.bfloat16)}, seen
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def _with_gradients(mesh: DeviceMesh, in_sequence: bool = True) -> tuple[ZeRO3, Llama]:
+    """A model and its plain twin after the backward of one step."""
+    model, plain, [step] = wrapped(mesh, in_sequence), seeded(Llama), batches(1, 2)
+    forward_backward(model, step[mesh["dp"].get_local_rank()])
+    backward_of_all_ranks(plain, step)
+    return model, plain
 
 
 @on_ranks(4, in_float64=True)
 def test_the_norm_counts_every_element_once_and_is_that_of_all_ranks() -> None:
     mesh = grid(2)
-    place = mesh["dp"].get_local_rank()
-    step = batches(1, 2)[0]
-    for in_sequence in (True, False):
-        for norm_type in (3.0, math.inf):
-            model, plain = wrapped(mesh, in_sequence), seeded(Llama)
-            loss_backward(model, step[place])
-            backward_of_all_ranks(plain, step, loss_backward)
-            limit = 0.3 * float(
-                nn.utils.get_total_norm(list(gradients_of(plain).values()), norm_type)
-            )
-            unclipped = global_norm(model, norm_type)
-            norm = model.clip_grad_norm_(limit, norm_type)
-            assert_bitwise(unclipped, norm, "norm")
-            values = global_norm(model.parameters(), norm_type)
-            whole_norm = nn.utils.get_total_norm(list(plain.parameters()), norm_type)
-            assert_close_in_float64(values, whole_norm, "norm")
-            expected = nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
-            assert_close_in_float64(norm, expected, "norm")
-            assert_same_on_all_ranks(norm, f"norm {norm_type}")
-            assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient of")
-            # One element on one rank; not the first one of any group.
-            own = max(model.parameters(), key=lambda sharded_param: sharded_param.numel())
-            if dist.get_rank() == dist.get_world_size() - 1:
-                own.grad[0] = math.nan
-            assert math.isnan(model.clip_grad_norm_(1.0, norm_type).item())
+    for in_sequence, norm_type in itertools.product((True, False), (3.0, math.inf)):
+        model, plain = _with_gradients(mesh, in_sequence)
+        expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+        unclipped, limit = global_norm(model, norm_type), 0.3 * expected.item()
+        norm = model.clip_grad_norm_(limit, norm_type)
+        assert_bitwise(unclipped, norm, "norm")
+        assert_close_in_float64(norm, expected, "norm")
+        assert_same_on_all_ranks(norm, f"norm {norm_type}")
+        nn.utils.clip_grad_norm_(plain.parameters(), limit, norm_type)
+        assert_close_in_float64(full_gradients(model), full_gradients(plain), "gradient of")
+        whole_norm = nn.utils.get_total_norm(list(plain.parameters()), norm_type)
+        assert_close_in_float64(global_norm(model.parameters(), norm_type), whole_norm, "norm")
+        # One element on one rank; not the first one of any group.
+        own = max(model.parameters(), key=lambda sharded_param: sharded_param.numel())
+        if dist.get_rank() == dist.get_world_size() - 1:
+            own.grad[0] = math.nan
+        assert math.isnan(model.clip_grad_norm_(1.0, norm_type).item())
 
 
 @on_ranks(4, in_float64=True)
 def test_full_parameters_are_dtensors_and_are_written_back() -> None:
     mesh = grid(2)
-    place = mesh["dp"].get_local_rank()
-    model, plain = wrapped(mesh), seeded(Llama)
-    step = batches(1, 2)[0]
-    loss_backward(model, step[place])
-    backward_of_all_ranks(plain, step, loss_backward)
-    before = {
-        name: sharded_param.detach().clone() for name, sharded_param in model.named_parameters()
-    }
+    model, plain = _with_gradients(mesh)
+    before = {name: sharded.detach().clone() for name, sharded in model.named_parameters()}
     with model.summon_full_params(writeback=False, with_grads=True, offload_to_cpu=True):
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
-            assert parameter.device_mesh == mesh["tp"] and parameter.grad.placements == (
-                parameter.placements
-            )
+            assert parameter.device_mesh == mesh["tp"]
+            assert parameter.grad.placements == parameter.placements
             assert parameter.shape == plain.get_parameter(name).shape
         with torch.no_grad():
             model.head.weight.fill_(7.0)
-    for name, sharded_param in model.named_parameters():
-        assert_bitwise(sharded_param.detach(), before[name], f"without writeback: {name}")
+    after = {name: sharded.detach() for name, sharded in model.named_parameters()}
+    assert_same_parameters(after, before, what="without writeback")
     for rank0_only in (False, True):
         with model.summon_full_params(rank0_only=rank0_only, with_grads=True), torch.no_grad():
-            assert isinstance(model.head.weight, DTensor) == (not rank0_only or place == 0)
-            if isinstance(model.head.weight, DTensor):
+            is_shown = not rank0_only or mesh["dp"].get_local_rank() == 0
+            assert isinstance(model.head.weight, DTensor) == is_shown
+            if is_shown:
                 for parameter in model.parameters():
                     parameter.mul_(2.0)
                 model.norm.weight.grad = None
@@ -375,12 +332,12 @@ def test_full_parameters_are_dtensors_and_are_written_back() -> None:
             for parameter in plain.parameters():
                 parameter.mul_(2.0)
         plain.norm.weight.grad = None
-        plain.head.weight.grad = torch.ones_like(plain.head.weight)
-        plain.embedding.weight.grad = torch.ones_like(plain.embedding.weight)
-        assert_same_parameters(whole_values(model), values_of(plain), what="doubled")
-        assert_close_in_float64(whole_gradients(model), gradients_of(plain), "written gradient of")
-        assert model.norm.weight.grad is None
-        assert_bitwise(whole_gradients(model)["head.weight"], plain.head.weight.grad, "partial")
+        for each in (plain.head, plain.embedding):
+            each.weight.grad = torch.ones_like(each.weight)
+        assert_same_parameters(full_parameters(model), full_parameters(plain), what="doubled")
+        gradients = full_gradients(model)
+        assert_close_in_float64(gradients, full_gradients(plain), "written gradient of")
+        assert_bitwise(gradients["head.weight"], plain.head.weight.grad, "partial")
 
 
 @on_ranks(4)
@@ -392,7 +349,7 @@ def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler("cpu", process_group=group, init_scale=4.0)
         for overflows in (True, False):
-            before = whole_values(model)
+            before = full_parameters(model)
             optimizer.zero_grad()
             scaler.scale(model(batches(1, 1)[0][0])).backward()
             own = max(model.parameters(), key=lambda sharded_param: sharded_param.numel())
@@ -401,7 +358,7 @@ def test_all_ranks_of_the_mesh_agree_on_an_overflow() -> None:
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == 2.0
-            for name, value in whole_values(model).items():
+            for name, value in full_parameters(model).items():
                 assert torch.equal(value, before[name]) == overflows, name
 
 
@@ -425,7 +382,7 @@ def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
         )
     for _ in range(3):
         with recorded_operations(model) as operations:
-            loss_backward(model, batches(1, 1)[0][0])
+            forward_backward(model, batches(1, 1)[0][0])
         assert len(gathered(operations)) == 2 * num_units - 1, operations
         assert len(reduced(operations)) == num_units, operations
         assert all(storage.nbytes() == 0 for storage in storages)
@@ -480,50 +437,37 @@ def test_a_mesh_of_two_axes_works() -> None:
     for norm_type in (2.0, math.inf):
         for each in (model, plain):
             each.zero_grad()
-            loss_backward(each, x)
-        assert_close_in_float64(whole_gradients(model), gradients_of(plain), "gradient")
+            forward_backward(each, x)
+        assert_close_in_float64(full_gradients(model), full_gradients(plain), "gradient")
         norm = model.clip_grad_norm_(1e6, norm_type)
-        expected = nn.utils.get_total_norm(list(gradients_of(plain).values()), norm_type)
+        expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
         assert_close_in_float64(norm, expected, "norm")
         assert_same_on_all_ranks(norm, "norm")
-    assert_same_parameters(whole_values(model), values_of(plain), what="on a grid")
+    assert_same_parameters(full_parameters(model), full_parameters(plain), what="on a grid")
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()
 
 
 @on_ranks(4, in_float64=True)
-def test_parameters_are_made_from_the_meta_device() -> None:
-    mesh = grid(2)
-    with torch.device("meta"):
-        model = Llama()
-    names = {id(module): name for name, module in model.named_modules()}
-    parallelize(model, mesh["tp"], True)
-    plain = seeded(Llama)
-
-    def initialise(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            value = plain.get_submodule(names[id(module)]).get_parameter(name).detach()
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            with torch.no_grad():
-                parameter.copy_(value)
-
-    own = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block}, param_init_fn=initialise)
-    assert_follows(own, plain, mesh, "from meta", steps=2)
-
-
-@on_ranks(4)
-def test_what_ranks_draw_is_equal_over_both_axes() -> None:
+def test_what_ranks_draw_on_the_meta_device_is_equal_over_both_axes_and_trains() -> None:
     """Every rank draws its own numbers; the parts of an embedding are unequal, too."""
     mesh = grid(2)
-    for in_sequence in (True, False):
-        with torch.device("meta"):
-            model = parallelize(Llama(), mesh["tp"], in_sequence)
+    for in_sequence, init in ((True, None), (False, _reset)):
+        model = parallelize(on_meta(Llama), mesh["tp"], in_sequence)
         torch.manual_seed(dist.get_rank())
+        options = {"param_init_fn": init, "sync_module_states": True}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="DTensor random operators")
-            own = ZeRO3(model, mesh["dp"], auto_wrap_policy={Block}, sync_module_states=True)
-        for name, value in whole_values(own).items():
+            own = ZeRO3(model, mesh["dp"], auto_wrap_policy={Block}, **options)
+        values = full_parameters(own)
+        for name, value in values.items():
             assert value.isfinite().all(), name
             assert_same_on_all_ranks(value, f"drawn {name}")
+        plain = Llama()
+        plain.load_state_dict(values)
+        follows(own, plain, mesh, "from meta", steps=1)
 
 
 class _Two(nn.Module):
@@ -567,6 +511,6 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
         ZeRO3(nn.Sequential(inner, _Two(on(dp, Shard(0)), plain)), process_group=dp)
     model = parallelize(seeded(Llama), tp, True)
     own = ZeRO3(model, process_group=dp, ignored_modules=[model.head])
-    loss_backward(own, batches(1, 1)[0][0])
+    forward_backward(own, batches(1, 1)[0][0])
     with pytest.raises(NotImplementedError, match="ignored parameter is a DTensor"):
         own.clip_grad_norm_(1.0)

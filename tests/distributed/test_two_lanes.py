@@ -90,7 +90,7 @@ def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
     model = test_experts.wrapped(ep, reduction=ReductionPolicy(**lanes), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in test_experts.batches(2):
-        test_experts.run(model, batch[dist.get_rank()])
+        forward_backward(model, batch[dist.get_rank()])
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]

@@ -7,7 +7,7 @@ and whatever else it reads.
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ Program = Callable[[ZeRO3, Wrap, int], list[Tensor]]
 SAMPLE = torch.zeros(3, WIDTH)
 CPU = torch.device("cpu")
 """The model's device, to the simulation; "cpu" as text, or none, is the host."""
+
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+NATIVE = functools.partial(AdamW, lr=0.01)
 
 
 class OwnGraph:
@@ -56,9 +61,10 @@ class OwnGraph:
             current.wait_stream(self._side)
         else:
             if self._graph is None:
-                self._graph = self._module.CUDAGraph()
-                with self._module.graph(self._graph):
+                graph = self._module.CUDAGraph()
+                with self._module.graph(graph):
                     self._outputs = self._step(*self._inputs)
+                self._graph = graph
             for own, given in pairs:
                 if isinstance(own, Tensor):
                     own.copy_(given)
@@ -129,7 +135,7 @@ def _train(
 
 def sgd_with_clipping(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """torch's norm clips, momentum has state, and a scheduler sets the rate of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = MOMENTUM(model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     clip = functools.partial(torch.nn.utils.clip_grad_norm_, [*model.parameters()], 0.1)
     return _train(model, wrap, steps, optimizer, clip, schedule)
@@ -137,7 +143,7 @@ def sgd_with_clipping(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
 
 def native_adamw(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """It clips in the pass of its step."""
-    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer = NATIVE(model.parameters())
     return _train(model, wrap, steps, optimizer, lambda: optimizer.clip_grad_norm_(0.05))
 
 
@@ -176,22 +182,12 @@ def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tenso
     return found
 
 
-def accumulation(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
-    """Three micro-batches in one step."""
-    return _accumulate(model, wrap, steps, torch.optim.AdamW(model.parameters(), lr=0.01))
-
-
-def accumulation_in_one_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
-    return _accumulate(model, wrap, steps, _sgd(model))
-
-
-def _sgd(model: ZeRO3) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _accumulate(
-    model: ZeRO3, wrap: Wrap, steps: int, optimizer: torch.optim.Optimizer
+def accumulation(
+    model: ZeRO3, wrap: Wrap, steps: int, optimizer_of: Callable[..., Any] = ADAMW
 ) -> list[Tensor]:
+    """Three micro-batches in one step."""
+    optimizer = optimizer_of(model.parameters())
+
     def step(*batches: Tensor) -> list[Tensor]:
         losses = []
         for x in batches:
@@ -206,18 +202,12 @@ def _accumulate(
     return [each for _ in range(steps) for each in train(_batch(), _batch(), _batch())]
 
 
-def gradients_left(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
-    """The next step clears what the last one leaves in `.grad`, and the program reads it."""
-    return _leave_gradients(model, wrap, steps, AdamW(model.parameters(), lr=0.01))
-
-
-def gradients_left_by_a_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
-    return _leave_gradients(model, wrap, steps, _sgd(model))
-
-
-def _leave_gradients(
-    model: ZeRO3, wrap: Wrap, steps: int, optimizer: torch.optim.Optimizer
+def gradients_left(
+    model: ZeRO3, wrap: Wrap, steps: int, optimizer_of: Callable[..., Any] = NATIVE
 ) -> list[Tensor]:
+    """The next step clears what the last one leaves in `.grad`, and the program reads it."""
+    optimizer = optimizer_of(model.parameters())
+
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = _backward(model, x)
@@ -232,18 +222,11 @@ def _leave_gradients(
     return found
 
 
-def optimizer_outside(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
+def optimizer_outside(
+    model: ZeRO3, wrap: Wrap, steps: int, set_to_none: bool = True
+) -> list[Tensor]:
     """Passes alone are captured; weights change in between, by the optimizer and by hand."""
-    return _step_outside(model, wrap, steps, set_to_none=True)
-
-
-def optimizer_outside_a_graph(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
-    """A replay adds to `.grad` where the recording found it."""
-    return _step_outside(model, wrap, steps, set_to_none=False)
-
-
-def _step_outside(model: ZeRO3, wrap: Wrap, steps: int, set_to_none: bool) -> list[Tensor]:
-    optimizer = _sgd(model)
+    optimizer = MOMENTUM(model.parameters())
     train = wrap(functools.partial(_backward, model), SAMPLE)
     found = []
     for number in range(steps):
@@ -260,7 +243,7 @@ def _step_outside(model: ZeRO3, wrap: Wrap, steps: int, set_to_none: bool) -> li
 def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """Two captures take turns, the second between a forward and its backward, with eager passes
     between them, also of other shapes."""
-    optimizer = _sgd(model)
+    optimizer = MOMENTUM(model.parameters())
 
     def evaluate(x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -281,6 +264,37 @@ def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
             found += [train(_batch(2)), look(_batch(1))]
             with torch.no_grad():
                 found.append(model(_batch()).sum())
+    return found
+
+
+def errors_in_recordings(
+    model: ZeRO3, wrap: Wrap, steps: int, late: int | None = 5
+) -> list[Tensor]:
+    """The fourth call, which records, fails in its forward, the next one in its backward, and the
+    one after that in what follows the optimizer: in the second of two graphs. A single graph has
+    not run then, and an eager step would have stepped: None."""
+    optimizer, fails_late = MOMENTUM(model.parameters()), False
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    def step(x: Tensor) -> Tensor:
+        loss = _backward(model, x)
+        optimizer.step()
+        if fails_late:
+            fail()
+        optimizer.zero_grad()
+        return loss
+
+    train, found = wrap(step, SAMPLE), []
+    hooks = {3: fail, 4: lambda module, args, output: output.register_hook(fail) and None}
+    for number in range(steps):
+        fails_late = number == late
+        handle = model.module.blocks[1].register_forward_hook(hooks.get(number, lambda *_: None))
+        with suppress(ArithmeticError):
+            found.append(train(_batch()))
+        handle.remove()
+        optimizer.zero_grad()
     return found
 
 
@@ -329,28 +343,23 @@ def _dropped(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return forward(F.dropout(x, 0.3))
 
 
-PROGRAMS: list[Program] = [
-    sgd_with_clipping,
-    native_adamw,
-    capturable_adamw,
-    an_option_that_is_a_number,
-    a_graph_of_older_weights,
-    accumulation,
-    gradients_left,
-    optimizer_outside,
-    train_and_evaluate,
-    two_towers,
-    recomputation_and_dropout,
+_EITHER: list[Program] = [
+    *(capturable_adamw, train_and_evaluate, two_towers, recomputation_and_dropout),
 ]
-OWN_PROGRAMS: list[Program] = [
-    capturable_adamw,
-    accumulation_in_one_graph,
-    gradients_left_by_a_graph,
-    optimizer_outside_a_graph,
-    train_and_evaluate,
-    two_towers,
-    recomputation_and_dropout,
-]
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        *(sgd_with_clipping, native_adamw, an_option_that_is_a_number, a_graph_of_older_weights),
+        *(accumulation, gradients_left, optimizer_outside, errors_in_recordings, *_EITHER),
+    )
+}
+OWN_PROGRAMS: dict[str, Program] = {
+    "accumulation in one graph": functools.partial(accumulation, optimizer_of=MOMENTUM),
+    "gradients left by a graph": functools.partial(gradients_left, optimizer_of=MOMENTUM),
+    "errors in one graph": functools.partial(errors_in_recordings, late=None),
+    # A replay adds to `.grad` where the recording found it.
+    "optimizer outside a graph": functools.partial(optimizer_outside, set_to_none=False),
+} | {program.__name__: program for program in _EITHER}
 """Those that an `OwnGraph` can contain: nothing in a step depends on the host."""
 
 

@@ -10,13 +10,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
-from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_close_in_float64,
+    assert_norm,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+)
 from tests.harness.internals import WaitingGradient
 from tests.harness.models import CASES, Case
 from tests.harness.reference import (
     OPTIMIZERS,
     RunFn,
     Terms,
+    backward_of_all_ranks,
     backward_of_each_rank,
     batches_of,
     forward_backward,
@@ -127,6 +134,66 @@ def assert_trains_alike(
     for found, expected in zip(shown, full_parameters_and_gradients(reference), strict=True):
         assert_same_parameters(found, expected, what="at the end, parameter or gradient")
     return losses
+
+
+def assert_follows(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    place: int | None = None,
+    run: RunFn = forward_backward,
+    clip: float | None = None,
+    what: str = "",
+) -> torch.optim.Optimizer:
+    """Train both in float64, for a model whose products or sums have other parts than the plain
+    one's. Collective. Losses, norms and gradients at each step; parameters bitwise those that the
+    model's own gradients make. Of experts, those that this rank has.
+
+    Args:
+        batches: [step][data-parallel rank].
+        place: this rank among these; None: its rank.
+        clip: the norm to clip by.
+
+    Returns:
+        The model's optimizer.
+    """
+    optimizer, expected = (
+        OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, reference)
+    )
+    place = dist.get_rank() if place is None else place
+    for index, step in enumerate(batches):
+        where = f"{what} step {index}:"
+        optimizer.zero_grad()
+        expected.zero_grad()
+        loss = run(model, step[place])
+        losses = backward_of_all_ranks(reference, step, run)
+        assert_close_in_float64(loss, losses[place], f"{where} loss")
+        if clip is not None:
+            norm = model.clip_grad_norm_(clip)
+            whole = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            assert whole > 1.1 * clip, "else nothing is scaled"
+            assert_close_in_float64(norm, whole, f"{where} norm")
+            assert_same_on_all_ranks(norm, "norm")
+        gradients = full_gradients(model)
+        assert_same_where_present(gradients, full_gradients(reference), f"{where} gradient of")
+        for name, gradient in gradients.items():
+            reference.get_parameter(name).grad = gradient
+        optimizer.step()
+        expected.step()
+        own, all_values = full_parameters(model), full_parameters(reference)
+        assert_same_parameters(
+            own, {name: all_values[name] for name in own}, what=f"{where} parameter"
+        )
+    return optimizer
+
+
+def assert_same_where_present(
+    own: Mapping[str, Any], everything: Mapping[str, Any], what: str
+) -> None:
+    """In float64. Other ranks may have more experts, and nothing else."""
+    assert all("experts." in name for name in everything.keys() - own.keys())
+    expected = {name: value for name, value in everything.items() if name in own}
+    assert_close_in_float64(own, expected, what)
 
 
 def trained_alike(

@@ -137,11 +137,14 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, self.rotation)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens))
 
 
 class TiedBlock(nn.Module):

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.harness.checks import Sum
-from tests.harness.models import Case, loss_of
+from tests.harness.models import Case, Mlp, loss_of
 
 RunFn = Callable[[nn.Module, Any], Tensor]
 
@@ -29,6 +30,12 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
+
+
+def on_meta(build: Callable[..., nn.Module] = Mlp, **arguments: Any) -> Any:
+    """A model without values."""
+    with torch.device("meta"):
+        return build(**arguments)
 
 
 def plain(case: Case) -> nn.Module:
@@ -247,9 +254,10 @@ def train_rank(
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the full parameters by original name. Collective where the model is sharded."""
+    """Copies of the full parameters by original name, DTensors whole. Collective where the model is
+    sharded, over the meshes of DTensors, too."""
     with _full(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {name: _copy(parameter) for name, parameter in model.named_parameters()}
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -265,7 +273,7 @@ def full_parameters_and_gradients(
     with _full(model, with_grads=True):
         named = dict(model.named_parameters())
         return (
-            {name: parameter.detach().clone() for name, parameter in named.items()},
+            {name: _copy(parameter) for name, parameter in named.items()},
             {name: _copy(parameter.grad) for name, parameter in named.items()},
         )
 
@@ -281,5 +289,8 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left + right
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def _copy(tensor: Any) -> Any:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
