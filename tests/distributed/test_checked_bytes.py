@@ -87,7 +87,6 @@ def _trials(settings: dict[str, Any], make: Optimizer, seed: int) -> Trials:
 
 
 def _flip_under(names: dict[str, int], seed: int) -> Counter[str]:
-    """Run trials under the settings with these names, so many each."""
     found: Counter[str] = Counter()
     for name, count in names.items():
         settings, make = {**TWO_RANKS, **FOUR_RANKS}[name]
@@ -150,11 +149,9 @@ def _micro_batches() -> None:
     """The bytes of a micro-batch are compared with the last one, also if a pass fails in between;
     then all of its micro-batches are dropped, as their sum is not right."""
     model, optimizer, step = _model()
-    clean, clean_optimizer, _ = _model(verify=None)
+    clean, clean_optimizer, clean_step = _model(verify=None)
     step()
-    clean(torch.ones(4, 5)).float().square().mean().backward()
-    clean_optimizer.step()
-    clean_optimizer.zero_grad()
+    clean_step()
     for fails in (False, True):
         corrupted = mock.patch.object(Verifier, "_gathered", _flips_the_second())
         with corrupted, model.no_sync():

@@ -255,9 +255,8 @@ def test_a_ledger_has_rows_for_one_rank_too() -> None:
     model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
     with layerzero.ledger(model) as ledger:
         loss_of(model(torch.ones(2, WIDTH))).backward()
-    assert ledger.num_steps == 1
+    assert (ledger.num_steps, len(ledger.ranks)) == (1, 1)
     assert [row.gather_bytes + row.reduce_bytes for row in ledger.units] == [0, 0, 0]
-    assert len(ledger.ranks) == 1
     assert sum(ledger.parts.values()) == of_milliseconds(ledger.step_ms)
 
 
@@ -279,36 +278,35 @@ def test_what_may_go_on_inside_and_around_a_ledger() -> None:
         layerzero.ledger(nn.Linear(1, 1)),
     ):
         pass
-    # Without steps.
-    with layerzero.ledger(model) as ledger:
-        pass
-    assert (ledger.num_steps, ledger.step_ms) == (0, 0)
-    assert all(row.gather_ms == row.gather_bytes == 0 for row in ledger.units)
-    with pytest.raises(RuntimeError, match="no step ran"):
-        ledger.plot("nowhere.png")
-    # Evaluation only.
-    with layerzero.ledger(model) as ledger, torch.no_grad():
-        for _ in range(2):
-            model(batch)
-    assert ledger.num_steps == 2
-    views = layerzero.units(model)
-    assert [row.gather_bytes for row in ledger.units] == [view.nbytes for view in views]
-    assert ledger.parts["backward"] == sum(row.reduce_bytes for row in ledger.units) == 0
-    # Micro-batches: one step.
-    with layerzero.ledger(model) as ledger:
-        with model.no_sync():
-            backward(model)
-        backward(model)
-    assert ledger.num_steps == 1
-    assert [row.reduce_bytes for row in ledger.units] == [view.nbytes for view in views]
-    # Micro-batches that are each reduced, and one step of the optimizer.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with layerzero.ledger(model) as ledger:
-        backward(model)
-        backward(model)
-        optimizer.step()
-    assert ledger.num_steps == 1
-    assert [row.reduce_bytes for row in ledger.units] == [2 * view.nbytes for view in views]
+    views = layerzero.units(model)
+    # Evaluations, passes, how many of them are not reduced, and steps of the optimizer.
+    for evaluations, passes, unreduced, updates, steps in (
+        (0, 0, 0, 0, 0),
+        (2, 0, 0, 0, 2),
+        (0, 2, 1, 0, 1),
+        (0, 2, 0, 1, 1),
+    ):
+        with layerzero.ledger(model) as ledger:
+            with torch.no_grad():
+                for _ in range(evaluations):
+                    model(batch)
+            for number in range(passes):
+                with model.no_sync() if number < unreduced else nullcontext():
+                    backward(model)
+            for _ in range(updates):
+                optimizer.step()
+        assert ledger.num_steps == steps
+        sent = [(passes - unreduced) * view.nbytes for view in views]
+        assert [row.reduce_bytes for row in ledger.units] == sent
+        if not passes:
+            gathered = [view.nbytes * bool(evaluations) for view in views]
+            assert [row.gather_bytes for row in ledger.units] == gathered
+            assert ledger.parts["backward"] == 0
+        if not steps:
+            assert ledger.step_ms == 0
+            with pytest.raises(RuntimeError, match="no step ran"):
+                ledger.plot("nowhere.png")
     # Two models, the rows of a part, and another ledger of the same model.
     with layerzero.ledger(model) as ledger, layerzero.ledger(other) as of_other:
         backward(model)
@@ -400,7 +398,6 @@ def test_a_ledger_changes_no_bits_with_one_hop_and_two(ranks: KeptRanks) -> None
 
 
 def _findings_of_uses(uses: list[Callable[..., None]]) -> dict[str, list[str]]:
-    """What the simulated device found, by use."""
     found = {}
     for use in uses:
         with simulated_device(on_current_stream=use is not uses[0]) as device:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layerzero import MixedPrecision, ZeRO3, join, optim, rewrap
 from layerzero.memory_budget import MemoryChoice
+from layerzero.memory_budget.choice import Learned, Settings
 from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import _threads_counted
 from tests.harness.models import tensors_of
@@ -139,7 +140,6 @@ def test_steps_of_micro_batches_and_of_other_optimizers_hold_the_budget() -> Non
 
 @on_ranks(2, timeout=120)
 def test_ranks_with_batches_of_other_sizes_choose_alike() -> None:
-    """The second rank has a batch eight times as large."""
     repeats = 1 + 7 * dist.get_rank()
     free = _train("many tokens", HUGE, {}, repeats_batch=repeats)
     assert free.choice is not None, free.error
@@ -174,10 +174,6 @@ def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
     for value in ("forty", 0, True, 4.5e9):
         with pytest.raises((TypeError, ValueError), match="memory_budget"):
             ZeRO3(Tower(), memory_budget=value)
-
-
-@on_ranks(2)
-def test_a_compiled_module_is_refused_at_construction() -> None:
     module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="leave out memory_budget"):
         ZeRO3(module, memory_budget=HUGE)
@@ -200,6 +196,9 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
             for parameter in model.parameters():
                 parameter.data.add_(0) if parameter.grad is None else parameter.detach().add_(1e-3)
                 parameter.grad = None
+            with torch.inference_mode():
+                model(*batch)
+            torch.randn(2)  # Fails if operations of this thread are counted after the last step.
         return loss.detach()
 
     torch.manual_seed(0)
@@ -297,19 +296,19 @@ def test_odd_uses() -> None:
     assert kept(model) == 4
 
 
-@on_ranks(2)
-def test_evaluations_in_inference_mode_may_come_while_it_learns() -> None:
-    model = ZeRO3(Tower(), auto_wrap_policy={Block}, memory_budget=HUGE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args, kwargs = CASES["tower"].batch()
-    for _ in range(LEARNED + 2):
-        sum(tensor.sum() for tensor in tensors_of(model(*args, **kwargs))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.inference_mode():
-            model(*args, **kwargs)
-        torch.randn(2)  # Which fails if this thread's operations are counted after the last step.
-    assert model.memory_choice is not None
+def test_a_budget_buys_the_highest_rung_that_fits_to_the_byte() -> None:
+    learned = Learned(outside=210, inside=200, sizes=(50, 30, 40), saved=(0, 1, 2))
+    below = Settings()
+    for prefetches, kept, nbytes in (
+        (False, set(), 210),
+        (True, set(), 240),
+        (True, {2}, 280),
+        (True, {1, 2}, 310),
+    ):
+        settings = Settings(prefetches, frozenset(kept))
+        assert learned.bound(settings) == nbytes
+        assert (learned.choose(nbytes - 1), learned.choose(nbytes)) == (below, settings)
+        below = settings
 
 
 def test_storages_may_die_while_the_peak_is_noted() -> None:

@@ -4,7 +4,8 @@ import multiprocessing
 import queue
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,33 @@ def let_saves_work() -> None:
     filesystem_async._process_memory = lambda: 0  # for a log line; without psutil a save hangs
 
 
-def destroy_groups(made: set[dist.ProcessGroup]) -> None:
-    """Those of Megatron, which forgets some of them; they would keep dozens of threads.
-
-    Not those of others: torch gives their names to new groups, which then find old addresses.
-    """
-    for group in made.intersection(dist.distributed_c10d._world.pg_map):
-        dist.destroy_process_group(group)
+@contextmanager
+def joined(join: Callable[[], object]) -> Iterator[None]:
+    """Inside, this rank is one of Megatron's, in the groups that `join` makes."""
+    with emulation():
+        before = set(dist.distributed_c10d._world.pg_map)
+        join()
+        made = set(dist.distributed_c10d._world.pg_map) - before
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            # Megatron forgets some of its groups, which would keep dozens of threads. Those of
+            # others stay: torch gives their names to new groups, which then find old addresses.
+            for group in made.intersection(dist.distributed_c10d._world.pg_map):
+                dist.destroy_process_group(group)
 
 
 @contextmanager
 def megatron_on_cpu(
     tensor_parallel_size: int = 1, pipeline_size: int = 1, expert_parallel_size: int = 1
 ) -> Iterator[None]:
-    """Inside, this rank is one of Megatron's."""
     let_saves_work()
-    with ExitStack() as stack:
-        stack.enter_context(emulation())
-        before = set(dist.distributed_c10d._world.pg_map)
-        parallel_state.initialize_model_parallel(
-            tensor_parallel_size,
-            pipeline_size,
-            expert_model_parallel_size=expert_parallel_size,
-        )
-        stack.callback(destroy_groups, set(dist.distributed_c10d._world.pg_map) - before)
-        stack.callback(parallel_state.destroy_model_parallel)
+    sizes = {"expert_model_parallel_size": expert_parallel_size}
+    join = partial(
+        parallel_state.initialize_model_parallel, tensor_parallel_size, pipeline_size, **sizes
+    )
+    with joined(join):
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield
 
@@ -97,7 +100,6 @@ def gpt(seed: int = 0, untied: bool = False, **overrides: Any) -> GPTModel:
 
 
 def ddp(module: GPTModel, **options: Any) -> DistributedDataParallel:
-    """Megatron's own data parallelism."""
     return DistributedDataParallel(
         module.config,
         DistributedDataParallelConfig(gradient_reduce_div_fusion=False, **options),

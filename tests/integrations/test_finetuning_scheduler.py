@@ -3,12 +3,10 @@
 Lightning's DDP is no reference: it averages only what required a gradient when it was built.
 """
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,11 @@ pytest.importorskip("finetuning_scheduler", reason="the extra [lightning] is not
 import lightning.pytorch as pl
 from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, fts_supporters
 from lightning.pytorch.callbacks import Callback
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    checkpoint_wrapper,
-)
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3, units
+from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3
 from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
@@ -38,15 +34,15 @@ from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
 from tests.integrations.test_lightning_parallel import loader, styles
 from tests.integrations.trainers import (
     RANKS,
+    REPOSITORY,
     Regression,
     full,
     rows,
+    run_example,
     seeded,
     trainer,
     zero3_strategy,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Units are whole blocks: each of them holds parameters of two phases.
 PHASES = [
@@ -172,30 +168,26 @@ def test_three_phases_are_those_of_one_process_with_restores_inside_phases(tmp_p
 
 
 class _Own(Regression):
-    """Shards a block itself."""
-
     def configure_model(self) -> None:
         if get_info(self.blocks[1].up.weight) is None:
             ZeRO3(self.blocks[1])
 
 
-class _Split(Regression):
-    """Splits and wraps its layers, and makes a parameter anew, once the schedule is there."""
+class _Changed(Regression):
+    """One of its layers is wrapped from the beginning; once the schedule is there, it may split
+    them, wraps another, and makes a parameter anew."""
 
-    def configure_model(self) -> None:
-        if isinstance(self.blocks[0], CheckpointWrapper):
-            return
-        for block in self.blocks:
-            parallelize_module(block, self.device_mesh["tensor_parallel"], styles())
-        self.blocks[0] = checkpoint_wrapper(self.blocks[0])
-        self.blocks[1] = torch.compile(self.blocks[1], backend="eager")
-        self.stem.weight = nn.Parameter(self.stem.weight.detach())
-
-
-class _Wrapped(Regression):
     def make_layers(self) -> None:
         super().make_layers()
         self.blocks[0] = checkpoint_wrapper(self.blocks[0])
+
+    def configure_model(self) -> None:
+        if isinstance(self.blocks[1], OptimizedModule):
+            return
+        for block in self.blocks if self.device_mesh is not None else ():
+            parallelize_module(block, self.device_mesh["tensor_parallel"], styles())
+        self.blocks[1] = torch.compile(self.blocks[1], backend="eager")
+        self.stem.weight = nn.Parameter(self.stem.weight.detach())
 
 
 class _Renamed(Regression):
@@ -206,11 +198,14 @@ class _Renamed(Regression):
 @on_ranks(RANKS)
 def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: Path) -> None:
     def fit(
-        cls: type[Regression] = Regression, strategy: Any = None, **adapter: Any
+        cls: type[Regression] = Regression, strategy: Any = None, **options: Any
     ) -> tuple[dict[str, Any], Regression]:
         strategy = strategy or ZeRO3Strategy(deterministic=True)
-        model, _ = _fit(tmp_path, strategy, seeded(cls), epochs=2, **adapter)
+        model, watch = _fit(tmp_path, strategy, seeded(cls), epochs=2, **options)
         assert type(model).__name__ == cls.__name__
+        assert [thawed for _, thawed, *_ in watch.epochs] == [
+            sorted(chain(*PHASES[:count])) for count in (1, 2, 3)
+        ]
         return {unit.fqn: unit for unit in inner_units(model)}, model
 
     plan = {
@@ -236,9 +231,12 @@ def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: P
     found, model = fit(_Own, zero3_plan=overlapping)
     assert model.losses == plain.losses
     assert [found[f"blocks.{i}"].options.reshard_after_forward for i in (0, 1)] == [False, True]
-    # A wrapper that is there from the beginning is in no name of the schedule, or of the plan.
-    found, model = fit(_Wrapped, zero3_plan={"blocks.0": {}})
-    assert sorted(found) == ["", "blocks.0"] and model.losses == plain.losses
+    # No wrapper is in a name of the schedule, or of the plan.
+    found, model = fit(_Changed, zero3_plan={r"blocks\.\d+": {}})
+    assert sorted(found) == ["", "blocks.0", "blocks.1"] and model.losses == plain.losses
+    splits = {"strategy": ZeRO3Strategy(tensor_parallel_size=2), "data": loader}
+    found, model = fit(_Changed, zero3_plan={r"blocks\.\d+": {}}, **splits)
+    assert sorted(found) == ["", "blocks.0", "blocks.1"]
     for text, cls, strategy, adapter in (
         (r"matches no.*near matches: 'blocks'", Regression, None, {"bloks": {}}),
         ("auto_wrap_policy is given, but", Regression, ZeRO3Strategy({nn.Linear}), {"head": {}}),
@@ -249,37 +247,9 @@ def test_a_plan_in_the_configuration_shards_by_names_and_expressions(tmp_path: P
             fit(cls, strategy, zero3_plan=adapter)
 
 
-def _changed(tmp_path: Path) -> Any:
-    plan = {r"blocks\.\d+": {"reshard_after_forward": False}, "head": {}}
-    strategy, data = ZeRO3Strategy(tensor_parallel_size=2), partial(loader, 2)
-    model, watch = _fit(tmp_path, strategy, seeded(_Split), data=data, zero3_plan=plan)
-    assert sorted(unit.fqn for unit in units(model)) == ["", "blocks.0", "blocks.1", "head"]
-    return model.losses, full(model), watch.epochs
-
-
-@pytest.mark.slow
-@float64_by_default()  # sums of one process and of two ranks have other orders
-def test_wrapped_split_and_remade_layers_are_thawed_by_their_phases(tmp_path: Path) -> None:
-    results = run_ranks(4, _changed, tmp_path, timeout=120, in_float64=True)
-    alone, watch = _fit(tmp_path / "alone", data=loader)
-    losses = torch.tensor([losses for losses, _, _ in results]).view(2, 2, -1)
-    assert torch.equal(losses[:, 0], losses[:, 1]), "tensor-parallel ranks have one batch"
-    assert_close_in_float64(losses[:, 0].mean(0), torch.tensor(alone.losses), "losses")
-    assert_close_in_float64(results[0][1], full(alone), "parameter")
-    assert [epoch[1] for epoch in results[0][2]] == [epoch[1] for epoch in watch.epochs]
-
-
-def _example(tmp_path: Path) -> None:
-    sys.path.insert(0, str(REPOSITORY / "examples"))
-    import train_finetuning
-
-    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
-    train_finetuning.main(["--folder", str(tmp_path)])
-
-
 @pytest.mark.slow
 def test_the_example_thaws_and_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(RANKS, _example, tmp_path)
+    run_ranks(RANKS, run_example, "train_finetuning", tmp_path)
     lines = re.findall(r"epoch (\d): (\d+) parameters, loss ([0-9.]+)", capsys.readouterr().out)
     assert [int(thawed) for _, thawed, _ in lines] == [2] * 3 + [20] * 3 + [21] * 3
     losses = [float(loss) for _, _, loss in lines]

@@ -1,24 +1,17 @@
 """Training under Lightning's Trainer equals DDP and one process, whatever the Trainer does."""
 
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelSummary,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary, StochasticWeightAveraging
 from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.model_summary import summarize
@@ -41,15 +34,13 @@ from tests.integrations.trainers import (
     Regression,
     ddp,
     full,
-    quiet,
     rows,
+    run_example,
     seeded,
     trainer,
     wrapper_of,
     zero3_strategy,
 )
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def _fit(strategy: Any = None, model: Regression | None = None, **arguments: Any) -> Regression:
@@ -200,7 +191,6 @@ def _resumed(path: Path, strategy: Any = None, model: Regression | None = None) 
 
 
 def _saved(path: Path, strategy: Any = None, **options: Any) -> Regression:
-    """A run of one epoch, saved to `path`."""
     model, own = seeded(), trainer(strategy, max_epochs=1)
     own.fit(model, rows())
     own.save_checkpoint(path, **options)
@@ -213,8 +203,6 @@ def _validated(path: Path, strategy: Any = None, model: Regression | None = None
 
 
 class _Head(Regression):
-    """Its head trains from the start."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
 
@@ -289,7 +277,6 @@ def _on_ranks(tmp_path: Path) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """A nesting with tensors by shape and dtype."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
@@ -391,33 +378,11 @@ def test_a_folder_holds_no_pickle_and_goes_on(tmp_path: Path) -> None:
     assert summarize(seeded()).total_parameters == expected.total_parameters
 
 
-def _example(tmp_path: Path) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    import train_lightning
-
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    quiet()
-    train_lightning.main(["--folder", str(tmp_path)])
-
-
 @pytest.mark.slow
 def test_the_example_learns_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(RANKS, _example, tmp_path)
+    run_ranks(RANKS, run_example, "train_lightning", tmp_path)
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
     assert losses[0] < 2.3 and losses[1] < 1.5, losses
-
-
-def test_a_bad_argument_is_named_with_what_to_use() -> None:
-    for arguments, text in (
-        ({"state_dict_type": "local"}, r"expected one of \['full', 'sharded'\]"),
-        ({"device": "cpu"}, "use accelerator and devices of the Trainer"),
-        ({"plan": {}, "auto_wrap_policy": {Block}}, "both given"),
-        ({"plan": {}, "outer": "zero1"}, "plan and outer are both given"),
-        ({"plan": {"aply_modules": []}}, "unknown key 'aply_modules'"),
-        ({"precision_plugin": FSDPPrecision("32-true")}, "use Trainer.precision="),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ZeRO3Strategy(**arguments)
 
 
 @on_ranks(RANKS)
@@ -432,15 +397,25 @@ def test_optional_modules_are_named_and_what_does_not_go_together_is_refused() -
         for strategy in (zero3_strategy(**by_name), zero3_strategy(plan=in_plan)):
             _fit(strategy, max_epochs=1, limit_train_batches=1)
     assert found == [({"blocks.1": "blocks.1"}, "participants")] * 2
-    with pytest.raises(ValueError, match="average the weights of saved checkpoints"):
-        _fit(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)])
-    with pytest.raises(ValueError, match="compile\\(\\) of its layers"):
-        _fit(model=torch.compile(seeded()))
-    with pytest.raises(ValueError, match="for another engine"):
-        trainer(plugins=[LightningEnvironment(), DeepSpeedPrecision("32-true")])
-    with pytest.raises(TypeError, match="did you mean reshard_after_forward"):
-        _fit(zero3_strategy(reshard_after_foward=True))
-    with pytest.raises(RuntimeError, match="wrapped already"):
-        wrapped = seeded()
-        ZeRO3(wrapped)
-        _fit(model=wrapped)
+    for arguments, text in (
+        ({"state_dict_type": "local"}, r"expected one of \['full', 'sharded'\]"),
+        ({"device": "cpu"}, "use accelerator and devices of the Trainer"),
+        ({"plan": {}, "auto_wrap_policy": {Block}}, "both given"),
+        ({"plan": {}, "outer": "zero1"}, "plan and outer are both given"),
+        ({"plan": {"aply_modules": []}}, "unknown key 'aply_modules'"),
+        ({"precision_plugin": FSDPPrecision("32-true")}, "use Trainer.precision="),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ZeRO3Strategy(**arguments)
+    wrapped, misspelt = seeded(), zero3_strategy(reshard_after_foward=True)
+    ZeRO3(wrapped)
+    averages, foreign = StochasticWeightAveraging(swa_lrs=0.1), DeepSpeedPrecision("32-true")
+    for error, text, options in (
+        (ValueError, "average the weights of saved checkpoints", {"callbacks": [averages]}),
+        (ValueError, r"compile\(\) of its layers", {"model": torch.compile(seeded())}),
+        (ValueError, "for another engine", {"plugins": [LightningEnvironment(), foreign]}),
+        (TypeError, "did you mean reshard_after_forward", {"strategy": misspelt}),
+        (RuntimeError, "wrapped already", {"model": wrapped}),
+    ):
+        with pytest.raises(error, match=text):
+            _fit(**options)

@@ -7,6 +7,7 @@ order.
 
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -47,7 +48,6 @@ SMALL = ["--seq", "16", "--width", "32", "--vocab", "64", "--steps", "3", "--lay
 
 
 def _example() -> Any:
-    """examples/train_megatron_gpt.py as a module."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module("train_megatron_gpt")
@@ -57,14 +57,8 @@ def _on_megatrons_ranks(arguments: Sequence[str], run: Callable[[Any], Any]) -> 
     """Call `run(options)` with Megatron's process groups for these arguments of the example."""
     example = _example()
     options = example.parse(list(arguments))
-    before = set(dist.distributed_c10d._world.pg_map)
-    with example.megatron_cpu.emulation():
-        example.join_groups(options)
-        made = set(dist.distributed_c10d._world.pg_map) - before
-        result = run(options)
-    example.parallel_state.destroy_model_parallel()
-    megatron_ranks.destroy_groups(made)
-    return result
+    with megatron_ranks.joined(lambda: example.join_groups(options)):
+        return run(options)
 
 
 def _train(options: Any, engine: str = "layerzero") -> Any:
@@ -109,6 +103,22 @@ def _two_contribute() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _embeddings_have_their_own_rate() -> Iterator[None]:
+    """Then parameters in the wrong group give other losses."""
+    example = _example()
+    example_config = example.optimizer_config
+
+    def with_decoupled_rate(options: Any) -> Any:
+        config = example_config(options)
+        config.decoupled_lr = 0.02
+        return config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example, "optimizer_config", with_decoupled_rate)
+        yield
+
+
 def _compare(arguments: Sequence[str], ends_at: tuple[float, float] | None = None) -> list[str]:
     """What differs between the two engines on this rank, step by step.
 
@@ -117,7 +127,8 @@ def _compare(arguments: Sequence[str], ends_at: tuple[float, float] | None = Non
     """
 
     def train(options: Any, engine: str) -> Any:
-        with _norms_in_float64(), _two_contribute():
+        rates = contextlib.nullcontext() if ends_at else _embeddings_have_their_own_rate()
+        with _norms_in_float64(), _two_contribute(), rates:
             return _train(options, engine)
 
     got, expected = _on_megatrons_ranks(
@@ -204,47 +215,6 @@ def test_an_overflow_on_one_rank_is_seen_on_every_axis() -> None:
     ] * 2
 
 
-def _groups(options: Any, engine: str) -> list[tuple[dict[str, Any], list[str]]]:
-    """Settings of each parameter group, and the names in it."""
-    example = _example()
-    example_config = example.optimizer_config
-
-    def config_with_decoupled_rate(options: Any) -> Any:
-        config = example_config(options)
-        config.decoupled_lr = 0.5
-        return config
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(example, "optimizer_config", config_with_decoupled_rate)
-        make = getattr(example, f"with_{engine}")
-        chunks, optimizer, _ = make(options, example.transformer_config(options))
-    named = {id(p): name for chunk in chunks for name, p in chunk.named_parameters()}
-    return [
-        (
-            {key: value for key, value in sorted(group.items()) if key != "params"},
-            [named[id(parameter)] for parameter in group["params"]],
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-@on_ranks(2)
-def test_groups_are_those_of_the_original_parameters() -> None:
-    for arguments in (
-        ["--tensor", "2", "--sequence-parallel"],
-        ["--pipeline", "2"],
-        ["--schedule"],
-    ):
-        ours, theirs = _on_megatrons_ranks(
-            [*SMALL, *arguments],
-            lambda options: [_groups(options, engine) for engine in ("layerzero", "ddp")],
-        )
-        assert ours == theirs, arguments
-    rates = {setting["max_lr"] for setting, _ in ours}
-    multipliers = {setting["wd_mult"] for setting, _ in ours}
-    assert (rates, multipliers) == ({0.5, 1e-2}, {0.0, 1.0}), "else nothing was to be decided"
-
-
 @on_ranks(1)
 def test_shards_of_a_16_bit_model_are_float32() -> None:
     def run(options: Any) -> None:
@@ -296,7 +266,6 @@ class _Surface:
             )
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that are reduced."""
         grads = [p.grad for p in self.chunk.parameters() if p.grad is not None]
         return [grad.clone() for grad in grads if not isinstance(grad, WaitingGradient)]
 
@@ -360,7 +329,15 @@ def _gradients_of(options: Any) -> None:
     get_zero3_optimizer(settings, [surface.chunk], None, False, collection, None)
 
 
-def _state_of(options: Any) -> None:
+def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
+    model = surface.chunk.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": surface.optimizer.sharded_state_dict(model, is_loading=is_loading),
+    }
+
+
+def _state_of(options: Any, folder: Path) -> None:
     surface = _Surface(options)
     chunk, optimizer = surface.chunk, surface.optimizer
     surface.run()
@@ -388,6 +365,7 @@ def _state_of(options: Any) -> None:
             assert sharded_param.dtype is torch.float32
     # The optimizer's state, of this rank alone.
     saved, scale = optimizer.state_dict(), float(optimizer.get_loss_scale())
+    options.initial_loss_scale *= 2
     other = _Surface(options).optimizer
     other.load_state_dict(saved)
     assert float(other.get_loss_scale()) == scale
@@ -399,12 +377,36 @@ def _state_of(options: Any) -> None:
     with pytest.raises(ValueError, match="belongs to another rank, or to other units"):
         other.load_state_dict(everyone[1 - dist.get_rank()])
 
+    # From Megatron's checkpoint, with options from a file.
+    megatron_ranks.let_saves_work()
+    dist_checkpointing.save(_entries(surface, is_loading=False), str(folder))
+    options.options = str(folder.with_suffix(".yaml"))
+    second = _Surface(options)
+    assert second.chunk.root.placements[0].outer_group is not None, "the file says so"
+    loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder))
+    second.chunk.load_state_dict(loaded["model"])
+    second.optimizer.load_state_dict(loaded["optimizer"])
+    assert float(second.optimizer.get_loss_scale()) == scale
+    for each in (surface, second):
+        each.run()
+        each.optimizer.step()
+    expected = chunk.state_dict_for_save_checkpoint()
+    for name, value in second.chunk.state_dict_for_save_checkpoint().items():
+        assert value is None or torch.equal(value, expected[name]), name
 
-@on_ranks(2)
-def test_gradients_parameters_and_state_are_handled_as_megatron_asks() -> None:
+
+def test_gradients_parameters_and_state_are_handled_as_megatron_asks(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step.yaml").write_text(
+        "zero3_size: 1\ntransformer_layers: [TransformerLayer]\nforward_prefetch: 2\n"
+    )
+    run_ranks(2, _handled, tmp_path / "step")
+
+
+def _handled(folder: Path) -> None:
     _on_megatrons_ranks(SMALL, _gradients_of)
     fp16 = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
-    _on_megatrons_ranks([*SMALL, *fp16], _state_of)
+    _on_megatrons_ranks([*SMALL, *fp16], functools.partial(_state_of, folder=folder))
 
 
 def _gathers_of_a_stage(reshards: bool) -> Callable[[Any], list[int]]:
@@ -434,47 +436,6 @@ def test_a_stage_gathers_each_unit_once_a_step_unless_told_otherwise() -> None:
     for stays, reshards in run_ranks(4, _both_ways):
         assert stays == [num_units] * 3
         assert all(count > 2 * num_units for count in reshards)
-
-
-def _entries(surface: _Surface, is_loading: bool) -> dict[str, Any]:
-    model = surface.chunk.sharded_state_dict()
-    return {
-        "model": model,
-        "optimizer": surface.optimizer.sharded_state_dict(model, is_loading=is_loading),
-    }
-
-
-def _goes_on(folder: Path) -> None:
-    def run(options: Any) -> None:
-        first = _Surface(options)
-        first.run()
-        first.optimizer.step()
-        dist_checkpointing.save(_entries(first, is_loading=False), str(folder))
-        options.options = str(folder.with_suffix(".yaml"))
-        second = _Surface(options)
-        assert second.chunk.root.placements[0].outer_group is not None, "the file says so"
-        loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder))
-        second.chunk.load_state_dict(loaded["model"])
-        second.optimizer.load_state_dict(loaded["optimizer"])
-        assert second.optimizer.get_loss_scale() == first.optimizer.get_loss_scale()
-        for surface in (first, second):
-            surface.run()
-            surface.optimizer.step()
-        expected = first.chunk.state_dict_for_save_checkpoint()
-        for name, value in second.chunk.state_dict_for_save_checkpoint().items():
-            assert value is None or torch.equal(value, expected[name]), name
-
-    megatron_ranks.let_saves_work()
-    settings = ["--dtype", "fp16", "--initial-loss-scale", str(2.0**25)]
-    _on_megatrons_ranks([*SMALL, *settings], run)
-
-
-def test_a_run_goes_on_from_megatrons_checkpoint_with_options_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "step.yaml").write_text(
-        "zero3_size: 1\ntransformer_layers: [TransformerLayer]\nforward_prefetch: 2\n"
-    )
-    (tmp_path / "step").mkdir()
-    run_ranks(2, _goes_on, tmp_path / "step")
 
 
 def _config(**changes: Any) -> Any:

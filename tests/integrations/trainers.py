@@ -1,10 +1,13 @@
 """A small LightningModule, its data and Trainers whose ranks are those of `run_ranks`."""
 
+import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.models import WIDTH, Block
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 BATCH_SIZE = 4
 NUM_BATCHES = 4  # on each of two ranks
 RANKS = 2
@@ -125,6 +129,14 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "finetuning_scheduler"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def run_example(name: str, folder: Path) -> None:
+    """The main function of a program in examples/, on the ranks of a test."""
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    quiet()
+    importlib.import_module(name).main(["--folder", str(folder)])
 
 
 class Overflow(Callback):

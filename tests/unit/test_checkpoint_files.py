@@ -23,12 +23,7 @@ from layerzero.checkpoint.file_io.direct_io import (
     bytes_of,
     pages,
 )
-from layerzero.checkpoint.file_io.transfer import (
-    Tally,
-    Transfer,
-    read_ranges,
-    write_ranges,
-)
+from layerzero.checkpoint.file_io.transfer import Tally, Transfer, read_ranges, write_ranges
 from layerzero.checkpoint.format import folder
 from layerzero.checkpoint.format.folder import write_durably
 from layerzero.checkpoint.format.inventory import MODEL, Entry
@@ -85,7 +80,6 @@ def _cache_holds(monkeypatch: pytest.MonkeyPatch, until: int) -> None:
 
 
 def _read(path: Path, nbytes: int, offset: int = 0, needed: int | None = None) -> memoryview:
-    """What a reader puts into page-aligned memory."""
     view = bytes_of(pages(nbytes or 1))[:nbytes]
     reader = FileReader(path)
     try:
@@ -115,7 +109,6 @@ def _write(path: Path, data: bytes, offset: int = 0) -> None:
 class Call(NamedTuple):
     name: str
     is_direct: bool
-    nbytes: int
 
 
 @pytest.fixture
@@ -139,7 +132,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
             def move(descriptor: int, views: Any, offset: int, *flags: int) -> int:
                 if not flags:  # Others ask about the cache.
                     is_direct = descriptor in past_the_cache
-                    seen.append(Call(name, is_direct, sum(map(len, views))))
+                    seen.append(Call(name, is_direct))
                     if is_direct and refusal:
                         raise OSError(refusal, os.strerror(refusal))
                 return int(real[name](descriptor, views, offset, *flags))
@@ -227,58 +220,6 @@ def test_a_refusal_leads_to_ordinary_reads_and_writes_and_a_full_disk_to_an_erro
         _read(path, MIB)
 
 
-def _adjacent(begin: int, sizes: Sequence[int]) -> list[Transfer]:
-    begins = itertools.accumulate(sizes, initial=begin)
-    return [_transfer(at, _drawn(size)) for at, size in zip(begins, sizes, strict=False)]
-
-
-def _writes(
-    root: Path, transfers: Sequence[Transfer], monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[int, int]]:
-    """Write the transfers of one file, and check its bytes; [begin, end) of each write, sorted."""
-    end = max(each.place.end for each in transfers)
-    content = bytearray(random.Random(0).randbytes(end + 100))
-    (root / "a").write_bytes(content)
-    found: list[tuple[int, int]] = []
-    original = FileWriter.write
-
-    def write(writer: FileWriter, view: memoryview, offset: int) -> None:
-        found.append((offset, offset + len(view)))
-        original(writer, view, offset)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FileWriter, "write", write)
-        write_ranges(root, transfers)
-    for each in transfers:
-        content[each.place.begin : each.place.end] = bytes(each.entry.tensor.numpy())
-    assert (root / "a").read_bytes() == content
-    return sorted(found)
-
-
-def test_batches_have_every_byte_once_and_are_cut_at_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as small:
-        small.setattr(moving, "BATCH_NBYTES", 4 * PAGE_NBYTES)
-        for seed in range(12):
-            generator = random.Random(seed)
-            sizes = [generator.choice([1, 40, PAGE_NBYTES, 9999, 40_000]) for _ in range(30)]
-            begin = (0, 64, PAGE_NBYTES, 5003)[seed % 4]
-            transfers = _adjacent(begin, sizes)
-            batches = _writes(tmp_path, generator.sample(transfers, len(sizes)), monkeypatch)
-            assert batches[0][0] == begin and batches[-1][1] == begin + sum(sizes)
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(batches))
-            assert all(end % PAGE_NBYTES == 0 for _, end in batches[:-1])
-            nbytes = [end - start // PAGE_NBYTES * PAGE_NBYTES for start, end in batches]
-            assert max(nbytes) <= 4 * PAGE_NBYTES
-            # As few as the largest size allows, and as equal as whole pages allow.
-            assert len(batches) == -(-(begin % PAGE_NBYTES + sum(sizes)) // (4 * PAGE_NBYTES))
-            assert max(nbytes) - min(nbytes) < PAGE_NBYTES * len(batches)
-    # What is apart in the file gets batches of its own.
-    apart = _adjacent(0, [10] * 7) + _adjacent(71, [10])
-    assert _writes(tmp_path, apart, monkeypatch) == [(0, 70), (71, 81)]
-
-
 def _read_again(root: Path, transfers: Sequence[Transfer]) -> tuple[list[Transfer], list[Tally]]:
     into = [
         each._replace(entry=replace(each.entry, tensor=torch.empty_like(each.entry.tensor)))
@@ -287,8 +228,21 @@ def _read_again(root: Path, transfers: Sequence[Transfer]) -> tuple[list[Transfe
     return into, read_ranges(root, into)
 
 
-def test_shards_are_written_to_and_read_from_any_place_of_several_files(tmp_path: Path) -> None:
-    half = MIB // 2
+def test_shards_are_written_to_and_read_from_any_place_of_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches that are cut at pages, about equally large and as few as a block allows."""
+    most, half = MIB, MIB // 2
+    monkeypatch.setattr(moving, "BATCH_NBYTES", most)
+    batches: list[tuple[str, int, int]] = []
+    original = FileWriter.write
+
+    def write(writer: FileWriter, view: memoryview, offset: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{writer._file}")
+        batches.append((Path(path).name, offset, offset + len(view)))
+        original(writer, view, offset)
+
+    monkeypatch.setattr(FileWriter, "write", write)
     shapes = [(half,), (3, 7), (half,), (half,)]
     begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
     transfers = [
@@ -305,7 +259,17 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(tmp_path
     ]
     generator = random.Random(0)
     contents = {n: bytearray(_file_of(tmp_path / n, 20 * MIB, generator)) for n in "abc"}
+    generator.shuffle(transfers)
     written = write_ranges(tmp_path, transfers)
+    regions: dict[tuple[str, int], list[int]] = {}
+    for name, begin, end in sorted(batches):
+        before = regions.pop((name, begin), [])
+        assert not before or begin % PAGE_NBYTES == 0
+        regions[name, end] = [*before, end - begin // PAGE_NBYTES * PAGE_NBYTES]
+    assert sum(map(len, regions.values())) == len(batches) > len(regions) == 6
+    for nbytes in regions.values():
+        assert len(nbytes) == -(-sum(nbytes) // most)
+        assert max(nbytes) <= most and max(nbytes) - min(nbytes) < PAGE_NBYTES * len(nbytes)
     for transfer in transfers:
         tensor, begin = transfer.entry.tensor, transfer.place.begin + 4 * transfer.entry.start
         contents[transfer.file][begin : begin + tensor.nbytes] = bytes_of(tensor)

@@ -13,13 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer
 
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3, plan_memory
 from layerzero.memory_plan.command import main
-from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.planned_models import Block, Tower
 from tests.harness.ranks import KeptRanks
 
@@ -62,16 +60,6 @@ def test_the_table_says_what_sets_the_peak(plan: Any) -> None:
     assert "peak: backward of blocks.0" in text and "padding of the shards" in text
 
 
-@pytest.mark.slow
-def test_more_ranks_hold_less_and_a_smaller_shard_group_more(plan: Any) -> None:
-    many = _planned(world_size=64)
-    assert many.resting_bytes < plan.resting_bytes and many.peak_bytes < plan.peak_bytes
-    small = _planned(world_size=64, zero3_size=2)
-    assert small.peak_bytes > many.peak_bytes
-    assert small.by_kind["compute shards"][1] > 0 == small.by_kind["compute shards"][0]
-    assert many.by_kind["compute shards"] == (0, 0)
-
-
 def test_an_optimizer_is_bytes_for_each_element(plan: Any) -> None:
     two = _planned(optimizer=2)
     # The fullest rank has no padding.
@@ -85,26 +73,6 @@ def test_an_accelerator_that_is_not_here_is_planned(plan: Any) -> None:
     assert there.device.type == "cuda" and there.resting_bytes == plan.resting_bytes
     # A reduction there needs its result beside its input; on gloo, all received parts.
     assert there.resting_bytes < there.peak_bytes < plan.peak_bytes
-
-
-def _with_experts(ranks: list[int]) -> Any:
-    """The second block is experts of these ranks."""
-    mesh = DeviceMesh("cpu", ranks)
-
-    def policy(module: nn.Module, fqn: str) -> Any:
-        return {"process_group": mesh} if fqn == "blocks.1" else fqn == "blocks.0"
-
-    return _planned(auto_wrap_policy=policy)
-
-
-@as_fake_ranks((1,), 4)
-def test_experts_are_sharded_over_the_ranks_that_have_them() -> None:
-    block = sum(each.numel() for each in Block(96, 192).parameters())
-    experts, plan = _with_experts([1, 3]), _planned()
-    evenly, before = (each.by_kind["shards"][0] - each.padding_bytes for each in (experts, plan))
-    assert evenly - before == 4 * (block / 2 - block / 4)
-    assert experts.rank == 1 and plan.rank == 0
-    assert _with_experts([0, 1, 2, 3]).by_kind == plan.by_kind
 
 
 def test_ignored_and_frozen_parts_are_counted_as_such() -> None:
