@@ -12,7 +12,7 @@ from layerzero.build.plan import WrapPlan
 from layerzero.config import MixedPrecision, size_text
 from layerzero.flat.names import clean_name
 from layerzero.notices import some
-from layerzero.optional.arguments import names_of_optional
+from layerzero.optional.arguments import names_of
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
@@ -28,7 +28,7 @@ def log_units(module: nn.Module, plan: WrapPlan, root: RootState) -> None:
     lines += [*_precisions(module, root.units), *_hook_modules(module, plan)]
     ignored = root.structure.ignored
     lines += [f"ignored: {some(sorted(ignored.names))}"] if ignored.names else []
-    optional = names_of_optional(root.units[0])
+    optional = names_of.get(root.units[0])
     lines += [f"a rank may skip: {some(optional)}"] if optional else []
     _logger.info("\n  ".join([*lines, _gathering(root)]))
 

@@ -58,12 +58,14 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     while waiting:
         waiting[0](optimizer)
         waiting.pop(0)  # After the call: a function that raises does so at each step.
+    for root in [each for each in live_roots if each.join is not None]:
+        root.join.before_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
 
 
 @attach.on_sharded_params
 def _look_after_steps(optimizer: torch.optim.Optimizer) -> None:
-    # Not for all optimizers: then they would run before those of a join, in which ranks may follow
-    # a backward of others before this one steps.
+    # Not in `_before_any_step`, before what joins do: there ranks may follow a backward of others
+    # before this one steps.
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
 

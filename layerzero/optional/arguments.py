@@ -15,19 +15,18 @@ from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.wrap import UnitPlan
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
-from layerzero.optional.optional_units import OptionalRegions, OptionalUnits
+from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
 from layerzero.step.unwrap import modules_of
 
-_names: WeakKeyDictionary[Unit, tuple[str, ...]] = WeakKeyDictionary()
+names_of: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
 """Names of the optional modules by root unit: after `rewrap` other modules may have them."""
 
 
 class OptionalModules(Feature):
-    modules: dict[str, nn.Module]
+    _modules: dict[str, nn.Module]
     """Keyed by FQN; a module that wrappers surround (torch.compile) is the outermost of these."""
-    mean: OptionalMean
 
     def __init__(
         self,
@@ -51,13 +50,12 @@ class OptionalModules(Feature):
                 module inside has optional modules.
         """
         for plan in plans:
-            if plan.existing is not None and plan.existing in _names:
+            if plan.existing is not None and plan.existing in names_of:
                 raise ValueError(
                     f"optional_modules: {plan.label!r} is a ZeRO3 module with optional_modules of "
                     "its own; give them to the outermost one alone"
                 )
-        self.mean = mean
-        self.modules = {}
+        self._mean, self._modules = mean, {}
         name_of, module_of = _named(root)
         for module in listed:
             name = name_of.get(id(module))
@@ -66,31 +64,31 @@ class OptionalModules(Feature):
                     f"optional_modules: contains a {type(module).__name__} that is not inside the "
                     f"wrapped {type(root).__name__}; list modules that its modules() returns"
                 )
-            self.modules[name] = module_of[name]
+            self._modules[name] = module_of[name]
             _check_units(name, module_of[name], plans, groups, everyone())
 
     def compared(self) -> dict[str, list[str]]:
-        rows = [f"{name!r} with optional_mean={self.mean!r}" for name in sorted(self.modules)]
+        rows = [f"{name!r} with optional_mean={self._mean!r}" for name in sorted(self._modules)]
         return {"optional modules": rows} if rows else {}
 
     def built(self, root: RootState) -> None:
         """Let ranks skip the modules from now on. Collective."""
-        if not self.modules:
+        if not self._modules:
             return
-        _names[root.units[0]] = tuple(self.modules)
-        regions = find_regions(root.units, self)
-        if regions is None:
-            return
-        handles = (handle for index in regions.region_of for handle in root.units[index].handles)
-        # On one rank there is nothing to gather, and no other to agree with.
+        names_of[root.units[0]] = [*self._modules]
+        region_of, is_reused = find_regions(root.units, self._modules)
+        handles = (handle for index in region_of for handle in root.units[index].handles)
+        # Without parameters, or on one rank, there is nothing to gather.
         if any(handle.placement.num_ranks > 1 for handle in handles):
-            optional = OptionalUnits(root, regions)
+            optional = OptionalUnits(root, region_of, self._mean, is_reused)
             root.extensions.add(optional)
             optional.begin(root)
 
 
-def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRegions | None:
-    """The region of each optional unit; None if there is none.
+def find_regions(
+    units: Sequence[Unit], optional: Mapping[str, nn.Module]
+) -> tuple[dict[int, str], bool]:
+    """The region of each optional unit, and whether any is used at several places of the model.
 
     A unit belongs to the innermost optional module that it is, or lies under. So do units outside
     whose parameters a module under an optional one uses (tied parameters, a `hook_module`): they
@@ -101,9 +99,9 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
     """
     around: dict[int, tuple[str, nn.Module]] = {}
     """The innermost optional module around each module, keyed by id."""
-    parts_of = {name: list(modules_of(module)) for name, module in optional.modules.items()}
+    parts_of = {name: list(modules_of(module)) for name, module in optional.items()}
     for name, parts in sorted(parts_of.items(), key=lambda item: -len(item[1])):
-        around.update((id(part), (name, optional.modules[name])) for part in parts)
+        around.update((id(part), (name, optional[name])) for part in parts)
     places = Counter(
         id(module) for _, module in units[0].module.named_modules(remove_duplicate=False)
     )
@@ -119,20 +117,14 @@ def find_regions(units: Sequence[Unit], optional: OptionalModules) -> OptionalRe
             continue
         is_shared = any(id(user) not in inside for user in unit.owners)
         is_reused = is_reused or is_shared or places[id(unit.module)] > 1
-    if not any(units[index].handles for index in region_of):
-        return None  # All of their parameters are tied to units that every rank needs.
-    return OptionalRegions(region_of, optional.mean, is_reused)
+    return region_of, is_reused
 
 
 def optional_now(root: Unit) -> list[nn.Module]:
     """The modules that have the names of the root's optional modules now, with parameters."""
     _, module_of = _named(root.module)
-    found = [module_of[name] for name in names_of_optional(root) if name in module_of]
+    found = [module_of[name] for name in names_of.get(root, ()) if name in module_of]
     return [module for module in found if next(module.parameters(), None) is not None]
-
-
-def names_of_optional(root: Unit) -> list[str]:
-    return [*_names.get(root, ())]
 
 
 def _named(root: nn.Module) -> tuple[dict[int, str], dict[str, nn.Module]]:

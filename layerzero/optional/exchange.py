@@ -13,58 +13,61 @@ import torch
 
 from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.comm.new_groups import new_group
-from layerzero.flat.placement import Placement, ShardGroup
-from layerzero.step.operations import Operations
+from layerzero.flat.placement import ShardGroup
+from layerzero.step.root import RootState
 from layerzero.watch.diagnosis import CollectiveError, PeerRaised
 
 NOTHING = -1
 """The request of a rank that wants nothing."""
 _RAISED = -2
-_WORD = 62
-"""Bits in an integer of an exchange."""
 _HOST = torch.device("cpu")
-_SUBJECT = "optional modules"
 
 
 class Exchange:
-    """Exchanges integers between the ranks of one placement. All methods but `name` are collective
-    and block the host.
+    """Exchanges numbers between the ranks of one model. All methods are collective and block the
+    host.
 
     The answers decide what the host does next, so they must not come from the device: reading them
     would block the host until the device has come to it. Where the model is on one, the exchange
     has gloo groups of its own.
+
+    `what` is the subject, which an error shows of each rank. Ranks with other subjects never
+    exchange anything.
     """
 
-    def __init__(self, placement: Placement, operations: Operations, on_device: bool) -> None:
-        """Collective over each group of the placement if `on_device`, which makes new groups."""
-        self.rank = placement.rank
-        self._operations = operations
-        self._groups = [_on_host(g) for g in placement.groups] if on_device else placement.groups
-        self._subject = _SUBJECT
+    def __init__(self, root: RootState) -> None:
+        """Collective; see `exchange_of`."""
+        groups, on_device = root.placements[0].groups, root.device.type != "cpu"
+        self._rank, self._operations = root.placements[0].rank, root.operations
+        if on_device or root.streams.are_apart:
+            groups = tuple(map(_on_host, groups))
+        self._groups = groups
 
-    def name(self, addition: str) -> None:
-        """Add this to the name of the exchanges that follow. Ranks with other names never exchange
-        anything, and an error shows each one's."""
-        self._subject = f"{_SUBJECT}{addition}"
-
-    def __call__(self, row: Sequence[int]) -> list[list[int]]:
-        """Every rank's row, sorted by its first integer.
-
-        Args:
-            row: integers of 64 bits, as many on every rank; the first is this rank's number.
+    def __call__(self, row: Sequence[float], what: str) -> list[list[float]]:
+        """Every rank's row, in rank order; as many numbers on every rank.
 
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        name = partial(self._operations.next_on_host, "agreement", self._subject)
-        rows = gather_along(torch.tensor(row), self._groups, name)
-        return sorted(rows.view(-1, len(row)).tolist())
+        # Of float64, which also has all integers that are sent.
+        own = torch.tensor([self._rank, *row], dtype=torch.float64)
+        return [row[1:] for row in sorted(self._gather(own, what).tolist())]
 
-    def texts(self, text: str | None) -> dict[int, str]:
+    def counts(self, flags: Sequence[bool], what: str) -> list[int]:
+        """For each flag, the number of ranks that set it; as many flags on every rank."""
+        rows = self._gather(torch.tensor(flags, dtype=torch.uint8), what)
+        found: list[int] = rows.sum(dim=0).tolist()
+        return found
+
+    def _gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        name = partial(self._operations.next_on_host, "agreement", what)
+        return gather_along(own, self._groups, name).view(-1, own.numel())
+
+    def texts(self, text: str | None, what: str) -> dict[int, str]:
         """The texts of the ranks that have one, by rank."""
-        return gather_texts(text, self.rank, self._groups, _HOST, _SUBJECT)
+        return gather_texts(text, self._rank, self._groups, _HOST, what)
 
-    def agree(self, request: int) -> int:
+    def agree(self, request: int, what: str) -> int:
         """Exchange requests; the lowest is followed.
 
         Returns:
@@ -73,31 +76,29 @@ class Exchange:
         Raises:
             PeerRaised: another rank has raised.
         """
-        requests = [row[1] for row in self([self.rank, request])]
+        requests = [int(number) for (number,) in self([request], what)]
         if _RAISED in requests:
-            rank, text = next(iter(self.texts(None).items()))
+            rank, text = next(iter(self.texts(None, what).items()))
             raise PeerRaised(
                 f"rank {rank} raised between or inside units that ranks may skip: {text}"
             )
         return min((each for each in requests if each >= 0), default=NOTHING)
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, what: str) -> None:
         """Raise on the ranks that call `agree`; not if they raise at the same place, or may be gone
         (after an interrupt, or a failed collective)."""
         is_own = isinstance(error, Exception) and not isinstance(error, CollectiveError)
         if not is_own or isinstance(error, PeerRaised) or self._operations.failure is not None:
             return
-        self([self.rank, _RAISED])
-        self.texts(f"{type(error).__name__}: {error}".splitlines()[0])
+        self([_RAISED], what)
+        self.texts(f"{type(error).__name__}: {error}".splitlines()[0], what)
 
-    def bits(self, own: Sequence[bool]) -> list[list[bool]]:
-        """Every rank's bits, in rank order; as many on every rank."""
-        words = [own[start : start + _WORD] for start in range(0, len(own), _WORD)]
-        packed = [sum(1 << place for place, bit in enumerate(word) if bit) for word in words]
-        return [
-            [bool(row[1 + i // _WORD] >> i % _WORD & 1) for i in range(len(own))]
-            for row in self([self.rank, *packed])
-        ]
+
+def exchange_of(root: RootState) -> Exchange:
+    """The exchange between the ranks of a model. The first use makes it, and is collective."""
+    found: Exchange = root.__dict__.get("_exchange") or Exchange(root)
+    root.__dict__["_exchange"] = found
+    return found
 
 
 def _on_host(group: ShardGroup) -> ShardGroup:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from layerzero.config import OptionalMean
-from layerzero.optional.exchange import NOTHING, Exchange
+from layerzero.optional.agreement import Agreement
+from layerzero.optional.exchange import NOTHING
 from layerzero.optional.places import Places
-from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.reduction import Reduction
@@ -23,100 +22,77 @@ _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-@dataclass(frozen=True)
-class OptionalRegions:
-    """The optional units of one model, and how their gradients are averaged."""
+class OptionalUnits(Agreement, Extension):
+    """Has the ranks of a model agree, in forward, on which regions they gather. Reduces these when
+    a pass ends, in the order of their indices."""
 
     region_of: Mapping[int, str]
     """Index of each optional unit in the root's list, and the name of its region: the FQN of the
     innermost optional module around it, or its own (`find_regions` in arguments.py)."""
     mean: OptionalMean
-    is_reused: bool = False
-    """Whether any of them is used at several places of the model (shared, or tied): passes do
-    not record where it comes, so ranks exchange before every gather of a forward."""
 
+    def __init__(
+        self, root: RootState, region_of: Mapping[int, str], mean: OptionalMean, is_reused: bool
+    ) -> None:
+        """The units are optional between `begin` and `end`. Collective where the exchange makes new
+        groups.
 
-def exchange_of(root: RootState) -> Exchange:
-    """An exchange between the ranks of a model. Collective where it makes new groups."""
-    on_device = root.streams.are_apart or root.device.type != "cpu"
-    return Exchange(root.placements[0], root.operations, on_device)
-
-
-class OptionalUnits(AgreedReductions, Extension):
-    """Has the ranks of a model agree, in forward, on which regions they gather. Reduces these when
-    a pass ends, in the order of their indices."""
-
-    region_of: Mapping[int, str]
-    """Index of each optional unit, and the name of its region."""
-    prefetches = True
-    """Whether units that every rank calls are prefetched."""
-
-    def __init__(self, root: RootState, regions: OptionalRegions) -> None:
-        """The units of `regions` are optional between `begin` and `end`, and no others. Collective
-        where the exchange makes new groups."""
-        super().__init__(root, exchange_of(root))
-        self.region_of = regions.region_of
-        self._regions: dict[int, list[Unit]] = {}
-        """Units of each region, by the index of the first: the request of a rank that enters it."""
+        Args:
+            is_reused: whether any of them is used at several places of the model (shared, or tied):
+                passes do not record where it comes, so ranks exchange before every gather of a
+                forward.
+        """
+        super().__init__(root)
+        self.region_of, self.mean = region_of, mean
         first: dict[str, int] = {}
-        for index, name in sorted(regions.region_of.items()):
-            if root.units[index].handles:
-                request = first.setdefault(name, index)
-                self._regions.setdefault(request, []).append(root.units[index])
         self._request_of = {
-            unit: request for request, units in self._regions.items() for unit in units
+            self._units[index]: first.setdefault(name, index)
+            for index, name in sorted(region_of.items())
+            if self._units[index].handles
         }
-        self.places = Places(frozenset(self._regions), not regions.is_reused)
-        self.averages_participants = regions.mean == "participants"
+        """The request of a rank that enters the region of a unit: the index of its first unit."""
+        self.places = Places(frozenset(first.values()), not is_reused)
         self._may_have: set[Unit] = set()
         """Units that may have gradients of the pass that ends on any rank."""
         self._waiting: set[Unit] = set()
         """Units that may hold sums of micro-batches on any rank."""
-        self._is_active = self._is_open = self._makes_graph = self._retains_graph = False
+        self._open: ForwardPass | None = None
+        self._makes_graph = self._retains_graph = False
         self._gathered: set[Unit] = set()
         """Units that ranks have gathered in the open forward."""
         self._gathered_in: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
-        self._fresh: set[Unit] = set()
-        """Those that this rank has kept since then."""
-        self._reached: set[Unit] = set()
-        """Those that the backward of the open forward may reach on this rank."""
-        self._reached_by: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
+        self._reached_by = {self._units[index]: WeakSet[ForwardPass]() for index in region_of}
+        """Forwards whose backward may reach a unit on this rank."""
         self._runs_again: set[Unit] = set()
         """Those whose forward a reentrant checkpoint runs in backward, perhaps several times."""
 
     def begin(self, root: RootState) -> None:
         """From now on. Not inside a pass."""
         root.optional = self
-        if not self._is_active:
-            root.scheduler.agree(self)
-            root.reducer.agreed = self
-        self._set_active(True)
-        optional = {unit for unit in self._units if unit.is_optional}
-        self._waiting = optional if self._reducer.kept.adds_up else set()
+        root.scheduler.agree(self)
+        root.reducer.agreed = self
+        self._set_optional(True)
+        self._waiting = {*self._reached_by} if self._reducer.kept.adds_up else set()
 
-    def end(self, root: RootState) -> None:
-        """In the passes that follow, all ranks run all units, or agree by other means."""
-        root.scheduler.agree(None)
-        root.reducer.agreed = None
-        self._set_active(False)
+    def end(self) -> None:
+        """In the passes that follow ranks agree by other means."""
+        self._set_optional(False)
 
-    def _set_active(self, is_active: bool) -> None:
-        self._is_active = is_active
-        for unit in self._units:
-            unit.set_optional(is_active and unit.index in self.region_of)
+    def _set_optional(self, is_optional: bool) -> None:
+        for unit in self._reached_by:
+            unit.set_optional(is_optional)
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        part = unit.label if unit.index else ""
-        self._exchange.name(f" in a call of {part!r} outside the model's forward" if part else "")
+        alone = f" in a call of {unit.label!r} outside the model's forward" if unit.index else ""
+        self.subject = f"{Agreement.subject}{alone}"
         self._free_unreachable()
         self._makes_graph = torch.is_grad_enabled()
-        self._gathered, self._fresh, self._reached = set(), set(), set()
+        self._gathered = set()
         self.places.begin((unit.index, self._makes_graph, unit.module.training))
-        self._is_open = True
+        self._open = forward_pass
 
     def before_use(self, unit: Unit) -> None:
-        """This rank is about to unshard a unit, unless it is resident."""
-        if self._context.in_backward or not self._is_open:
+        if self._context.in_backward or self._open is None:
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
                     f"{unit.label}: the full parameters of this optional module were freed before "
@@ -124,54 +100,49 @@ class OptionalUnits(AgreedReductions, Extension):
                     "gathers it in backward; run forward and backward again"
                 )
         elif unit.is_optional:
-            if unit not in self._fresh or unit.state is ShardState.SHARDED:
-                self._enter(unit)
+            if unit not in self._gathered or unit.state is ShardState.SHARDED:
+                self._request(self._request_of[unit])
+                self._gather(self._request_of[unit], is_used=True)
         elif unit.state is not ShardState.UNSHARDED:
             self._leave_place(unit.index)
             self.places.required(unit.index)
-
-    def _enter(self, unit: Unit) -> None:
-        """Gather the region of a unit with all ranks, after what others want before it."""
-        request = self._request_of[unit]
-        while (chosen := self._exchange.agree(request)) != request:
-            self._gather(chosen, is_used=False)
-        self._gather(request, is_used=True)
 
     def _leave_place(self, gather: int | None) -> None:
         """This rank goes on to a required gather (None: ends): first take part in what others want,
         then free what its own backward does not reach."""
         if self.places.exchanges or self.places.leaves_with(gather):
-            while (chosen := self._exchange.agree(NOTHING)) != NOTHING:
-                self._gather(chosen, is_used=False)
-        for unit in self._fresh - self._reached:
-            unit.free()
-            self._fresh.discard(unit)
+            self._request(NOTHING)
+        for unit in self._gathered:
+            if self._open not in self._reached_by[unit]:
+                unit.free()
+
+    def _take_part(self, request: int) -> None:
+        self._gather(request, is_used=False)
 
     def _gather(self, region: int, is_used: bool) -> None:
         """All ranks gather a region; those without a use for it free each unit at once."""
         self.places.happened(region)
-        for unit in self._regions[region]:
-            self._gathered.add(unit)
-            if gather_with_others(unit, is_used):
-                self._fresh.add(unit)
+        for unit, request in self._request_of.items():
+            if request == region:
+                self._gathered.add(unit)
+                gather_with_others(unit, is_used)
 
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
-        if self._context.in_backward:
+        if self._context.in_backward or self._open is None:
             return
-        if self._is_active and self._is_open:
-            if call.unit.is_optional and self._may_reach(outputs):
-                self._reached.add(call.unit)
-                if not torch.is_grad_enabled():
-                    self._runs_again.add(call.unit)
-                call.unit.hold(_OPTIONAL)
-            if is_outermost:
-                self._leave_place(None)
-                self.places.end()
-                if self._makes_graph:
-                    self._gathered_in[call.forward_pass] = self._gathered
-                    self._reached_by[call.forward_pass] = self._reached
+        unit = call.unit
+        if unit.is_optional and self._may_reach(outputs):
+            self._reached_by[unit].add(self._open)
+            if not torch.is_grad_enabled():
+                self._runs_again.add(unit)
+            unit.hold(_OPTIONAL)
+        if is_outermost and self._reducer.agreed is self:
+            self._leave_place(None)
+            self.places.end()
+            if self._makes_graph:
+                self._gathered_in[self._open] = self._gathered
         if is_outermost:
-            self._is_open = False
+            self._open = None
 
     def _may_reach(self, outputs: object) -> bool:
         """Whether backward may come to a call that returned these outputs.
@@ -190,21 +161,18 @@ class OptionalUnits(AgreedReductions, Extension):
         self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
 
     def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
-        if not self._is_open:  # Else `torch.autograd.grad` ran inside a forward.
+        if self._open is None:  # Else `torch.autograd.grad` ran inside a forward.
             gathered = (self._gathered_in.get(each, set()) for each in forwards)
             self._may_have = set[Unit]().union(*gathered)
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
-        if not self._retains_graph:
-            for each in forwards:
-                self._reached_by.pop(each, None)
-        self._free_unreachable()
+        self._free_unreachable(() if self._retains_graph else forwards)
 
     def concerns(self, unit: Unit) -> bool:
         return unit.is_optional
 
     def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
-        if self.averages_participants:
+        if self.mean == "participants":
             self.scale_to(reduction, counts)
 
     def before_reduction(self, unit: Unit) -> bool:
@@ -215,9 +183,7 @@ class OptionalUnits(AgreedReductions, Extension):
 
     def reduce_the_rest(self) -> None:
         units = sorted(self._may_have | self._waiting, key=lambda unit: unit.index)
-        units = [unit for unit in units if unit.is_trainable and self.sends(unit)]
-        if units:
-            self.settle(units)
+        self.settle([unit for unit in units if unit.is_trainable and self.sends(unit)])
 
     def commit(self) -> None:
         self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
@@ -226,40 +192,39 @@ class OptionalUnits(AgreedReductions, Extension):
     def _free_finished(self, unit: Unit) -> None:
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
         again. Its gradients stay until the pass ends."""
-        reached_by = [units for units in self._reached_by.values() if unit in units]
-        if len(reached_by) == 1 and unit not in self._runs_again and not self._retains_graph:
-            reached_by[0].discard(unit)
+        passes = self._reached_by[unit]
+        if len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
+            passes.clear()
             unit.free(_OPTIONAL)
 
-    def _free_unreachable(self) -> None:
+    def _free_unreachable(self, ended: Iterable[ForwardPass] = ()) -> None:
         """Free what was kept for a backward that has ended, or whose graph was dropped."""
-        reached = set[Unit]().union(*self._reached_by.values())
-        self._runs_again &= reached
-        for unit in self._request_of:
-            if unit.is_held(_OPTIONAL) and unit not in reached:
-                unit.free(_OPTIONAL)
+        for unit, passes in self._reached_by.items():
+            passes.difference_update(ended)
+            if not passes:
+                self._runs_again.discard(unit)
+                if unit.is_held(_OPTIONAL):
+                    unit.free(_OPTIONAL)
 
     def before_abort(self, error: BaseException | None) -> None:
         """Raise on ranks that exchange here, too."""
-        if self._is_active and self._is_open and self.places.exchanges:
-            self._exchange.report(error or RuntimeError("a forward failed"))
-        self._is_open = False
+        if self._open is not None and self._reducer.agreed is self and self.places.exchanges:
+            error = error or RuntimeError("a forward failed")
+            self._exchange.report(error, self.subject)
+        self._open = None
         self.places.abort()
         self._may_have = set()
-        self._reached_by.clear()
-        self._fresh.clear()
+        for passes in self._reached_by.values():
+            passes.clear()
 
 
-def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> bool:
+def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> None:
     """Gather a unit because any rank wants it.
 
     Args:
         is_used: whether this rank keeps it; it does if the unit was resident. That one is gathered
             again, for ranks where it is not.
         regathered: whether the same weights will be gathered again in this step.
-
-    Returns:
-        Whether it is resident now.
     """
     holds, shown = int(unit.holds), unit.shows_unsharded
     is_kept = is_used or unit.state is not ShardState.SHARDED
@@ -272,4 +237,3 @@ def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> b
     elif shown:
         unit.wait_for_unshard()
         unit.show_unsharded()
-    return is_kept

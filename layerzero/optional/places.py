@@ -20,28 +20,21 @@ class Places:
         self._regions, self._is_known_ever = regions, is_known_ever
         self._paths: dict[Hashable, dict[tuple[int, ...], _Seen]] = {}
         """Kind -> the paths that forwards of this kind took."""
-        self._ended: tuple[dict[tuple[int, ...], _Seen], list[int], _Seen] | None = None
-        self.abort()
-
-    def abort(self) -> None:
-        """Drop the open forward, or the one that ended last."""
-        self._ended = None
-        self._of_kind: dict[tuple[int, ...], _Seen] = {}
-        self._open: list[tuple[tuple[int, ...], _Seen]] = []
-        """Paths that began as the open forward."""
-        self._path: list[int] = []
-        self._came: _Seen = {}
+        self._has_ended = False
+        """Whether the latest forward has ended, and nothing has failed since."""
 
     def begin(self, kind: Hashable) -> None:
         """A forward begins, so the one before is not taken back any more."""
-        if self._ended is not None:
-            paths, path, came = self._ended
-            seen = paths.setdefault(tuple(path), {})
-            for region, numbers in came.items():
+        if self._has_ended:
+            seen = self._of_kind.setdefault(tuple(self._path), {})
+            for region, numbers in self._came.items():
                 seen.setdefault(region, set()).update(numbers)
-        self.abort()
-        self._of_kind = self._paths.setdefault(kind, {})
+        self._has_ended = False
+        self._of_kind: dict[tuple[int, ...], _Seen] = self._paths.setdefault(kind, {})
         self._open = [*self._of_kind.items()]
+        """Paths that began as the open forward."""
+        self._path: list[int] = []
+        self._came: _Seen = {}
 
     def required(self, gather: int) -> None:
         """The forward comes to the gather of a required unit."""
@@ -69,4 +62,8 @@ class Places:
         return all(path[number : number + 1] != rest for path, _ in self._open)
 
     def end(self) -> None:
-        self._ended = self._of_kind, self._path, self._came
+        self._has_ended = True
+
+    def abort(self) -> None:
+        """Do not learn from the open forward, or the one that ended last."""
+        self._has_ended = False

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.model_functions import unshard_all
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
-from layerzero.optional.arguments import names_of_optional
+from layerzero.optional.arguments import names_of
 from layerzero.parallel.totals import Totals
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import get_unit
@@ -89,7 +89,7 @@ class ZeRO3PipelineStage(PipelineStage):
                 f"stage {stage_index}: its module is part of another ZeRO3 module; wrap each stage "
                 "separately, because stages reduce and free at different times"
             )
-        optional = names_of_optional(root_unit)
+        optional = names_of.get(root_unit)
         if optional:
             raise NotImplementedError(
                 f"stage {stage_index}: its ZeRO3 module has optional_modules {optional}; several "

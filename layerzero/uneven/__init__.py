@@ -1,9 +1,9 @@
 """Ranks with uneven numbers of batches: those that ran out follow the others. On by use only.
 
-    optimizers.py   optimizers and scalers of a joined loop, on a rank that follows the others
-    negotiation.py  what a rank wants to do next, and the exchange: what all do next, or an error
+    requests.py     what a rank wants to do next
+    optimizers.py   optimizers of a joined loop, on a rank that follows the others
     follower.py     one pass that only some ranks run
-    running_join.py the extension that a model has inside a join, and what a rank follows
+    running_join.py the extension that a model has inside a join: what all ranks do next
     joinable.py     `layerzero.join`, and ZeRO3 as a torch `Joinable`
 
 Note [How a rank follows]

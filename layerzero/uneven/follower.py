@@ -1,67 +1,73 @@
 """Follower: one pass that only some ranks of a join run; the others follow each collective of it.
 
-Before each gather and each reduction, ranks exchange which one they want (`Exchange.agree`). All
-take part in the lowest request: a rank that does not run the pass frees what it gathered at once,
-and brings to a reduction what it has of earlier micro-batches, or zeros. Nothing is prefetched, and
-no order is recorded, as ranks that only follow would not predict the same.
+Before each gather and each reduction, ranks exchange which one they want (`Agreement`). All take
+part in the lowest request: a rank that does not run the pass frees what it gathered at once, and
+brings to a reduction what it has of earlier micro-batches, or zeros. Nothing is prefetched, and no
+order is recorded, as ranks that only follow would not predict the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
+from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import NOTHING
 from layerzero.optional.optional_units import gather_with_others
-from layerzero.optional.reductions import AgreedReductions
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.unit import ShardState, Unit
-from layerzero.uneven.negotiation import Negotiation
 
 
-class Follower(AgreedReductions):
+class Follower(Agreement):
     """What the scheduler and the reducer consult in such a pass."""
 
-    is_open: bool
-    """Whether ranks may still want something in the pass."""
     prefetches = False
+    subject = "a pass inside a join"
+    _is_open = True
+    """Whether ranks may still want something in the pass."""
 
-    def __init__(self, root: RootState, state: Negotiation, runs: bool) -> None:
-        """`runs`: whether this rank runs the pass."""
-        super().__init__(root, state.exchange)
-        self.is_open = True
-        self._state, self._runs = state, runs
+    def __init__(self, root: RootState, runs: bool, num_averaged: int | None) -> None:
+        """
+        Args:
+            runs: whether this rank runs the pass.
+            num_averaged: over so many ranks gradients are means; None: over all.
+        """
+        super().__init__(root)
+        self._runs, self._num_averaged = runs, num_averaged
+        self._makes_graph = torch.is_grad_enabled()
         self._reduced: set[Unit] = set()
+        participate = root.optional is not None and root.optional.mean == "participants"
+        self._of_participants: Mapping[int, str] = root.optional.region_of if participate else {}
+        """Units, by index, whose gradients are means over the ranks that had one."""
 
     def before_use(self, unit: Unit) -> None:
-        if unit.state is ShardState.SHARDED and self.is_open:
+        if unit.state is ShardState.SHARDED and self._is_open:
             self._request(2 * unit.index)
 
     def finish(self) -> None:
         """This rank wants nothing more: take part in what others want, until none does."""
-        while (event := self._exchange.agree(NOTHING)) != NOTHING:
-            self._take_part(event)
-        self.is_open = False
+        self._request(NOTHING)
+        self._is_open = False
 
-    def _request(self, request: int) -> None:
-        while (event := self._exchange.agree(request)) != request:
-            self._take_part(event)
-
-    def _take_part(self, event: int) -> None:
-        unit = self._units[event // 2]
-        if event % 2:
+    def _take_part(self, request: int) -> None:
+        unit = self._units[request // 2]
+        if request % 2:
             self.take(unit)
             return
         in_backward = self._context.in_backward
-        regathered = not self._reducer.requires_sync if in_backward else self._state.makes_graph
+        regathered = not self._reducer.requires_sync if in_backward else self._makes_graph
         gather_with_others(unit, is_used=False, regathered=regathered)
 
     def concerns(self, unit: Unit) -> bool:
         return True
 
     def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
-        if reduction.unit.index in self._state.participants:
+        if reduction.unit.index in self._of_participants:
             self.scale_to(reduction, counts)
-        elif self._state.averages_active:
-            number = self._state.num_active
+        elif self._num_averaged is not None:
+            number = self._num_averaged
             self.scale_to(reduction, {index: number for index, n in counts.items() if n})
 
     def before_reduction(self, unit: Unit) -> bool:

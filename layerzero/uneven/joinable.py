@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from layerzero.comm.new_groups import new_group
 from layerzero.notices import warn_once
-from layerzero.optional.optional_units import exchange_of
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
-from layerzero.uneven.negotiation import Negotiation
-from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.running_join import RunningJoin
 
 _SCHEDULERS = LRScheduler, ReduceLROnPlateau
-_GROUP, _EXCHANGE = "_join_group", "_join_exchange"
+_GROUP = "_join_group"
 
 
 def hook_of(
@@ -32,19 +28,8 @@ def hook_of(
     divide_by_initial_world_size: bool = True,
 ) -> JoinHook:
     """Implements `ZeRO3.join_hook`."""
-    model_ref = weakref.ref(model)
-
     _ = model.join_process_group  # Made here, where all ranks come.
-    join = enter(
-        model,
-        [*optimizers],
-        averages_active=not divide_by_initial_world_size,
-        notify=lambda: Join.notify_join_context(model_ref()),  # type: ignore[arg-type]
-        is_enabled=lambda: (own := model_ref()) is not None and own._join_config.enable,
-    )
-    hook = _Hook(join)
-    join.state.hook = weakref.ref(hook)
-    return hook
+    return _Hook(enter(model, [*optimizers], not divide_by_initial_world_size, is_torchs=True))
 
 
 def group_of(root: RootState) -> dist.ProcessGroup:
@@ -69,6 +54,9 @@ class _Hook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._join.finish(is_last_joiner)
         self._join.leave()
+
+    def __del__(self) -> None:
+        self._join.leave()  # After an error, which torch's Join does not report.
 
 
 @contextmanager
@@ -116,7 +104,7 @@ def join(
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
             "it to layerzero.join, too: on ranks that run out of batches it would fall behind"
         )
-    running = enter(model, optimizers, averages_active=not divide_by_initial_world_size)
+    running = enter(model, optimizers, not divide_by_initial_world_size)
     is_last = True
     try:
         yield
@@ -143,9 +131,9 @@ def enter(
     model: Joinable,
     optimizers: Sequence[torch.optim.Optimizer],
     averages_active: bool,
-    **options: Any,
+    is_torchs: bool = False,
 ) -> RunningJoin:
-    """Begin a join; for the arguments see `Negotiation`. Collective.
+    """Begin a join; for the arguments see `RunningJoin`. Collective.
 
     Raises:
         ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
@@ -155,20 +143,7 @@ def enter(
     assert unit is not None, "a ZeRO3 module"
     root = root_of(unit)
     _check(unit, root)
-    if root.join is not None:
-        if root.join.is_open:
-            raise RuntimeError("join: the model is inside a join already; leave that one first")
-        root.join.leave()  # An error ended that one.
-    if _EXCHANGE not in root.__dict__:
-        root.__dict__[_EXCHANGE] = exchange_of(root)
-    state = Negotiation(
-        operations=root.operations,
-        exchange=root.__dict__[_EXCHANGE],
-        optimizers=JoinedOptimizers(optimizers),
-        averages_active=averages_active,
-        **options,
-    )
-    return RunningJoin(root, state)
+    return RunningJoin(root, optimizers, averages_active, is_torchs)
 
 
 def _check(unit: Unit, root: RootState) -> None:
@@ -184,3 +159,5 @@ def _check(unit: Unit, root: RootState) -> None:
             "rank without batches cannot take part"
         )
     root.check_between_steps("join: called inside forward or backward")
+    if root.join is not None:
+        raise RuntimeError("join: the model is inside a join already; leave that one first")

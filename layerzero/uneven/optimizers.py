@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,52 +18,37 @@ class JoinedOptimizers:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = tuple(optimizers)
 
-    def options(self) -> list[int]:
-        """The options of all param groups, each as the bits of a float64."""
-        values = (value for group, name in self._options() for value in tree_leaves(group[name]))
-        return [bits_of(float(value)) for value in values if _is_number(value)]
+    def state(self, looks: bool) -> list[float]:
+        """For each optimizer, whether its gradients are None, or zero (only if `looks`); then the
+        numbers among the options of all param groups."""
+        options = (tree_leaves(_options_of(group)) for group in self._groups())
+        numbers = [float(value) for value in chain(*options) if _is_number(value)]
+        return [*(_state_of(each, looks) for each in self.all), *numbers]
 
-    def copy_options(self, options: Sequence[int]) -> None:
-        others = iter(options)
-
-        def copy(value: Any) -> Any:
-            number = number_of(next(others))
-            return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
-
-        for group, name in self._options():
-            group[name] = tree_map_only(_is_number, copy, group[name])
-
-    def _options(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for optimizer in self.all:
-            for group in optimizer.param_groups:
-                for name in sorted(group.keys() - {"params"}):
-                    yield group, name
-
-    def gradient_states(self, looks: bool) -> list[int]:
-        """For each optimizer, whether its gradients are None, or zero (only if `looks`)."""
-        return [_state_of(each, looks) for each in self.all]
-
-    def zero_like(self, states: Sequence[Sequence[int]]) -> None:
-        """Zero the gradients of the optimizers whose gradients are zero or None on all others.
+    def follow(self, others: Sequence[Sequence[float]]) -> None:
+        """Copy the options of the others, and zero the gradients that are zero or None on all.
 
         Args:
-            states: `gradient_states` of the other ranks.
+            others: `state` of the other ranks.
         """
-        for optimizer, found in zip(self.all, zip(*states, strict=True), strict=False):
+        numbers = iter(others[0][len(self.all) :])
+
+        def copy(value: Any) -> Any:
+            number = next(numbers)
+            return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
+
+        for group in self._groups():
+            group.update(tree_map_only(_is_number, copy, _options_of(group)))
+        for optimizer, *found in zip(self.all, *others, strict=False):
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
 
-
-def bits_of(number: float) -> int:
-    """A float as 64 bits."""
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return bits
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.all for group in optimizer.param_groups]
 
 
-def number_of(bits: int) -> float:
-    """The float of `bits_of`."""
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in sorted(group.keys() - {"params"})}
 
 
 def _state_of(optimizer: torch.optim.Optimizer, looks: bool) -> int:

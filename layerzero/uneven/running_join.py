@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.distributed.algorithms.join import Join
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.scaler import refuse_scaler, scaler_that_calls
-from layerzero.optional.optional_units import OptionalUnits
+from layerzero.optim.steps import models_of
+from layerzero.optional.exchange import exchange_of
 from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
 from layerzero.step.first_forward import check_first_forward
+from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.unit import Hold, Unit
 from layerzero.uneven.follower import Follower
-from layerzero.uneven.negotiation import FOLLOWED, FORWARDS, OUT, Kind, Negotiation, Request
-from layerzero.uneven.optimizers import bits_of, number_of
+from layerzero.uneven.optimizers import JoinedOptimizers
+from layerzero.uneven.requests import FOLLOWED, FORWARDS, LAST, OUT, Kind, Request
 
 _FIRST = int(Hold.FIRST_OF_FORWARD)
 _OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
@@ -33,45 +33,54 @@ _MAX_FORWARDS = 64
 
 
 class RunningJoin(Extension):
-    def __init__(self, root: RootState, state: Negotiation) -> None:
-        """Begin a join. Collective."""
-        self.state = state
+    def __init__(
+        self,
+        root: RootState,
+        optimizers: Sequence[torch.optim.Optimizer],
+        averages_active: bool,
+        is_torchs: bool,
+    ) -> None:
+        """Begin a join. Collective.
+
+        Args:
+            averages_active: whether gradients are means over the ranks that are not out of batches.
+            is_torchs: whether torch's `Join` is around the loop.
+
+        Raises:
+            ValueError: ranks have different optimizers.
+        """
+        self.operations = root.operations
         self._root, self._units, self._context = root, root.units, root.context
-        self._backward = root.backward
+        self._optimizers = JoinedOptimizers(optimizers)
+        self._averages_active, self._is_torchs = averages_active, is_torchs
+        self._exchange = exchange_of(root)
+        self._num_ranks = self._num_active = root.placements[0].num_ranks
+        """Ranks; and those that were not out at the last exchange."""
+        self._is_common = False
+        """Whether all ranks had the request that was chosen."""
+        self._is_following = False
+        """Whether this rank takes part in what others run."""
         self._follower: Follower | None = None
         """Consulted in the open pass, if not all ranks run it."""
         self._num_forwards = 0
         self._forwards: dict[int, ForwardPass] = {}
         """The latest forwards inside the join, by number."""
-        state.compare_lists()
-        self._optional: OptionalUnits | None = root.optional
-        if self._optional is not None and self._optional.averages_participants:
-            state.participants = frozenset(self._optional.region_of)
+        own = len(optimizers), len(self._optimizers.state(looks=False))
+        rows = self._exchange(own, "a join")
+        if any(row != rows[0] for row in rows):
+            raise ValueError(
+                "join: optimizers differ between ranks; pass the same to each. By rank, with their "
+                f"number and that of options in their groups: {rows}"
+            )
         root.join = self
         root.extensions.add(self)
-        join_ref = weakref.ref(self)
-
-        @_disable_dynamo
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            join = join_ref()
-            if join is not None:
-                join.come_to_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
-
-        self._step_hook = register_optimizer_step_pre_hook(before_step)
 
     def leave(self) -> None:
         """The join is over, with or without an error. Not collective; may be called again."""
-        root = self._root
-        if root.join is not self:
-            return
-        root.join = None
-        self._step_hook.remove()
-        self._run_together()
-        root.extensions.remove(self)
-
-    @property
-    def is_open(self) -> bool:
-        return not (self.state.is_abandoned or self.state.has_ended)
+        if self._root.join is self:
+            self._root.join = None
+            self._run_together()
+            self._root.extensions.remove(self)
 
     def come_to(self, request: Request, what: str = "") -> None:
         """This rank wants to do this next: follow others until all ranks have chosen it.
@@ -82,13 +91,15 @@ class RunningJoin(Extension):
         Raises:
             RuntimeError: on every rank: ranks came to different calls.
         """
-        if self.state.is_idle:
+        if self._is_following:
+            return
+        if self._is_torchs and not self._model._join_config.enable:
+            self.leave()
             return
         self._run_together()
-        while (chosen := self.state.choose(request, what or str(request))) != request:
-            assert chosen is not None, "this rank is not out"
+        while (chosen := self._choose(request, what or str(request))) != request:
             self._take_part(chosen)
-        if not self.state.is_common and request.kind in FOLLOWED:
+        if not self._is_common and request.kind in FOLLOWED:
             self._follow(runs=True)
 
     def follow_next(self) -> bool:
@@ -98,10 +109,10 @@ class RunningJoin(Extension):
             False: all ranks are out.
         """
         self._run_together()
-        chosen = self.state.choose(OUT)
-        if chosen is not None:
+        chosen = self._choose(OUT, str(OUT))
+        if chosen != OUT:
             self._take_part(chosen)
-        return chosen is not None
+        return chosen != OUT
 
     def finish(self, is_last: bool) -> None:
         """All ranks are out of batches. Collective.
@@ -109,17 +120,63 @@ class RunningJoin(Extension):
         Args:
             is_last: whether this rank was not out before the others.
         """
-        self.state.choose(OUT, is_last=is_last)
+        self._choose(LAST if is_last else OUT, str(OUT))
 
-    def _follow(self, runs: bool) -> Follower:
+    @property
+    def _model(self) -> Any:
+        return self._root.wrapper_ref()
+
+    @remembers_failure
+    def _choose(self, request: Request, what: str) -> Request:
+        """Exchange requests. Collective.
+
+        Args:
+            what: the call, in messages.
+
+        Returns:
+            The request that all ranks follow.
+
+        Raises:
+            RuntimeError: on every rank: ranks came to different calls.
+        """
+        some_are_out = self._num_active < self._num_ranks
+        looks = request == LAST or (some_are_out and request.kind in (Kind.BACKWARD, Kind.REDUCE))
+        notified = None
+        if self._is_torchs and request.kind < Kind.OUT:
+            notified = Join.notify_join_context(self._model)
+        rows = self._exchange([*request, *self._optimizers.state(looks)], "a join")
+        if notified is not None:
+            notified.wait()
+        requests = [Request.of_row(row) for row in rows]
+        others = [row for row, each in zip(rows, requests, strict=True) if each != OUT]
+        if request == OUT and others:
+            self._optimizers.follow([row[len(request) :] for row in others])
+        running = [each for each in requests if each.kind < Kind.OUT]
+        self._num_active = len(running)
+        chosen = min(requests)
+        # What every rank with batches left must do together.
+        if chosen.kind >= Kind.FORWARD and any(each != chosen for each in running):
+            self._end(what, "ranks of a join came to different calls")
+        if chosen.kind == Kind.CALL and OUT in requests:
+            self._end(what, "a call inside a join needs every rank, but some have no batches")
+        self._is_common = all(each == chosen for each in requests)
+        return chosen
+
+    def _end(self, what: str, error: str) -> NoReturn:
+        """Raise on every rank, with what each one came to."""
+        self.leave()
+        texts = self._exchange.texts(what, "a join")
+        found = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        raise RuntimeError(f"{error} ({found})")
+
+    def _follow(self, runs: bool) -> None:
         """Let ranks agree on each collective until `_run_together`."""
         root = self._root
-        self._follower = Follower(root, self.state, runs)
-        if self._optional is not None:
-            self._optional.end(root)
+        self._follower = Follower(root, runs, self._num_active if self._averages_active else None)
+        if root.optional is not None:
+            root.optional.end()
         root.scheduler.agree(self._follower, ExecOrderRecorder())
         root.reducer.agreed = self._follower
-        return self._follower
 
     def _run_together(self) -> None:
         """The pass is over; all ranks run the next one, unless they say otherwise."""
@@ -128,8 +185,8 @@ class RunningJoin(Extension):
         root, self._follower = self._root, None
         root.scheduler.agree(None)
         root.reducer.agreed = None
-        if self._optional is not None:
-            self._optional.begin(root)
+        if root.optional is not None:
+            root.optional.begin(root)
 
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
         if is_outermost and self._follower is not None and not self._context.in_backward:
@@ -146,9 +203,6 @@ class RunningJoin(Extension):
                     unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        if self.state.is_abandoned or not self.state.is_enabled():
-            self.leave()
-            return
         kind = Kind.FORWARD if self._root.reducer.requires_sync else Kind.MICRO_FORWARD
         if not torch.is_grad_enabled():
             kind = Kind.EVALUATION
@@ -156,7 +210,6 @@ class RunningJoin(Extension):
         self._note_forward(forward_pass)
 
     def _note_forward(self, forward_pass: ForwardPass) -> None:
-        self.state.makes_graph = torch.is_grad_enabled()
         self._num_forwards += 1
         self._forwards[self._num_forwards] = forward_pass
         self._forwards.pop(self._num_forwards - _MAX_FORWARDS, None)
@@ -166,15 +219,15 @@ class RunningJoin(Extension):
             # -1: a forward from outside the join.
             found = (n for n, each in self._forwards.items() if each.order is order)
             syncs = self._root.reducer.requires_sync
-            self.come_to(Request(Kind.BACKWARD, next(found, -1), requires_sync=syncs))
+            self.come_to(Request(Kind.BACKWARD, next(found, -1), syncs))
 
-    def come_to_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
         """Before `optimizer.step`, of any optimizer of the process."""
-        if self.state.is_following or self.state.is_abandoned or is_narrowed(optimizer):
+        if self._is_following or is_narrowed(optimizer):
             return
-        if all(each is not optimizer for each in self.state.optimizers.all):
-            own = {id(sharded) for unit in self._units for sharded in unit.sharded_params}
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        joined = self._optimizers.all
+        if all(each is not optimizer for each in joined):
+            if any(models_of(optimizer, lambda root: root is self._root)):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step inside a join that does not have this "
                     "optimizer, so ranks without batches would not step: pass every optimizer of "
@@ -189,12 +242,11 @@ class RunningJoin(Extension):
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
             refuse_scaler(optimizer)
-        self.come_to(Request(Kind.STEP, self.state.optimizers.all.index(optimizer)))
+        self.come_to(Request(Kind.STEP, joined.index(optimizer)))
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`."""
-        options = {"max_norm": bits_of(max_norm), "norm_type": bits_of(norm_type)}
-        self.come_to(Request(Kind.CLIP, unit.index, **options))
+        self.come_to(Request(Kind.CLIP, unit.index, True, float(max_norm), float(norm_type)))
 
     def before_call(self, what: str) -> None:
         if what == "rewrap":
@@ -209,8 +261,8 @@ class RunningJoin(Extension):
             self.come_to(Request(Kind.CALL), what)
 
     def _take_part(self, request: Request) -> None:
-        state, root = self.state, self._root
-        state.is_following = True
+        root = self._root
+        self._is_following = True
         grad_enabled = request.kind != Kind.EVALUATION
         try:
             with torch.set_grad_enabled(grad_enabled):
@@ -225,13 +277,13 @@ class RunningJoin(Extension):
                 elif request.kind == Kind.REDUCE:
                     on_request.reduce_waiting(root)
                 elif request.kind == Kind.STEP:
-                    state.optimizers.all[request.which].step()
+                    self._optimizers.all[request.which].step()
         except BaseException as error:
             root.abort(error)
             raise
         finally:
             self._run_together()
-            state.is_following = False
+            self._is_following = False
 
     def _follow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
         root = self._root
@@ -248,12 +300,12 @@ class RunningJoin(Extension):
         forward_pass.order = root.scheduler.end_forward(grad_enabled)
 
     def _follow_backward(self, request: Request) -> None:
-        reducer = self._root.reducer
+        root, reducer = self._root, self._root.reducer
         before = reducer.requires_sync
-        reducer.set_requires_sync(bool(request.requires_sync))
+        reducer.set_requires_sync(bool(request.mode))
         try:
             own = self._forwards.get(request.which)
-            self._backward.run_without_graph(ForwardPass(own.start if own else self._root.clock))
+            root.backward.run_without_graph(ForwardPass(own.start if own else root.clock))
         finally:
             reducer.set_requires_sync(before)
 
@@ -261,5 +313,4 @@ class RunningJoin(Extension):
         module = self._units[request.which].module
         units = self._root.units_inside(module)
         whole = [each for each in module.parameters() if get_info(each) is None]
-        max_norm, norm_type = number_of(request.max_norm), number_of(request.norm_type)
-        clip_grad_norm_(Clipped(self._root, units, whole), max_norm, norm_type)
+        clip_grad_norm_(Clipped(self._root, units, whole), request.max_norm, request.norm_type)

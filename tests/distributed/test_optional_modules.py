@@ -143,7 +143,7 @@ def cost_of(model: ZeRO3, sample: Sample) -> Cost:
     named = [(each.verb, each.unit) for each in operations]
     return Cost(
         [len(in_forward), len(in_backward)],
-        8 * sum(in_forward + in_backward),
+        sum(in_forward + in_backward),
         sent.nbytes,
         Counter(named),
         [each for each in named[begin:] if each[0] in ("all-gather", "reduce-scatter")],
@@ -193,9 +193,11 @@ def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_
         # Forward: one exchange for the regions between two required units (the last two are
         # neighbours), and one to leave each region. Backward: one, at its end.
         assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
-        assert cost.exchanged == EXCHANGE_NBYTES * sum(cost.num_exchanges), place
-        # Which gradients of these units exist, ranks exchange there, and not a byte for each.
+        # Which gradients of these units exist ranks exchange there, in as many bytes as elsewhere,
+        # and which units have any.
         apart = sum(len(h.fqns) for unit in entered for h in unit.handles)
+        in_backward = apart + len(entered)
+        assert cost.exchanged == EXCHANGE_NBYTES * cost.num_exchanges[0] + in_backward, place
         second = sum(unit.nbytes // 2 for unit in entered)
         assert cost.nbytes - truth.nbytes == cost.exchanged - apart - second, place
 

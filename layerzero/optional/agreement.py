@@ -1,31 +1,48 @@
-"""AgreedReductions: reductions that not every rank has gradients for."""
+"""Agreement: gathers and reductions of a pass in which ranks run different units."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from layerzero.optional.exchange import Exchange
+from layerzero.optional.exchange import exchange_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
 
-class AgreedReductions:
-    """Decides with other ranks what a reducer reduces.
+class Agreement:
+    """Decides with other ranks what a scheduler gathers and a reducer reduces.
 
-    A subclass also has `before_reduction(unit)`, whether this rank reduces the unit now;
-    `reduce_the_rest()`, when a pass ends; and `commit()`, once its gradients are delivered.
+    A subclass also has `before_use(unit)`, when this rank is about to unshard a unit, unless it is
+    resident; `before_reduction(unit)`, whether this rank reduces the unit now; `reduce_the_rest()`,
+    when a pass ends; and `commit()`, once its gradients are delivered.
     """
 
-    def __init__(self, root: RootState, exchange: Exchange) -> None:
+    prefetches = True
+    """Whether units that every rank calls are prefetched."""
+    subject = "optional modules"
+    """What ranks agree on, in errors."""
+
+    def __init__(self, root: RootState) -> None:
+        """Collective where the exchange makes new groups."""
         self._reducer, self._context, self._units = root.reducer, root.context, root.units
-        self._exchange = exchange
+        self._exchange = exchange_of(root)
         self._taken: Unit | None = None
         """The unit that all ranks reduce now."""
         self._counts: dict[int, dict[int, int]] = {}
         """Flat parameter (by id) and index of a parameter -> number of ranks with a gradient."""
+
+    def _request(self, request: int) -> None:
+        """Take part in what other ranks want, until all take part in this; NOTHING: until no rank
+        wants anything."""
+        while (chosen := self._exchange.agree(request, self.subject)) != request:
+            self._take_part(chosen)
+
+    @abstractmethod
+    def _take_part(self, request: int) -> None:
+        """Do what this rank has not requested."""
 
     @abstractmethod
     def concerns(self, unit: Unit) -> bool:
@@ -55,6 +72,8 @@ class AgreedReductions:
         Args:
             reduced: those that all ranks have reduced in this pass.
         """
+        if not units:
+            return
         present: dict[int, set[int]] = {}
         for each in self._reducer.undelivered():
             present.setdefault(id(each.handle), set()).update(each.present)
@@ -64,8 +83,7 @@ class AgreedReductions:
         ]
         rest = [unit for unit in units if unit not in reduced]
         flags = [i in present.get(id(h), ()) or _has_gradient(h, i) for h, i in keys]
-        table = self._exchange.bits([*flags, *map(self._has_left, rest)])
-        columns = [sum(column) for column in zip(*table, strict=True)]
+        columns = self._exchange.counts([*flags, *map(self._has_left, rest)], self.subject)
         self._counts = {}
         for (handle, index), count in zip(keys, columns, strict=False):
             self._counts.setdefault(id(handle), {})[index] = count
@@ -84,17 +102,17 @@ class AgreedReductions:
         self, reductions: list[Reduction]
     ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
         """As the reducer's; `settle` has exchanged the part of these units."""
+        own = [each for each in reductions if self.concerns(each.unit)]
         rest = [each for each in reductions if not self.concerns(each.unit)]
         others = self._reducer.exchange_presence(rest) if rest else list
 
         def answer() -> list[tuple[Reduction, set[int]]]:
-            found = {id(reduction): present for reduction, present in others()}
-            for reduction in reductions:
-                if id(reduction) not in found:
-                    counts = self._counts[id(reduction.handle)]
-                    found[id(reduction)] = {index for index, count in counts.items() if count}
-                    self.scale(reduction, counts)
-            return [(reduction, found[id(reduction)]) for reduction in reductions]
+            found = others()
+            for reduction in own:
+                counts = self._counts[id(reduction.handle)]
+                self.scale(reduction, counts)
+                found.append((reduction, {index for index, count in counts.items() if count}))
+            return found
 
         return answer
 

@@ -1,0 +1,59 @@
+"""Request: what a rank wants to do next; ranks exchange these before each call inside a join."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; the lowest is chosen first."""
+
+    BACKWARD = 0
+    MICRO_FORWARD = 1
+    EVALUATION = 2
+    FORWARD = 3
+    CLIP = 4
+    REDUCE = 5
+    STEP = 6
+    CALL = 7
+    """Another collective call: ranks without batches cannot take part in it."""
+    OUT = 8
+    LAST = 9
+    """All ranks are out of batches, and this one was among the last."""
+
+
+_TEXTS = (
+    *("backward", "a forward inside no_sync", "a forward without gradients", "a forward"),
+    *("clip_grad_norm_", "reduce_gradients", "optimizer.step", "", "out of batches", ""),
+)
+FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
+"""What ranks without a batch for it follow collective by collective."""
+
+
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
+
+    kind: int
+    which: int = 0
+    """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
+    the join's list."""
+    mode: int = True
+    """Of a forward: whether its module is in training mode. Of a backward: whether gradients are
+    reduced."""
+    max_norm: float = 0.0
+    """Arguments of `clip_grad_norm_`."""
+    norm_type: float = 0.0
+
+    @classmethod
+    def of_row(cls, row: list[float]) -> Request:
+        """As a rank has sent it."""
+        return cls(*map(int, row[:3]), *row[3 : len(cls._fields)])
+
+    def __str__(self) -> str:
+        return _TEXTS[self.kind]
+
+
+OUT = Request(Kind.OUT)
+LAST = Request(Kind.LAST)
