@@ -12,9 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import layerzero
 from layerzero import ZeRO3, units
 from layerzero.checkpoint import ParameterShard
-from tests.harness.checks import assert_bitwise
-from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.compare import assert_same_values
+from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import on_ranks
+from tests.harness.reference import (
+    backward_of_all_ranks,
+    batches_of,
+    forward_backward,
+    seeded,
+)
 
 
 def refuses(error: type[Exception], pattern: str, module: nn.Module | None = None, **options):
@@ -207,33 +213,24 @@ def test_an_optimizer_that_trained_before_wrapping_is_refused() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
-    found = []
-    for is_first in (True, False):
-        torch.manual_seed(0)
-        module = TiedAcrossUnits()
-        models: list[nn.Module] = [] if is_first else [ZeRO3(module, auto_wrap_policy={Block})]
-        vectors = [n for n, _ in module.named_parameters() if n.endswith("bias")]
-        parameters = dict((models or [module])[0].named_parameters())
-        groups = [
-            {"params": [p for n, p in parameters.items() if (n in vectors) == wants], "lr": lr}
-            for wants, lr in ((True, 0.1), (False, 0.05))
-        ]
-        optimizer = torch.optim.SGD([g for g in groups if g["params"]], momentum=0.9)
-        if is_first:
-            models.append(ZeRO3(module, auto_wrap_policy={Block}))
-        for step in range(2):
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            loss_of(models[0](torch.randn(3, WIDTH, generator=generator))).backward()
+    models: list[nn.Module] = [seeded(TiedAcrossUnits) for _ in range(2)]
+    optimizers = []
+    for each in models:
+        halves = ([*each.parameters()][k::2] for k in (0, 1))
+        groups = [{"params": half, "lr": lr} for half, lr in zip(halves, (0.1, 0.05), strict=True)]
+        optimizers.append(torch.optim.SGD(groups, momentum=0.9))
+    models[0] = ZeRO3(models[0], auto_wrap_policy={Block})
+    for step in batches_of(CASES["mlp"], dist.get_world_size(), steps=2):
+        forward_backward(models[0], step[dist.get_rank()])
+        backward_of_all_ranks(models[1], step)
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        own = list(models[0].parameters())
-        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, own))
-        assert isinstance(
-            next(iter(optimizer.state_dict()["state"].values()))["momentum_buffer"], ParameterShard
-        )
-        found.append([parameter.detach() for parameter in models[0].parameters()])
-    for before, after in zip(*found, strict=True):
-        assert_bitwise(before, after)
+    assert_same_values(*models)
+    own = {p for group in optimizers[0].param_groups for p in group["params"]}
+    assert own == {*models[0].parameters()}
+    state = next(iter(optimizers[0].state_dict()["state"].values()))
+    assert isinstance(state["momentum_buffer"], ParameterShard)
 
 
 class _KeepsItsOwn(nn.Module):

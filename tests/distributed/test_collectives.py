@@ -1,5 +1,6 @@
 """What a step costs: collectives counted, payload counted, copies counted, storage freed."""
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -69,16 +70,14 @@ def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
 
 @on_ranks(2)
 def test_what_stays_full_or_has_no_backward_is_gathered_once() -> None:
-    model = wrapped(reshard_after_forward=False)
-    with recorded_operations(model) as operations:
-        model(batch()).sum().backward()
-    assert len(gathered(operations)) == DEPTH + 1
-    assert set(full_nbytes(model).values()) == {0}
-    model = wrapped()
-    with torch.no_grad(), recorded_operations(model) as operations:
-        model(batch())
-    assert len(gathered(operations)) == DEPTH + 1
-    assert set(full_nbytes(model).values()) == {0}, "nothing stays after a forward without grad"
+    for kept in (False, True):
+        model = wrapped(reshard_after_forward=not kept)
+        with torch.set_grad_enabled(kept), recorded_operations(model) as operations:
+            loss = model(batch()).sum()
+            if kept:
+                loss.backward()
+        assert len(gathered(operations)) == DEPTH + 1
+        assert set(full_nbytes(model).values()) == {0}, "nothing stays"
 
 
 @on_ranks(2)
@@ -125,10 +124,7 @@ def test_full_parameters_and_gradients_are_freed_when_they_were_used() -> None:
 
 
 def _numel(shape) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size if isinstance(size, int) else 1
-    return numel if shape else 0
+    return math.prod(size for size in shape if isinstance(size, int)) if shape else 0
 
 
 def _enclosing_label(event) -> str:
@@ -176,24 +172,23 @@ def test_an_unshard_copies_no_parameter_and_a_gradient_is_copied_once() -> None:
 @on_ranks(2)
 def test_the_profiler_shows_what_happens_to_which_unit() -> None:
     model = wrapped()
-    model(batch()).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(batch()).sum().backward()
-    names = {event.name for event in profiler.events()}
+    seen = [_labels(model), _labels(wrapped(limit_all_gathers=1))]
     for action in ("unshard", "reshard", "reduce", "prefetch", "wait_for_unshard"):
-        assert f"LayerZeRO3.{action}(blocks.1)" in names
+        assert f"LayerZeRO3.{action}(blocks.1)" in seen[0]
     # What was prefetched is told from what was demanded: gathers are inside.
-    begins = {event.name: event for event in profiler.events()}
-    ahead, gather = (begins[f"LayerZeRO3.{name}(blocks.1)"] for name in ("prefetch", "unshard"))
+    ahead, gather = (seen[0][f"LayerZeRO3.{name}(blocks.1)"] for name in ("prefetch", "unshard"))
     assert gather.cpu_parent is ahead
-    assert not any(name.startswith("LayerZeRO3.budget_full") for name in names)
-    model = wrapped(limit_all_gathers=1)
+    assert not any(name.startswith("LayerZeRO3.budget_full") for name in seen[0])
+    assert "LayerZeRO3.budget_full(blocks.1)" in seen[1]
+    assert not any(name.startswith("LayerZeRO3.prefetch") for name in seen[1])
+
+
+def _labels(model: ZeRO3) -> dict[str, Any]:
+    """Events of a step that knows its order, by name."""
     model(batch()).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(batch()).sum().backward()
-    names = {event.name for event in profiler.events()}
-    assert "LayerZeRO3.budget_full(blocks.1)" in names
-    assert not any(name.startswith("LayerZeRO3.prefetch") for name in names)
+    return {event.name: event for event in profiler.events()}
 
 
 # Their bits, and what they hold: see Note [Parts arrive where others have left].

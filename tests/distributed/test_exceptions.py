@@ -2,9 +2,9 @@
 pass that failed changes nothing, and can be run again."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,40 +13,34 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3, units
+from layerzero.comm.gloo.messages import Messages
 from layerzero.optim import AdamW
-from tests.harness.checks import named
+from tests.harness.checks import assert_same_on_all_ranks, named
 from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.recording import full_nbytes, gradient_nbytes
 
 
 class Fragile(nn.Module):
-    """Raises what it is told to, where it is told to."""
+    """Raises in the backward of the block that it is told to."""
 
-    def __init__(self, recompute: bool | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.recompute = recompute
-        self.fail: tuple[str, int, type[BaseException]] | None = None
+        self.fails_at = -1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
-            self._maybe_raise("forward", index)
-            if self.recompute is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recompute)
-            if x.requires_grad:
-                x.register_hook(lambda _, index=index: self._maybe_raise("backward", index))
+            x = block(x)
+            x.register_hook(lambda _, index=index: self._maybe_raise(index))
         return x
 
-    def _maybe_raise(self, where: str, index: int) -> None:
-        if self.fail is not None and self.fail[:2] == (where, index):
-            raise self.fail[2](f"told to, in {where} at {index}")
+    def _maybe_raise(self, index: int) -> None:
+        if self.fails_at == index:
+            raise ValueError(f"told to, at {index}")
 
 
 def batch(step: int) -> torch.Tensor:
@@ -54,28 +48,18 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(3, WIDTH, generator=generator)
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(batch(number)).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def start(recompute: bool | None) -> tuple[ZeRO3, torch.optim.Optimizer]:
+def start() -> tuple[ZeRO3, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = ZeRO3(Fragile(recompute), auto_wrap_policy={Block})
+    model = ZeRO3(Fragile(), auto_wrap_policy={Block})
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def fail(
-    model: ZeRO3, number: int, where: str, index: int, error: type[BaseException] = ValueError
-) -> None:
-    """A pass that raises `error` there."""
-    model.module.fail = (where, index, error)
-    with pytest.raises(error, match="told to"):
-        model(batch(number)).square().sum().backward()
-    model.module.fail = None
+def fail(model: ZeRO3, loss: torch.Tensor, index: int) -> None:
+    """A backward that raises there."""
+    model.module.fails_at = index
+    with pytest.raises(ValueError, match="told to"):
+        loss.backward()
+    model.module.fails_at = -1
 
 
 def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
@@ -83,37 +67,25 @@ def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
         assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)
 
 
-def _fails(where: str, errors: Sequence[type[BaseException]], recompute: bool | None) -> None:
-    clean, clean_optimizer = start(recompute)
-    model, optimizer = start(recompute)
-    number = 0
-    for index, error in enumerate(errors):
-        for _ in range(2):
-            expected = step_of(clean, clean_optimizer, number)
-            assert torch.equal(step_of(model, optimizer, number), expected)
-            number += 1
-        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        fail(model, number, where, index, error)
-        after = [p.grad for p in model.parameters()]
-        for old, new in zip(before, after, strict=True):
-            assert old is None or torch.equal(old, new), "a failed pass changes no gradient"
-    step_of(clean, clean_optimizer, number)
-    step_of(model, optimizer, number)
-    for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert_same_gradients(model, clean)
-    assert set(full_nbytes(model).values()) == {0}
-    assert set(gradient_nbytes(model).values()) == {0}
-    assert {unit.state.name for unit in units(model)} == {"SHARDED"}
-
-
 @on_ranks(2)
-def test_the_next_step_equals_a_clean_start() -> None:
-    for where in ("forward", "backward"):
-        for recompute in (None, False, True):  # Not at all; with hooks; reentrant.
-            errors = [ValueError, KeyboardInterrupt, KeyboardInterrupt]
-            with named(where, f"{recompute=}"):
-                _fails(where, errors, recompute)
+def test_a_signal_in_a_pass_leaves_no_message_in_flight_and_no_hold() -> None:
+    """It comes when a message was posted, and before anything refers to its handle."""
+    post = Messages.post
+
+    def interrupted(*args: Any) -> None:
+        post(*args)
+        raise KeyboardInterrupt
+
+    model, _ = start()
+    units(model)[1].unshard()
+    with mock.patch.object(Messages, "post", interrupted), pytest.raises(KeyboardInterrupt):
+        model(batch(0))
+    assert not root_state(model).operations._detector.in_flight
+    assert {(unit.state.name, unit.holds) for unit in units(model)} == {("SHARDED", 0)}
+    model(batch(0)).sum().backward()
+    clean, _ = start()
+    clean(batch(0)).sum().backward()
+    assert_same_gradients(model, clean)
 
 
 @on_ranks(2)
@@ -148,14 +120,14 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
 def test_zero_grad_gives_a_failed_step_up() -> None:
     """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
     for gives_up in ("model", "optimizer", "flat"):
-        model, optimizer = start(None)
+        model, optimizer = start()
         if gives_up == "flat":
             del optimizer
             optimizer = AdamW(model.parameters(), lr=0.01)
-        clean, _ = start(None)
+        clean, _ = start()
         with model.no_sync():
             model(batch(0)).sum().backward()
-        fail(model, 1, "backward", 1)
+        fail(model, model(batch(1)).sum(), 1)
         (model if gives_up == "model" else optimizer).zero_grad()
         model(batch(5)).sum().backward()
         clean(batch(5)).sum().backward()
@@ -165,7 +137,7 @@ def test_zero_grad_gives_a_failed_step_up() -> None:
 
 @on_ranks(2)
 def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
-    model, _ = start(None)
+    model, _ = start()
     model(batch(0)).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     parameters = [*model.parameters()]
@@ -177,7 +149,7 @@ def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
         assert torch.equal(parameter.grad, grad)
     for hook in hooks:
         hook.remove()
-    clean, _ = start(None)
+    clean, _ = start()
     for number in range(2):
         clean(batch(number)).sum().backward()
     model(batch(1)).sum().backward()
@@ -186,12 +158,12 @@ def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
 
 @on_ranks(2)
 def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
-    model, optimizer = start(None)
+    model, optimizer = start()
     model.step_in_backward(optimizer)
     model(batch(0)).sum().backward()
     optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fail(model, 1, "backward", 0)
+    fail(model, model(batch(1)).sum(), 0)
     assert all(map(torch.equal, before, model.parameters())), "nothing has stepped"
     steps = []
 
@@ -212,15 +184,12 @@ def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
 @on_ranks(2)
 def test_another_backward_may_follow_a_failed_one() -> None:
     """After a failed backward another graph's backward may come first, without a forward."""
-    model, _ = start(None)
+    model, _ = start()
     good = model(batch(0)).square().sum()
     bad = model(batch(1)).square().sum()
-    model.module.fail = ("backward", 2, ValueError)
-    with pytest.raises(ValueError, match="told to"):
-        bad.backward()
-    model.module.fail = None
+    fail(model, bad, 2)
     good.backward()
-    clean, _ = start(None)
+    clean, _ = start()
     clean(batch(0)).square().sum().backward()
     assert_same_gradients(model, clean)
 
@@ -277,79 +246,60 @@ def micro_batch(
         loss.backward()
 
 
-def step_in_parts(
-    model: ZeRO3, optimizer: torch.optim.Optimizer, number: int, run: Callable[..., Any]
-) -> None:
-    """Three micro-batches, the last of which reduces, and a step."""
-    for part in range(3):
-        run(model, 3 * number + part, part == 2)
-    optimizer.step()
-    optimizer.zero_grad()
+def _fails(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, number: int, syncs: bool, at: int
+) -> bool:
+    """Whether a micro-batch has an operation number `at`; it raises there, and changes nothing."""
+    root_state(model).backward.clear_abandoned()
+    before, of_forward = snapshot(model, optimizer), []
+    reached = False
+    try:
+        with FaultAt(at) as fault:
+            micro_batch(model, number, syncs, lambda: of_forward.append(fault.count))
+    except torch.OutOfMemoryError:
+        reached = True
+    # A rank that is alone in a failure, or without one, would wait for the others in vain.
+    assert_same_on_all_ranks(reached, "whether it failed")
+    if reached:
+        root_state(model).backward.clear_abandoned()
+        wrong = differences(before, snapshot(model, optimizer))
+        if of_forward == [at - 1]:  # Between the two: no pass of the model's failed.
+            wrong = [each for each in wrong if not isinstance(before[each], dict)]
+        assert not wrong, f"it changed {wrong}"
+    return reached
 
 
-def _sweep(settings: Settings, reentrant: bool, starts: tuple[int, ...], stride: int) -> int:
-    """Fail once in each step, at a later operation each time, and run again what failed."""
-    clean, clean_optimizer = build(settings, reentrant)
-    model, optimizer = build(settings, reentrant)
-    number, failures = 0, 0
-    for which, start in enumerate(starts):
-        at, reached = start, True
-        while reached:
-            reached = False
-            calls = 0
-
-            def run(
-                model: ZeRO3, number: int, syncs: bool, which: int = which, at: int = at
-            ) -> None:
-                nonlocal reached, calls, failures
-                calls += 1
-                if calls - 1 == which:
-                    root_state(model).backward.clear_abandoned()
-                    before = snapshot(model, optimizer)
-                    forwards: list[int] = []
-                    try:
-                        with FaultAt(at) as fault:
-                            after_forward = partial(_append_count, forwards, fault)
-                            micro_batch(model, number, syncs, after_forward)
-                    except torch.OutOfMemoryError:
-                        reached = True
-                        failures += 1
-                    _assert_alike(reached)
-                    if not reached:
-                        return
-                    root_state(model).backward.clear_abandoned()
-                    wrong = differences(before, snapshot(model, optimizer))
-                    if forwards == [at - 1]:  # Between the two: no pass of the model's failed.
-                        wrong = [each for each in wrong if not isinstance(before[each], dict)]
-                    assert not wrong, f"operation {at} of micro-batch {which} changed {wrong}"
-                micro_batch(model, number, syncs)
-
-            step_in_parts(clean, clean_optimizer, number, micro_batch)
-            step_in_parts(model, optimizer, number, run)
-            for mine, theirs in zip(model.parameters(), clean.parameters(), strict=True):
-                assert torch.equal(mine, theirs), f"after operation {at} of micro-batch {which}"
+def _sweep(settings: Settings, reentrant: bool, which: int, at: int, stride: int) -> int:
+    """Steps of three micro-batches, of which the last reduces. One of them fails in each step, at a
+    later operation each time, and runs again."""
+    clean, model = (build(settings, reentrant) for _ in range(2))
+    number, failures, reached = 0, 0, True
+    while reached:
+        for part in range(3):
+            micro_batch(clean[0], number, part == 2)
+            if part == which:
+                with named(f"operation {at} of micro-batch {which}"):
+                    reached = _fails(*model, number, part == 2, at)
+                failures += reached
+            if part != which or reached:
+                micro_batch(model[0], number, part == 2)
             number += 1
-            at += stride
+        for _, optimizer in (clean, model):
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(model[0].parameters(), clean[0].parameters(), strict=True):
+            assert torch.equal(mine, theirs), f"after operation {at} of micro-batch {which}"
+        at += stride
     return failures
-
-
-def _append_count(counts: list[int], mode: FaultAt) -> None:
-    counts.append(mode.count)
-
-
-def _assert_alike(reached: bool) -> None:
-    """A rank that is alone in a failure, or without one, would wait for the others in vain."""
-    of_ranks: list[bool] = [reached] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, reached)
-    assert all(each == reached for each in of_ranks), f"reached on ranks: {of_ranks}"
 
 
 def _sweep_all(settings: list[Settings], reentrant: bool, stride: int) -> int:
     failures = 0
     for place, each in enumerate(settings):
-        starts = tuple(1 + (place * 7 + which * 3) % stride for which in range(3))
-        with named(each):
-            failures += _sweep(each, reentrant, starts, stride)
+        for which in range(3):
+            with named(each):
+                at = 1 + (place * 7 + which * 3) % stride
+                failures += _sweep(each, reentrant, which, at, stride)
     return failures
 
 
@@ -358,7 +308,7 @@ def test_a_pass_that_runs_out_of_memory_changes_nothing() -> None:
     assert _sweep_all([SETTINGS[0], SETTINGS[5]], False, 211) > 4
     # In the first pass of a model the engine also looks for writes into full parameters.
     for place in (31, 40, 49):
-        assert _sweep(SETTINGS[4], False, (place,), 1000) == 1
+        assert _sweep(SETTINGS[4], False, 0, place, 1000) == 1
 
 
 @pytest.mark.slow

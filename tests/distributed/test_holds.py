@@ -28,34 +28,19 @@ def _names(model: ZeRO3) -> list[str]:
 
 
 @on_ranks(2)
-def test_the_last_unit_of_a_forward_stays_until_its_backward() -> None:
-    model = zero3(Mlp, Block)
-    output = model(_batch())
-    # The root's forward ends last.
-    assert _held(model) == {"": Hold.LAST_OF_FORWARD}
-    (unit,) = (unit for unit in units(model) if unit.fqn == "")
-    assert "held: LAST_OF_FORWARD" in repr(unit)
-    output.sum().backward()
-    assert _held(model) == {}
-    assert "held" not in repr(unit)
-    with torch.no_grad():
-        model(_batch())
-    assert _held(model) == {}
-
-
-@on_ranks(2)
-def test_units_that_are_not_resharded_stay_until_their_backward() -> None:
-    model = zero3(Mlp, Block, reshard_after_forward=False)
-    output = model(_batch())
-    assert set(_held(model).values()) == {Hold.POLICY}
-    assert set(_held(model)) == set(_names(model))
-    output.sum().backward()
-    assert _held(model) == {}
-
-
-@on_ranks(2)
-def test_a_unit_that_was_unsharded_by_hand_stays_until_it_was_used() -> None:
-    model = zero3(Mlp, Block)
+def test_units_stay_until_their_backward_for_a_reason() -> None:
+    for options, held in (
+        ({}, {"": Hold.LAST_OF_FORWARD}),  # The root's forward ends last.
+        ({"reshard_after_forward": False}, dict.fromkeys(_names(zero3(Mlp, Block)), Hold.POLICY)),
+    ):
+        model = zero3(Mlp, Block, **options)
+        output = model(_batch())
+        assert _held(model) == held
+        (unit,) = (unit for unit in units(model) if unit.fqn == "")
+        assert f"held: {held[''].name}" in repr(unit)
+        output.sum().backward()
+        assert _held(model) == {}
+        assert "held" not in repr(unit)
     unit = units(model)[1]
     unit.unshard()
     assert _held(model) == {unit.fqn: Hold.EXPLICIT}

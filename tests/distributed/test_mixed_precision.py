@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import GradScaler, MixedPrecision, ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
@@ -211,62 +211,6 @@ def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
     before = full_parameters(model)
     assert all(value.dtype == torch.float32 for value in before.values())
     assert_same_parameters(before, full_parameters(plain))
-
-
-@on_ranks(2)
-def test_main_weights_keep_the_dtype_they_came_in() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        model = zero3(lambda dtype=dtype: Mlp().to(dtype), Block)
-        plain = seeded(lambda dtype=dtype: Mlp().to(dtype))
-        batch = batches_of(CASES["mlp"], 1, steps=1)[0][0].to(dtype)
-        loss, expected = forward_backward(model, batch), forward_backward(plain, batch)
-        assert_bitwise(loss, expected, "loss")
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        assert {p.grad.dtype for p in model.parameters()} == {dtype}
-        # Every rank had this batch: the mean of equal gradients is the gradient.
-        assert_same_gradients(model, plain)
-
-
-@on_ranks(2)
-def test_every_rank_skips_the_step_when_one_overflows() -> None:
-    precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    model = zero3(Mlp, Block, mixed_precision=precision)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    batch = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0][dist.get_rank()]
-    for overflow_on in (None, 0, 1):
-        before, scale = full_parameters(model), scaler.get_scale()
-        scaler.scale(model(batch).float().square().mean()).backward()
-        if overflow_on == dist.get_rank():
-            sharded_param = next(p for p in model.parameters() if p.grad is not None and p.numel())
-            sharded_param.grad[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        after = full_parameters(model)
-        changed = any(not torch.equal(after[name], value) for name, value in before.items())
-        assert changed == (overflow_on is None)
-        assert scaler.get_scale() == (scale if overflow_on is None else scale / 2)
-
-
-@on_ranks(2)
-def test_scaling_by_powers_of_two_changes_nothing() -> None:
-    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-    models = [zero3(Mlp, Block, mixed_precision=precision) for _ in range(2)]
-    optimizers = [OPTIMIZERS["sgd_momentum"](model.parameters()) for model in models]
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    for step in batches_of(CASES["mlp"], dist.get_world_size(), steps=5):
-        losses = [model(step[dist.get_rank()]).float().square().mean() for model in models]
-        losses[0].backward()
-        optimizers[0].step()
-        scaler.scale(losses[1]).backward()
-        scaler.unscale_(optimizers[1])
-        scaler.step(optimizers[1])
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    assert scaler.get_scale() == 16.0
-    assert_same_parameters(*(full_parameters(model) for model in models))
 
 
 @on_ranks(2)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.flat import host_memory as host
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named, warns_on_first_rank
-from tests.harness.compare import assert_same_values, sharded, zero3
+from tests.harness.compare import assert_same_values, sharded
 from tests.harness.fake_ranks import run_mirrored
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import CASES, WIDTH, Block, Branches, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
 from tests.harness.reference import (
@@ -274,22 +274,3 @@ def test_what_waits_on_the_host_and_when() -> None:
     _around_the_step()
     _steps_as_gradients_land()
     _without_a_device()
-
-
-@on_ranks(2)
-def test_a_step_in_backward_is_one_of_all_parameters() -> None:
-    """Also of units that this backward does not reach, whose gradients are zeros."""
-    found = []
-    for in_backward in (False, True):
-        model = zero3(Branches, Block)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if in_backward:
-            model.step_in_backward(optimizer)
-        for step in range(3):
-            model((torch.ones(2, WIDTH), [0, 1] if step < 2 else [0])).square().sum().backward()
-            if not in_backward:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    for plain, other in zip(*found, strict=True):
-        assert_bitwise(other, plain)

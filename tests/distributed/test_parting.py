@@ -1,11 +1,9 @@
 """Ranks that part on gloo are told at once, long before the timeout; slow ranks are left alone."""
 
-import gc
 import logging
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -198,25 +196,6 @@ def test_a_slow_rank_and_two_models_are_no_alarm() -> None:
         reference = reference or losses
         assert losses == reference
         assert checks, "no thread compared: the pauses are too short to prove anything"
-
-
-@on_ranks(2)
-def test_the_detector_goes_with_its_model() -> None:
-    def threads() -> list[threading.Thread]:
-        named = [t for t in threading.enumerate() if t.name == "layerzero-desync"]
-        return [t for t in named if t not in before]
-
-    before: list[threading.Thread] = []
-    before += threads()  # Of a test before, ending.
-    desync.LONGEST_PAUSE_S = 0.1
-    model = wrapped()
-    train(model)
-    (thread,) = threads()
-    del model
-    gc.disable()  # at once, not when garbage is collected
-    thread.join(10.0)
-    gc.enable()
-    assert not threads()
 
 
 def _waits_beside_torch(folder: Path) -> None:

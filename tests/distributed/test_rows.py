@@ -1,7 +1,5 @@
 """`layout="rows"`: sharded parameters keep their shape; all else is as with "elements"."""
 
-import copy
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,13 @@ from layerzero.checkpoint import (
 )
 from layerzero.flat import rows
 from layerzero.optim import AdamW
-from tests.harness.checks import assert_bitwise, assert_same_parameters, named
+from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import sharded
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Case, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import logged
-from tests.harness.reference import full_gradients, full_parameters, seeded
+from tests.harness.reference import full_gradients, full_parameters
 
 Values = dict[str, Any]
 LAYOUTS = ("elements", "rows", "rows(2)")
@@ -76,34 +74,30 @@ def _check_shapes(model: ZeRO3, multiple: int = 1) -> bool:
     return is_cut
 
 
-def _trains_alike(
-    case: str, kind: str = "torch's AdamW", layouts: Sequence[str] = LAYOUTS, **arguments: Any
-) -> None:
-    with named(kind, case, arguments):
-        found = []
-        for own in layouts:
-            what = own
-            model = sharded(CASES[case], layout=own, **arguments)
-            optimizer = KINDS[kind](model.parameters())
-            losses = torch.stack(_train(model, CASES[case], optimizer))
-            if own != "elements":
-                is_cut = _check_shapes(model, 2 if own == "rows(2)" else 1)
-                assert is_cut or case != "transformer", what
-            # The gradients of one pass more, which the optimizer has not taken.
-            loss_of(model(_batch(CASES[case], 7))).backward()
-            if own != "elements":
-                _check_shapes(model)
-            found.append((losses, full_parameters(model), full_gradients(model)))
-            assert_bitwise(losses, found[0][0], f"{what}: losses")
-            assert_same_parameters(found[-1][1], found[0][1], what=f"{what}: parameter")
-            assert_same_parameters(found[-1][2], found[0][2], what=f"{what}: gradient of")
+def _trained(case: Case, own: str, kind: str, **arguments: Any) -> list[Values]:
+    """Losses and parameters, and gradients of one pass more, which the optimizer has not taken."""
+    model = sharded(case, layout=own, **arguments)
+    losses = _train(model, case, KINDS[kind](model.parameters()))
+    loss_of(model(_batch(case, 7))).backward()
+    if own != "elements":
+        is_cut = _check_shapes(model, 2 if own == "rows(2)" else 1)
+        assert is_cut or case.name != "transformer"
+    return [{"losses": torch.stack(losses)}, full_parameters(model), full_gradients(model)]
 
 
 @on_ranks(2)
 def test_training_has_the_bits_of_elements() -> None:
-    _trains_alike("transformer", "AdamW of bfloat16", mixed_precision=HALF)
-    for case in ("mlp", "odd_shapes", "frozen_parts", "mixed_dtypes", "tied_across_units"):
-        _trains_alike(case, layouts=["elements", "rows(2)" if case == "mlp" else "rows"])
+    torchs, half = "torch's AdamW", {"mixed_precision": HALF}
+    for name, layouts, kind, arguments in (
+        ("transformer", ("rows", "rows(2)"), "AdamW of bfloat16", half),
+        ("mlp", ("rows(2)",), torchs, {}),
+        *((name, ("rows",), torchs, {}) for name in ("odd_shapes", "frozen_parts", "mixed_dtypes")),
+    ):
+        expected = _trained(CASES[name], "elements", kind, **arguments)
+        for own in layouts:
+            found = _trained(CASES[name], own, kind, **arguments)
+            for values, others in zip(found, expected, strict=True):
+                assert_same_parameters(values, others, what=f"{name}, {own}:")
 
 
 @on_ranks(2)
@@ -156,19 +150,12 @@ def _save(folder: str) -> None:
         full = _everything(model, optimizer)
         if dist.get_rank() == 0:
             torch.save(full, f"{folder}/full.pt")
-        # Full state dicts into the next layout, and a rank's own ones into the same.
+        # Full state dicts into the next layout.
         again, fresh = _made(case, _into_next(own))
         set_model_state_dict(again, full[0])
         groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
         set_optimizer_state_dict(again, fresh, {"state": full[1], "param_groups": groups})
         _assert_same(_everything(again, fresh), full, f"{own} to {_into_next(own)}")
-        again, fresh = _made(case, own)
-        again.load_state_dict(model.state_dict())
-        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        _assert_same(_everything(again, fresh), full, own)
-        for each, its in ((model, optimizer), (again, fresh)):
-            _train(each, case, its, 1)
-        _assert_same(_everything(again, fresh), _everything(model, optimizer), "a step later")
 
 
 def _load(folder: str) -> None:
@@ -309,71 +296,6 @@ def test_arguments_are_checked_and_padding_is_logged() -> None:
 
 
 # Rules of other projects that go by a parameter's dimensions
-
-
-class Vision(nn.Module):
-    """Parameters of 1, 2, 3 and 4 dimensions. Each rank's part is a multiple of 16 elements: fused
-    kernels round what is left after those otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = nn.Conv2d(2, 32, 4, stride=4)
-        self.position = nn.Parameter(torch.randn(1, 4, 32) * 0.02)
-        self.norm = nn.LayerNorm(32)
-        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU())
-        self.head = nn.Linear(64, 32, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patch(images).flatten(2).transpose(1, 2) + self.position
-        return self.head(self.mlp(self.norm(x)).mean(1)).square().mean()
-
-
-def _decays_in_timm(name: str, parameter: nn.Parameter) -> bool:
-    return not (parameter.ndim <= 1 or name.endswith(".bias"))
-
-
-def _decays_in_nanogpt(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() >= 2
-
-
-def _by_hand(model: nn.Module) -> nn.Module:
-    fully_shard(model.mlp)
-    return fully_shard(model)
-
-
-def _trained_by_rule(
-    model: nn.Module, decays: Callable[[str, nn.Parameter], bool], ranks: range
-) -> list[str]:
-    """Train; the batches of several ranks are micro-batches of one process. Returns the names of
-    what decays."""
-    names, groups = [], [{"params": [], "weight_decay": decay} for decay in (0.3, 0.0)]
-    for name, parameter in model.named_parameters():
-        groups[not decays(name, parameter)]["params"].append(parameter)
-        names += [name] if decays(name, parameter) else []
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
-    for step in range(3):
-        for rank in ranks:
-            draw = torch.Generator().manual_seed(9 * step + rank)
-            (model(torch.randn(3, 2, 8, 8, generator=draw)) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return names
-
-
-@on_ranks(2)
-def test_groups_by_dimensions_and_training_are_those_of_one_process() -> None:
-    rank = dist.get_rank()
-    for decays in (_decays_in_timm, _decays_in_nanogpt):
-        whole = seeded(Vision)
-        expected = _trained_by_rule(whole, decays, range(2))
-        for model in (
-            ZeRO3(seeded(Vision), auto_wrap_policy={nn.Sequential}, layout="rows"),
-            _by_hand(seeded(Vision)),
-        ):
-            assert _trained_by_rule(model, decays, range(rank, rank + 1)) == expected
-            for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
-                assert (parameter.ndim, parameter.shape[1:]) == (other.ndim, other.shape[1:])
-            assert_same_parameters(full_parameters(model), full_parameters(whole))
 
 
 @on_ranks(2)

@@ -34,16 +34,6 @@ from tests.harness.reference import (
     seeded,
 )
 
-# What each pattern of calls does with the micro-batches of one step. The gradients of all of them
-# add up, so every pattern has the same result up to the order of the sum.
-
-
-def last_forward_first(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
-    losses = [loss_of(model(batch)) for batch in micro_batches]
-    for loss in reversed(losses):
-        loss.backward()
-    return torch.stack(losses).detach()
-
 
 def one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
     """A pipeline stage that runs two forwards ahead."""
@@ -81,21 +71,18 @@ def run_backward_with_freed_outputs(model: nn.Module, micro_batches: Sequence[Te
     return torch.stack(losses)
 
 
-PATTERNS = (last_forward_first, one_forward_one_backward, run_backward_with_freed_outputs)
-_MODELS = ("repeated_module", "unused_parts", "tied_in_unit")
-
-
-@pytest.mark.parametrize("case_name", _MODELS)
 @on_ranks(2)
-def test_micro_batches_in_any_pattern_give_the_summed_gradient(case_name: str) -> None:
-    """Where units are kept after forward, each pattern with one of the models."""
-    case = CASES[case_name]
-    batches = micro_batches_of(case, dist.get_world_size(), steps=2, count=3)
-    truth = Shared(seeded(case.build))
-    for number, run in enumerate(PATTERNS):
-        kept = number == _MODELS.index(case_name)
-        for options in [{}, {"reshard_after_forward": False}][: 1 + kept]:
-            with named(run.__name__, options):
+def test_micro_batches_of_a_pipeline_give_the_summed_gradient() -> None:
+    for name, options in (
+        ("repeated_module", {}),
+        ("unused_parts", {"reshard_after_forward": False}),
+        ("tied_in_unit", {}),
+    ):
+        case = CASES[name]
+        batches = micro_batches_of(case, dist.get_world_size(), steps=2, count=3)
+        truth = Shared(seeded(case.build))
+        for run in (one_forward_one_backward, run_backward_with_freed_outputs):
+            with named(run.__name__, name):
                 # Each backward is reduced on its own: sums over ranks come first.
                 model = sharded(case, **options)
                 assert_trains_alike(
@@ -245,24 +232,20 @@ class _Noisy(Block):
 
 
 class Checkpointed(nn.Module):
-    """An MLP whose recomputed part is `where`."""
+    """An MLP whose recomputed parts are its units, twice; or these once, inside another."""
 
-    def __init__(self, where: str, use_reentrant: bool) -> None:
+    def __init__(self, is_nested: bool, use_reentrant: bool) -> None:
         super().__init__()
-        self.where = where
+        self.is_nested = is_nested
         self.checkpoint = functools.partial(checkpoint, use_reentrant=use_reentrant)
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.Sequential(*(_Noisy() for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        if self.where == "nested":
+        if self.is_nested:
             return self.checkpoint(self.around_each, x)
-        if self.where == "all units":
-            return self.checkpoint(self.blocks, x)
-        for _ in range(1 + (self.where == "each unit twice")):
-            x = self.around_each(x)
-        return x
+        return self.around_each(self.around_each(x))
 
     def around_each(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -270,33 +253,25 @@ class Checkpointed(nn.Module):
         return x
 
 
-FLAVOURS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-
-
-@FLAVOURS
 @on_ranks(2)
-def test_recomputation_changes_no_bit(use_reentrant: bool) -> None:
+def test_recomputation_changes_no_bit() -> None:
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         torch.manual_seed(int(1000 * batch.abs().sum()))  # dropout: the same in both models
         return model(batch).square().sum()
 
-    for where in ("each unit", "each unit twice", "all units", "nested"):
-        # A reentrant recomputation is a backward pass of its own, and so is its reduction: two
-        # calls of one unit then add up after the mean over ranks and not before.
-        regrouped = where == "each unit twice" and use_reentrant
-        build = functools.partial(Checkpointed, where, use_reentrant)
-        with named(where):
-            trained_alike(build, _Noisy, run=backward_of(loss_of), regrouped=regrouped)
-
-
-@FLAVOURS
-@on_ranks(2)
-def test_the_whole_model_may_be_recomputed(use_reentrant: bool) -> None:
-    """A checkpoint around the call of the root itself."""
-
-    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        # The reentrant flavour needs an input that requires grad.
+    def loss_of_recomputed(use_reentrant: bool, model: nn.Module, batch: Tensor) -> Tensor:
+        """A checkpoint around the root; the reentrant one needs an input that requires grad."""
         batch = batch.clone().requires_grad_()
         return checkpoint(model, batch, use_reentrant=use_reentrant).square().sum()
 
-    trained_alike(Mlp, Block, run=backward_of(loss_of))
+    for use_reentrant in (True, False):
+        for is_nested in (True, False):
+            # A reentrant recomputation is a backward pass of its own, and so is its reduction: two
+            # calls of one unit then add up after the mean over ranks and not before.
+            regrouped = use_reentrant and not is_nested
+            build = functools.partial(Checkpointed, is_nested, use_reentrant)
+            with named(f"{use_reentrant=}", f"{is_nested=}"):
+                trained_alike(build, _Noisy, run=backward_of(loss_of), regrouped=regrouped)
+        with named(f"the whole model, {use_reentrant=}"):
+            run = backward_of(functools.partial(loss_of_recomputed, use_reentrant))
+            trained_alike(Mlp, Block, run=run)

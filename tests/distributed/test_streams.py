@@ -113,14 +113,16 @@ class Found(NamedTuple):
 def _sweep(
     settings: dict[str, dict[str, Any]], uses: list[Callable[..., None]], in_full: bool
 ) -> Found:
-    """Unless `in_full`, all uses in the first setting, and a quarter of them in each other one."""
+    """Unless `in_full`, all uses in the first setting and with two lanes, and a quarter of them in
+    each other one."""
     found = Found({}, set(), set())
     is_first = dist.get_rank() == 0
     for place, (name, arguments) in enumerate(settings.items()):
+        has_all = in_full or not place or "two lanes" in name
         for number, use in enumerate(uses):
             if not (is_first or use in USES_OF_THE_LAST):
                 continue
-            if not in_full and place and use not in ALWAYS and (place + number) % 4:
+            if not has_all and use not in ALWAYS and (place + number) % 4:
                 continue
             with simulated_device(on_current_stream=not is_first) as device:
                 model = wrapped(**arguments)

@@ -1,9 +1,10 @@
-"""Reductions on process groups of their own, and several in flight: the numbers are the same, every
-two accesses are ordered, and memory is within the bound."""
+"""Reductions on process groups of their own, and several in flight, within the bound of memory.
+
+Random models train with them, and test_streams.py looks at their accesses.
+"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,28 +17,18 @@ from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from tests.distributed import test_experts
-from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
+from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.internals import root_state
-from tests.harness.models import CASES, Block, Mlp
-from tests.harness.plain_backend import make_plain_group
+from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
-from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.reference import seeded
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import (
-    HOST_USES,
-    OFFLOADED,
-    USES,
-    accumulation,
-    plain_steps,
     train,
     wrapped,
 )
 
-LANES: dict[str, dict[str, Any]] = {
-    "both": {"separate_groups": True, "in_flight": "1GB"},
-    "little room": {"separate_groups": True, "in_flight": "1kB"},
-}
 LAYERS: dict[str, dict[str, Any]] = {
     "one group": {},
     "zero1": {"zero3_size": 2, "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
@@ -45,44 +36,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "shard": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
     "whole parameters": {"zero3_size": 1, "outer": "replicate"},
 }
-SUMS: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, ["both", "little room"]),
-    ({"deterministic": True}, ["both"]),
-    ({"accumulation": "sharded"}, ["both"]),
-]
-"""How gradients are summed, and the lanes that are compared with none."""
-
-
-def _trained(lanes: dict[str, Any], sums: dict[str, Any], plain: bool) -> list[torch.Tensor]:
-    group = make_plain_group(timedelta(seconds=60)) if plain else None
-    model = ZeRO3(
-        seeded(lambda: Mlp(4)),
-        group,
-        auto_wrap_policy={Block},
-        reduction=ReductionPolicy(**lanes),
-        **sums,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
-    for index, batch in enumerate(batches):
-        with nullcontext() if index % 2 else model.no_sync():
-            forward_backward(model, batch[dist.get_rank()])
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@on_ranks(2, timeout=120)
-def test_training_is_bitwise_the_same() -> None:
-    """On gloo, and where messages carry no names."""
-    for plain in (False, True):
-        # Lanes do not depend on the backend: there, one way of summing is enough.
-        for sums, compared in SUMS[:1] if plain else SUMS:
-            expected = _trained({}, sums, plain)
-            for lanes in compared:
-                found = _trained(LANES[lanes], sums, plain)
-                assert all(map(torch.equal, found, expected)), (lanes, sums, plain)
 
 
 def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
@@ -99,7 +52,8 @@ def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
 def _experts() -> None:
     """Experts are reduced over some of the ranks, on groups that only these make."""
     for name in ("ep 2", "layered", "all replicated outside"):
-        expected, found = (_experts_trained(name, lanes) for lanes in ({}, LANES["both"]))
+        both = {"separate_groups": True, "in_flight": "1GB"}
+        expected, found = (_experts_trained(name, lanes) for lanes in ({}, both))
         assert all(map(torch.equal, found, expected)), name
 
 
@@ -163,40 +117,6 @@ def _groups_are_kept() -> None:
         reduction=ReductionPolicy(separate_groups=True),
     )
     assert all(group.size > 1 for group in root_state(alone).units[0].handles[0].placement.groups)
-
-
-def _races(settings: dict[str, Any], uses: list) -> dict[str, list[str]]:
-    found = {}
-    for use in uses:
-        with simulated_device() as device:
-            use(wrapped(**settings))
-        found[use.__name__] = device.findings
-    return found
-
-
-def _with_lanes(settings: dict[str, Any], lanes: str) -> dict[str, Any]:
-    return {**settings, "reduction": ReductionPolicy(**LANES[lanes])}
-
-
-def test_every_two_accesses_are_ordered() -> None:
-    """With the host each use has one of two policies, micro-batches have both."""
-    runs: list[tuple[dict[str, Any], list[Any]]] = [({}, USES)]
-    runs += [
-        (OFFLOADED["sums in shards"], HOST_USES[::2]),
-        (OFFLOADED["everything"], HOST_USES[1:]),
-    ]
-    for settings, uses in runs:
-        for found in run_fake_ranks((0, 1), 2, _races, _with_lanes(settings, "both"), uses):
-            assert found == {use.__name__: [] for use in uses}
-
-
-@as_fake_ranks((0, 3), 4)
-def test_every_two_accesses_are_ordered_with_an_outer_axis() -> None:
-    for name in ("zero1", "replicate", "whole parameters"):
-        for sums in ({}, {"accumulation": "sharded"}):
-            settings = _with_lanes({**LAYERS[name], **sums}, "both")
-            use = accumulation if sums else plain_steps
-            assert _races(settings, [use]) == {use.__name__: []}, (name, sums)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from benchmarks.memory import live_bytes
 from layerzero import GradScaler, ZeRO3
 from layerzero.optim import WholeTensorOptimizer
+from tests.harness.compare import assert_same_values, follow
 from tests.harness.models import (
     CASES,
     Case,
@@ -73,13 +74,8 @@ class Pair:
         self.num_steps += 1
         loss_of(self.model(self.case.batch(draw))).backward()
 
-    def copy_gradients(self) -> None:
-        with self.model.summon_full_params(writeback=False, with_grads=True):
-            for full, own in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-                own.grad = None if full.grad is None else full.grad.clone()
-
     def step(self) -> None:
-        self.copy_gradients()
+        follow(self.model, self.plain)
         self.optimizer.step()
         self.expected.step()
 
@@ -90,15 +86,7 @@ class Pair:
             self.step()
 
     def check(self, what: str) -> None:
-        with self.model.summon_full_params(writeback=False):
-            differing = [
-                name
-                for (name, full), own in zip(
-                    self.model.named_parameters(), self.plain.parameters(), strict=True
-                )
-                if not torch.equal(full, own)
-            ]
-        assert not differing, f"{what}: {differing}"
+        assert_same_values(self.model, self.plain, f"{what}: parameter")
 
 
 def _sweep(cases: Iterable[str], kinds: Iterable[str], num_steps: int, **arguments: Any) -> None:
@@ -113,34 +101,26 @@ def _edits() -> None:
     pair = Pair(CASES["mlp"], KINDS["AdamW"])
     pair.train(2)
 
-    def through_data() -> None:
+    def of_all(change: Callable[[Any], object]) -> None:
         for model in (pair.model, pair.plain):
             for parameter in model.parameters():
-                parameter.data.mul_(0.5)
+                change(parameter)
 
     def on_one_rank() -> None:
         """The rank with the most of it; the others do not write at all."""
-        name, parameter = next(iter(pair.model.named_parameters()))
         if dist.get_rank() == 0:
-            parameter[:1].fill_(7.0)
-        pair.plain.get_parameter(name).view(-1)[:1].fill_(7.0)
+            next(pair.model.parameters())[:1].fill_(7.0)
+        next(pair.plain.parameters()).view(-1)[:1].fill_(7.0)
 
-    def replaced() -> None:
-        for model in (pair.model, pair.plain):
-            for parameter in model.parameters():
-                parameter.data = parameter.data * 2
-
-    def summoned() -> None:
-        with pair.model.summon_full_params():
-            for model in (pair.model, pair.plain):
-                for parameter in model.parameters():
-                    parameter.add_(0.25)
-
-    for edit in (through_data, on_one_rank, summoned, replaced):
+    for edit in (
+        lambda: of_all(lambda parameter: parameter.data.mul_(0.5)),
+        on_one_rank,
+        lambda: of_all(lambda parameter: setattr(parameter, "data", parameter.data * 2)),
+    ):
         with torch.no_grad():
             edit()
         pair.train(2)
-        pair.check(str(edit))
+        pair.check("after an edit")
     with recorded_operations(pair.model) as operations:
         pair.train(1)
         if dist.get_rank() == 1:
@@ -189,7 +169,7 @@ def _as_any_optimizer() -> None:
     pair.check("groups")
     assert optimizer.param_groups[0]["lr"] == pair.expected.param_groups[0]["lr"]
 
-    pair.copy_gradients()
+    follow(pair.model, pair.plain)
     calls: list[bool] = []
 
     def closure() -> float:
@@ -239,7 +219,7 @@ def _scaler() -> None:
     assert scaler.get_scale() == 2.0
     pair.optimizer.zero_grad()
     pair.backward()
-    pair.copy_gradients()
+    follow(pair.model, pair.plain)
     for plain in pair.plain.parameters():
         plain.grad /= 2.0
     scaler.step(pair.optimizer)
@@ -293,8 +273,7 @@ def _owned() -> tuple[list[int], int]:
 
 @on_ranks(4)
 def test_pieces_travel_once_each_way_and_owners_are_balanced() -> None:
-    for arguments in ({"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}):
-        _sweep(["mlp"], ["Shampoo"], 2, **arguments)
+    _sweep(["mlp"], ["Shampoo"], 2, zero3_size=2, outer="replicate")
     found = of_all_ranks((_traffic(), _owned()))
     for ranks in zip(*(traffic for traffic, _ in found), strict=True):
         # What leaves a rank are its pieces for other owners, and the pieces of its own tensors.

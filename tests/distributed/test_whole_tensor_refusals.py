@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, Muon, Optimizer
 import layerzero
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
+from tests.harness.checks import named
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
@@ -65,7 +66,12 @@ def _inside_backward(model: ZeRO3) -> Any:
 
 whole = functools.partial(WholeTensorOptimizer, optimizer_class=SGD, lr=0.1)
 
-REFUSED: dict[str, tuple[Make, Any, str]] = {
+
+def _of(cls: Any, **options: Any) -> Make:
+    return lambda model: WholeTensorOptimizer(model.parameters(), cls, **options)
+
+
+REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
     "no parameters": (lambda m: whole([]), ValueError, "got no parameters"),
     "unsharded": (_summoned, ValueError, "belongs to no ZeRO3 module"),
     "given twice": (
@@ -73,39 +79,23 @@ REFUSED: dict[str, tuple[Make, Any, str]] = {
         ValueError,
         "'head.weight' was given twice",
     ),
-    "no class": (
-        lambda m: WholeTensorOptimizer(m.parameters(), nn.Linear),
-        TypeError,
-        "expected a class derived from torch.optim.Optimizer",
-    ),
-    "LBFGS": (lambda m: WholeTensorOptimizer(m.parameters(), LBFGS), TypeError, "LBFGS needs"),
-    "a closure": (
-        lambda m: WholeTensorOptimizer(m.parameters(), NeedsClosure, lr=0.1),
-        TypeError,
-        "NeedsClosure needs a closure",
-    ),
+    "no class": (_of(nn.Linear), TypeError, "expected a class derived from torch.optim.Optimizer"),
+    "LBFGS": (_of(LBFGS), TypeError, "LBFGS needs"),
+    "a closure": (_of(NeedsClosure, lr=0.1), TypeError, "NeedsClosure needs a closure"),
     "groups of its own": (
-        lambda m: WholeTensorOptimizer(m.parameters(), OwnGroups, lr=0.1),
+        _of(OwnGroups, lr=0.1),
         TypeError,
         "OwnGroups makes parameter groups of its own",
     ),
     "on shards itself": (
-        lambda m: WholeTensorOptimizer(m.parameters(), layerzero.optim.AdamW),
+        _of(layerzero.optim.AdamW),
         TypeError,
         r"AdamW works on shards; pass model.parameters\(\) to it directly",
     ),
-    "vectors": (
-        lambda m: WholeTensorOptimizer(m.parameters(), Muon),
-        ValueError,
-        "Muon only supports 2D",
-    ),
-    "bucket_bytes": (
-        lambda m: whole(m.parameters(), bucket_bytes=0),
-        ValueError,
-        "bucket_bytes: expected at least 1",
-    ),
+    "vectors": (_of(Muon), ValueError, "Muon only supports 2D"),
+    "bucket_bytes": (_of(SGD, bucket_bytes=0), ValueError, "bucket_bytes: expected at least 1"),
     "cost": (
-        lambda m: whole(m.parameters(), cost=lambda shape: -1),
+        _of(SGD, cost=lambda shape: -1),
         ValueError,
         r"cost of 'stem.weight' with shape \(5, 5\): expected a number >= 0",
     ),
@@ -124,11 +114,8 @@ def test_bad_input_is_refused_by_name_on_every_rank() -> None:
     for name, (make, error, text) in REFUSED.items():
         with pytest.raises(error, match=text):
             make(model)
-        try:
+        with named(name):
             model(torch.randn(3, WIDTH)).sum().backward()  # Whether a group is still usable.
-        except Exception as failure:
-            failure.add_note(name)
-            raise
     _train(model, whole(model.parameters()))
 
 

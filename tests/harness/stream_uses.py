@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
 from layerzero.state_dict.full_tensors import stream_full
@@ -197,6 +197,7 @@ BF16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
 REDUCED_IN_FLOAT32 = {
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 }
+TWO_LANES = {"reduction": ReductionPolicy(separate_groups=True, in_flight="1GB")}
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "bfloat16": BF16,
@@ -207,6 +208,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stays full": {"reshard_after_forward": False},
     "sum": {"gradient_reduction": "sum"},
     "sums in shards": {"accumulation": "sharded"},
+    "two lanes": TWO_LANES,
 }
 LAYERED: dict[str, dict[str, Any]] = {
     "zero1": {"zero3_size": 2},
@@ -217,6 +219,8 @@ LAYERED: dict[str, dict[str, Any]] = {
     "sums in shards": {"zero3_size": 2, "accumulation": "sharded"},
     "sums in shards, replicate": {"zero3_size": 2, "outer": "replicate", "accumulation": "sharded"},
     "kept shards": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
+    "two lanes": {"zero3_size": 2, **TWO_LANES, **BF16},
+    "two lanes, replicate": {"zero3_size": 2, "outer": "replicate", **TWO_LANES},
     "whole parameters": {"zero3_size": 1},
     "whole parameters, replicated": {"zero3_size": 1, "outer": "replicate"},
     "whole parameters, replicated, bfloat16": {"zero3_size": 1, "outer": "replicate", **BF16},
@@ -240,6 +244,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "parameters": {"offload": OffloadPolicy(params=True)},
     "bfloat16 parameters": {"offload": OffloadPolicy(params=True), **BF16},
     "everything": {"offload": OffloadPolicy(params=True, grads=True), "accumulation": "sharded"},
+    "two lanes": {"offload": OffloadPolicy(params=True, grads=True), **TWO_LANES},
     "whole parameters": {"offload": OffloadPolicy(params=True), "zero3_size": 1},
 }
 HOST_USES = [
