@@ -41,7 +41,6 @@ class OptionalModules(Feature):
 
         Args:
             listed: the `optional_modules` argument of `ZeRO3`.
-            mean: its `optional_mean`.
             groups: the ranks of each unit that only some have, keyed by id(plan).
             everyone: returns the ranks that share the model.
 
@@ -65,7 +64,21 @@ class OptionalModules(Feature):
                     f"wrapped {type(root).__name__}; list modules that its modules() returns"
                 )
             self._modules[name] = module_of[name]
-            _check_units(name, module_of[name], plans, groups, everyone())
+            inside = {id(part) for part in modules_of(module_of[name])}
+            units = [plan for plan in plans if id(_unwrapped(plan.module)) in inside]
+            for plan in units:
+                if id(plan) in groups or not _placements(plan) <= {(everyone(), None)}:
+                    raise ValueError(
+                        f"optional_modules: {name!r} contains {plan.label!r}, which has a "
+                        "process_group of its own: experts cannot be optional; list modules beside "
+                        "them"
+                    )
+            if not any(p.originals or p.tied_owners or _placements(p) for p in units):
+                raise ValueError(
+                    f"optional_modules: {name!r} ({type(_unwrapped(module)).__name__}) has no "
+                    "unit: its parameters, if any, belong to one that every rank needs; add its "
+                    "class, or those inside it, to auto_wrap_policy"
+                )
 
     def compared(self) -> dict[str, list[str]]:
         rows = [f"{name!r} with optional_mean={self._mean!r}" for name in sorted(self._modules)]
@@ -80,9 +93,9 @@ class OptionalModules(Feature):
         handles = (handle for index in region_of for handle in root.units[index].handles)
         # Without parameters, or on one rank, there is nothing to gather.
         if any(handle.placement.num_ranks > 1 for handle in handles):
-            optional = OptionalUnits(root, region_of, self._mean, is_reused)
-            root.extensions.add(optional)
-            optional.begin(root)
+            root.optional = OptionalUnits(root, region_of, self._mean, is_reused)
+            root.extensions.add(root.optional)
+            root.optional.set_active(True)
 
 
 def find_regions(
@@ -97,20 +110,20 @@ def find_regions(
     Args:
         units: the root's list, outermost first.
     """
-    around: dict[int, tuple[str, nn.Module]] = {}
-    """The innermost optional module around each module, keyed by id."""
+    around: dict[int, str] = {}
+    """The name of the innermost optional module around each module, keyed by id."""
     parts_of = {name: list(modules_of(module)) for name, module in optional.items()}
     for name, parts in sorted(parts_of.items(), key=lambda item: -len(item[1])):
-        around.update((id(part), (name, optional[name])) for part in parts)
+        around.update((id(part), name) for part in parts)
     places = Counter(
         id(module) for _, module in units[0].module.named_modules(remove_duplicate=False)
     )
     region_of, is_reused = dict[int, str](), False
     for index, unit in enumerate(units):
         inside = {id(part) for part in modules_of(unit.module)}
-        users = [around[id(user)][1] for user in unit.owners if id(user) in around]
+        users = [optional[around[id(user)]] for user in unit.owners if id(user) in around]
         if id(unit.module) in around:
-            region_of[index] = around[id(unit.module)][0]
+            region_of[index] = around[id(unit.module)]
         elif index and users and not any(id(user) in inside for user in users):
             region_of[index] = unit.fqn
         else:
@@ -143,31 +156,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module if unit is None else unit.module
 
 
-def _check_units(
-    name: str,
-    module: nn.Module,
-    plans: Sequence[UnitPlan],
-    groups: Mapping[int, AnyGroup],
-    everyone: Sequence[int],
-) -> None:
-    inside = {id(part) for part in modules_of(module)}
-    has_parameters = False
-    for plan in plans:
-        if id(_unwrapped(plan.module)) not in inside:
-            continue
-        handles = [] if plan.existing is None else plan.existing.handles
-        has_parameters |= bool(plan.originals or plan.tied_owners or handles)
-        if id(plan) in groups or any(
-            each.placement.data_parallel is not None or each.placement.members != tuple(everyone)
-            for each in handles
-        ):
-            raise ValueError(
-                f"optional_modules: {name!r} contains {plan.label!r}, which has a process_group of "
-                "its own: experts cannot be optional; list modules beside them"
-            )
-    if not has_parameters:
-        raise ValueError(
-            f"optional_modules: {name!r} ({type(_unwrapped(module)).__name__}) has no unit: its "
-            "parameters, if any, belong to one that every rank needs; add its class, or those "
-            "inside it, to auto_wrap_policy"
-        )
+def _placements(plan: UnitPlan) -> set[tuple[Sequence[int], object]]:
+    """Members and data-parallel ranks of the placements of a unit that exists already."""
+    placements = () if plan.existing is None else (h.placement for h in plan.existing.handles)
+    return {(each.members, each.data_parallel) for each in placements}

@@ -34,8 +34,7 @@ class OptionalUnits(Agreement, Extension):
     def __init__(
         self, root: RootState, region_of: Mapping[int, str], mean: OptionalMean, is_reused: bool
     ) -> None:
-        """The units are optional between `begin` and `end`. Collective where the exchange makes new
-        groups.
+        """Collective where the exchange makes new groups.
 
         Args:
             is_reused: whether any of them is used at several places of the model (shared, or tied):
@@ -43,6 +42,7 @@ class OptionalUnits(Agreement, Extension):
                 forward.
         """
         super().__init__(root)
+        self._scheduler = root.scheduler
         self.region_of, self.mean = region_of, mean
         first: dict[str, int] = {}
         self._request_of = {
@@ -66,21 +66,15 @@ class OptionalUnits(Agreement, Extension):
         self._runs_again: set[Unit] = set()
         """Those whose forward a reentrant checkpoint runs in backward, perhaps several times."""
 
-    def begin(self, root: RootState) -> None:
-        """From now on. Not inside a pass."""
-        root.optional = self
-        root.scheduler.agree(self)
-        root.reducer.agreed = self
-        self._set_optional(True)
-        self._waiting = {*self._reached_by} if self._reducer.kept.adds_up else set()
-
-    def end(self) -> None:
-        """In the passes that follow ranks agree by other means."""
-        self._set_optional(False)
-
-    def _set_optional(self, is_optional: bool) -> None:
+    def set_active(self, is_active: bool) -> None:
+        """Whether ranks may skip these units in the passes that follow, or agree by other means.
+        Not inside a pass."""
         for unit in self._reached_by:
-            unit.set_optional(is_optional)
+            unit.set_optional(is_active)
+        agreed = self if is_active else None
+        self._scheduler.agree(agreed)
+        self._reducer.agreed = agreed
+        self._waiting = {*self._reached_by} if self._reducer.kept.adds_up else set()
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         alone = f" in a call of {unit.label!r} outside the model's forward" if unit.index else ""
@@ -102,7 +96,7 @@ class OptionalUnits(Agreement, Extension):
         elif unit.is_optional:
             if unit not in self._gathered or unit.state is ShardState.SHARDED:
                 self._request(self._request_of[unit])
-                self._gather(self._request_of[unit], is_used=True)
+                self._take_part(self._request_of[unit], is_used=True)
         elif unit.state is not ShardState.UNSHARDED:
             self._leave_place(unit.index)
             self.places.required(unit.index)
@@ -116,14 +110,11 @@ class OptionalUnits(Agreement, Extension):
             if self._open not in self._reached_by[unit]:
                 unit.free()
 
-    def _take_part(self, request: int) -> None:
-        self._gather(request, is_used=False)
-
-    def _gather(self, region: int, is_used: bool) -> None:
+    def _take_part(self, request: int, is_used: bool = False) -> None:
         """All ranks gather a region; those without a use for it free each unit at once."""
-        self.places.happened(region)
-        for unit, request in self._request_of.items():
-            if request == region:
+        self.places.happened(request)
+        for unit, region in self._request_of.items():
+            if region == request:
                 self._gathered.add(unit)
                 gather_with_others(unit, is_used)
 

@@ -25,8 +25,6 @@ class Follower(Agreement):
 
     prefetches = False
     subject = "a pass inside a join"
-    _is_open = True
-    """Whether ranks may still want something in the pass."""
 
     def __init__(self, root: RootState, runs: bool, num_averaged: int | None) -> None:
         """
@@ -43,13 +41,12 @@ class Follower(Agreement):
         """Units, by index, whose gradients are means over the ranks that had one."""
 
     def before_use(self, unit: Unit) -> None:
-        if unit.state is ShardState.SHARDED and self._is_open:
+        if unit.state is ShardState.SHARDED:
             self._request(2 * unit.index)
 
     def finish(self) -> None:
         """This rank wants nothing more: take part in what others want, until none does."""
         self._request(NOTHING)
-        self._is_open = False
 
     def _take_part(self, request: int) -> None:
         unit = self._units[request // 2]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from layerzero.comm.new_groups import new_group
 from layerzero.notices import warn_once
 from layerzero.step.root import RootState, root_of
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.unit import get_unit
 from layerzero.uneven.running_join import RunningJoin
 
-_SCHEDULERS = LRScheduler, ReduceLROnPlateau
 _GROUP = "_join_group"
 
 
@@ -29,17 +28,15 @@ def hook_of(
 ) -> JoinHook:
     """Implements `ZeRO3.join_hook`."""
     _ = model.join_process_group  # Made here, where all ranks come.
-    return _Hook(enter(model, [*optimizers], not divide_by_initial_world_size, is_torchs=True))
+    averages_active = not divide_by_initial_world_size
+    return _Hook(RunningJoin(_root_to_join(model), [*optimizers], averages_active, is_torchs=True))
 
 
 def group_of(root: RootState) -> dist.ProcessGroup:
     """Implements `ZeRO3.join_process_group`."""
     if _GROUP not in root.__dict__:
-        shard = root.placements[0]
-        timeout = shard.shard_group.timeout
-        root.__dict__[_GROUP] = new_group(
-            shard.members, "gloo", timeout, description="layerzero join"
-        )
+        members, timeout = root.placements[0].members, root.placements[0].shard_group.timeout
+        root.__dict__[_GROUP] = new_group(members, "gloo", timeout, description="layerzero join")
     group: dist.ProcessGroup = root.__dict__[_GROUP]
     return group
 
@@ -62,7 +59,7 @@ class _Hook(JoinHook):
 @contextmanager
 def join(
     model: Any,
-    *others: torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau,
+    *others: torch.optim.Optimizer | LRScheduler,
     divide_by_initial_world_size: bool = True,
 ) -> Iterator[None]:
     """A context around a loop over batches, of which ranks may have different numbers.
@@ -92,9 +89,9 @@ def join(
     if not isinstance(model, Joinable) or get_unit(model) is None:  # type: ignore[arg-type]
         raise TypeError(f"join: expected a ZeRO3 module, got {type(model).__name__}")
     optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
-    schedulers = [each for each in others if isinstance(each, _SCHEDULERS)]
+    schedulers = [each for each in others if isinstance(each, LRScheduler)]
     for each in others:
-        if not isinstance(each, (torch.optim.Optimizer, *_SCHEDULERS)):
+        if not isinstance(each, (torch.optim.Optimizer, LRScheduler)):
             raise TypeError(
                 "join: expected optimizers and learning-rate schedulers, got "
                 f"{type(each).__module__}.{type(each).__name__}"
@@ -104,7 +101,7 @@ def join(
             "join: the optimizer has a learning-rate scheduler; if it steps inside the join, pass "
             "it to layerzero.join, too: on ranks that run out of batches it would fall behind"
         )
-    running = enter(model, optimizers, not divide_by_initial_world_size)
+    running = RunningJoin(_root_to_join(model), optimizers, not divide_by_initial_world_size)
     is_last = True
     try:
         yield
@@ -127,26 +124,11 @@ def _copy_states(schedulers: list[Any], is_last: bool, group: dist.ProcessGroup)
             scheduler.load_state_dict(state)
 
 
-def enter(
-    model: Joinable,
-    optimizers: Sequence[torch.optim.Optimizer],
-    averages_active: bool,
-    is_torchs: bool = False,
-) -> RunningJoin:
-    """Begin a join; for the arguments see `RunningJoin`. Collective.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: the model or an optimizer cannot join.
-        RuntimeError: the model is inside another join.
-    """
+def _root_to_join(model: Joinable) -> RootState:
+    """The state of a model that can begin a join; raises for others."""
     unit = get_unit(model)  # type: ignore[arg-type]
     assert unit is not None, "a ZeRO3 module"
     root = root_of(unit)
-    _check(unit, root)
-    return RunningJoin(root, optimizers, averages_active, is_torchs)
-
-
-def _check(unit: Unit, root: RootState) -> None:
     if root.units[0] is not unit:
         raise ValueError(
             f"join: {unit.label} is inside another ZeRO3 module; join the outermost one"
@@ -161,3 +143,4 @@ def _check(unit: Unit, root: RootState) -> None:
     root.check_between_steps("join: called inside forward or backward")
     if root.join is not None:
         raise RuntimeError("join: the model is inside a join already; leave that one first")
+    return root

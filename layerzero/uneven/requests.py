@@ -19,14 +19,11 @@ class Kind(enum.IntEnum):
     CALL = 7
     """Another collective call: ranks without batches cannot take part in it."""
     OUT = 8
+    """The rank is out of batches."""
     LAST = 9
-    """All ranks are out of batches, and this one was among the last."""
+    """All ranks are, and this one was not before others."""
 
 
-_TEXTS = (
-    *("backward", "a forward inside no_sync", "a forward without gradients", "a forward"),
-    *("clip_grad_norm_", "reduce_gradients", "optimizer.step", "", "out of batches", ""),
-)
 FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
 FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
 """What ranks without a batch for it follow collective by collective."""
@@ -50,9 +47,6 @@ class Request(NamedTuple):
     def of_row(cls, row: list[float]) -> Request:
         """As a rank has sent it."""
         return cls(*map(int, row[:3]), *row[3 : len(cls._fields)])
-
-    def __str__(self) -> str:
-        return _TEXTS[self.kind]
 
 
 OUT = Request(Kind.OUT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +38,7 @@ class RunningJoin(Extension):
         root: RootState,
         optimizers: Sequence[torch.optim.Optimizer],
         averages_active: bool,
-        is_torchs: bool,
+        is_torchs: bool = False,
     ) -> None:
         """Begin a join. Collective.
 
@@ -50,7 +50,8 @@ class RunningJoin(Extension):
             ValueError: ranks have different optimizers.
         """
         self.operations = root.operations
-        self._root, self._units, self._context = root, root.units, root.context
+        self._root, self._units = root, root.units
+        self._model_ref: Callable[[], Any] = root.wrapper_ref
         self._optimizers = JoinedOptimizers(optimizers)
         self._averages_active, self._is_torchs = averages_active, is_torchs
         self._exchange = exchange_of(root)
@@ -82,7 +83,7 @@ class RunningJoin(Extension):
             self._run_together()
             self._root.extensions.remove(self)
 
-    def come_to(self, request: Request, what: str = "") -> None:
+    def come_to(self, request: Request, what: str) -> None:
         """This rank wants to do this next: follow others until all ranks have chosen it.
 
         Args:
@@ -93,11 +94,11 @@ class RunningJoin(Extension):
         """
         if self._is_following:
             return
-        if self._is_torchs and not self._model._join_config.enable:
+        if self._is_torchs and not self._model_ref()._join_config.enable:
             self.leave()
             return
         self._run_together()
-        while (chosen := self._choose(request, what or str(request))) != request:
+        while (chosen := self._choose(request, what)) != request:
             self._take_part(chosen)
         if not self._is_common and request.kind in FOLLOWED:
             self._follow(runs=True)
@@ -109,7 +110,7 @@ class RunningJoin(Extension):
             False: all ranks are out.
         """
         self._run_together()
-        chosen = self._choose(OUT, str(OUT))
+        chosen = self._choose(OUT)
         if chosen != OUT:
             self._take_part(chosen)
         return chosen != OUT
@@ -120,14 +121,10 @@ class RunningJoin(Extension):
         Args:
             is_last: whether this rank was not out before the others.
         """
-        self._choose(LAST if is_last else OUT, str(OUT))
-
-    @property
-    def _model(self) -> Any:
-        return self._root.wrapper_ref()
+        self._choose(LAST if is_last else OUT)
 
     @remembers_failure
-    def _choose(self, request: Request, what: str) -> Request:
+    def _choose(self, request: Request, what: str = "out of batches") -> Request:
         """Exchange requests. Collective.
 
         Args:
@@ -143,7 +140,7 @@ class RunningJoin(Extension):
         looks = request == LAST or (some_are_out and request.kind in (Kind.BACKWARD, Kind.REDUCE))
         notified = None
         if self._is_torchs and request.kind < Kind.OUT:
-            notified = Join.notify_join_context(self._model)
+            notified = Join.notify_join_context(self._model_ref())
         rows = self._exchange([*request, *self._optimizers.state(looks)], "a join")
         if notified is not None:
             notified.wait()
@@ -174,7 +171,7 @@ class RunningJoin(Extension):
         root = self._root
         self._follower = Follower(root, runs, self._num_active if self._averages_active else None)
         if root.optional is not None:
-            root.optional.end()
+            root.optional.set_active(False)
         root.scheduler.agree(self._follower, ExecOrderRecorder())
         root.reducer.agreed = self._follower
 
@@ -186,10 +183,10 @@ class RunningJoin(Extension):
         root.scheduler.agree(None)
         root.reducer.agreed = None
         if root.optional is not None:
-            root.optional.begin(root)
+            root.optional.set_active(True)
 
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
-        if is_outermost and self._follower is not None and not self._context.in_backward:
+        if is_outermost and self._follower is not None:
             self._follower.finish()
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
@@ -206,7 +203,7 @@ class RunningJoin(Extension):
         kind = Kind.FORWARD if self._root.reducer.requires_sync else Kind.MICRO_FORWARD
         if not torch.is_grad_enabled():
             kind = Kind.EVALUATION
-        self.come_to(Request(kind, unit.index, unit.module.training))
+        self.come_to(Request(kind, unit.index, unit.module.training), "a forward")
         self._note_forward(forward_pass)
 
     def _note_forward(self, forward_pass: ForwardPass) -> None:
@@ -219,7 +216,7 @@ class RunningJoin(Extension):
             # -1: a forward from outside the join.
             found = (n for n, each in self._forwards.items() if each.order is order)
             syncs = self._root.reducer.requires_sync
-            self.come_to(Request(Kind.BACKWARD, next(found, -1), syncs))
+            self.come_to(Request(Kind.BACKWARD, next(found, -1), syncs), "a backward")
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
         """Before `optimizer.step`, of any optimizer of the process."""
@@ -242,11 +239,12 @@ class RunningJoin(Extension):
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
             refuse_scaler(optimizer)
-        self.come_to(Request(Kind.STEP, joined.index(optimizer)))
+        self.come_to(Request(Kind.STEP, joined.index(optimizer)), "optimizer.step")
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`."""
-        self.come_to(Request(Kind.CLIP, unit.index, True, float(max_norm), float(norm_type)))
+        request = Request(Kind.CLIP, unit.index, True, float(max_norm), float(norm_type))
+        self.come_to(request, "clip_grad_norm_")
 
     def before_call(self, what: str) -> None:
         if what == "rewrap":
@@ -255,21 +253,17 @@ class RunningJoin(Extension):
             raise NotImplementedError(
                 "join: does not work around pipeline stages or micro_batches()"
             )
-        if what == "reduce_gradients":
-            self.come_to(Request(Kind.REDUCE))
-        else:
-            self.come_to(Request(Kind.CALL), what)
+        self.come_to(Request(Kind.REDUCE if what == "reduce_gradients" else Kind.CALL), what)
 
     def _take_part(self, request: Request) -> None:
         root = self._root
         self._is_following = True
-        grad_enabled = request.kind != Kind.EVALUATION
         try:
-            with torch.set_grad_enabled(grad_enabled):
+            with torch.set_grad_enabled(request.kind != Kind.EVALUATION):
                 if request.kind in FOLLOWED:
                     self._follow(runs=False)
                 if request.kind in FORWARDS:
-                    self._follow_forward(self._units[request.which], request, grad_enabled)
+                    self._follow_forward(self._units[request.which])
                 elif request.kind == Kind.BACKWARD:
                     self._follow_backward(request)
                 elif request.kind == Kind.CLIP:
@@ -285,7 +279,7 @@ class RunningJoin(Extension):
             self._run_together()
             self._is_following = False
 
-    def _follow_forward(self, unit: Unit, request: Request, grad_enabled: bool) -> None:
+    def _follow_forward(self, unit: Unit) -> None:
         root = self._root
         forward_pass = ForwardPass(root.clock)
         self._note_forward(forward_pass)
@@ -297,7 +291,7 @@ class RunningJoin(Extension):
         assert self._follower is not None, "of this pass"
         self._follower.finish()
         root.context.wait_for_uploads()
-        forward_pass.order = root.scheduler.end_forward(grad_enabled)
+        forward_pass.order = root.scheduler.end_forward(torch.is_grad_enabled())
 
     def _follow_backward(self, request: Request) -> None:
         root, reducer = self._root, self._root.reducer

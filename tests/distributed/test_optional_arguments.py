@@ -16,10 +16,11 @@ from layerzero import ZeRO3
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.checks import named
 from tests.harness.compare import assert_trains_alike
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import seeded
-from tests.harness.regions import recorded_regions
+from tests.harness.regions import regions_of
 
 
 class Tower(nn.Module):
@@ -47,20 +48,19 @@ class Towers(nn.Module):
         return self.head(self.trunk(self.audio(self.vision(x))))
 
 
-def wrapped(model: nn.Module, *optional: nn.Module, **options: Any) -> Any:
-    """The regions that `ZeRO3` is given, and the model (which skips nothing)."""
-    options.setdefault("auto_wrap_policy", {Tower, Block})
-    with recorded_regions() as found:
-        sharded = ZeRO3(model, optional_modules=optional, **options)
-    return found[-1], sharded
+UNITS = {"auto_wrap_policy": {Tower, Block}}
+
+
+def wrapped(model: nn.Module, optional: Iterable[nn.Module], **options: Any) -> ZeRO3:
+    return ZeRO3(model, optional_modules=optional, **(UNITS | options))
 
 
 def regions(model: nn.Module, *optional: nn.Module, **options: Any) -> dict[str, str]:
-    found, _ = wrapped(model, *optional, **options)
-    return found[0]
+    """The region of each unit that a rank may skip."""
+    found = regions_of(root_state(wrapped(model, optional, **options)))
+    return {} if found is None else found[0]
 
 
-UNITS = {"auto_wrap_policy": {Tower, Block}}
 VISION = {f"vision{rest}": "vision" for rest in ("", ".blocks.0", ".blocks.1")}
 BLOCKS = {"vision.blocks.0": "vision", "vision.blocks.1": "vision"}
 SECOND = "vision.blocks.1"
@@ -82,10 +82,8 @@ CHOSEN: list[tuple[Callable[[Any], Iterable[nn.Module]], dict[str, str], dict[st
 def test_units_at_and_under_optional_modules_are_their_regions() -> None:
     for choose, expected, options in CHOSEN:
         model = seeded(Towers)
-        options = {"auto_wrap_policy": {Tower, Block}, "optional_mean": "participants", **options}
-        with recorded_regions() as found:
-            ZeRO3(model, optional_modules=choose(model), **options)
-        assert found == [(expected, "participants")]
+        model = wrapped(model, choose(model), optional_mean="participants", **options)
+        assert regions_of(root_state(model)) == (expected, "participants")
     # A module inside torch.compile or a checkpoint wrapper, and the wrapper, are one module.
     for wrap in (checkpoint_wrapper, lambda module: torch.compile(module, backend="eager")):
         for is_outer in (True, False):
@@ -129,8 +127,7 @@ def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> N
         assert regions(model, model.tower) == tower | more, how
     model = nn.Sequential(nn.Embedding(3, WIDTH), Block(), nn.Linear(WIDTH, 3, bias=False))
     model[2].weight = model[0].weight  # All that it has, every rank needs.
-    found, _ = wrapped(model, model[2], auto_wrap_policy={Block, nn.Linear})
-    assert found is None or set(found[0]) == {"2"}
+    assert not regions(model, model[2], auto_wrap_policy={Block, nn.Linear})
     model = seeded(Towers)  # A unit outside that a call under an optional module gathers.
 
     def policy(module: nn.Module, fqn: str) -> Any:
@@ -141,25 +138,23 @@ def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> N
 
 
 def refused(
-    error: type[Exception], pattern: str, choose: Callable[[nn.Module], Any], **options: Any
+    error: type[Exception], pattern: str, choose: Callable[[Any], Any], **options: Any
 ) -> None:
-    model = seeded(options.pop("make", Towers))
-    options = {"auto_wrap_policy": {Tower, Block}, **options}
-    options = {key: of(model) if key == "ignored_modules" else of for key, of in options.items()}
+    model = seeded(Towers)
+    if options.pop("ignores_vision", False):
+        options["ignored_modules"] = [model.vision]
     with pytest.raises(error, match=pattern):
-        ZeRO3(model, optional_modules=choose(model), **options)
-    ZeRO3(model, auto_wrap_policy={Tower, Block})  # It was not changed.
+        wrapped(model, choose(model), **options)
+    ZeRO3(model, **UNITS)  # It was not changed.
 
 
 NO_UNIT = r"'vision' \(Tower\) has no unit"
-
-
 REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any], dict[str, Any]]] = [
     (TypeError, "expected an iterable of modules, got Tower$", lambda m: m.vision, {}),
     (TypeError, "expected modules, got 'vision'", lambda m: ["vision"], {}),
     (ValueError, "a Block that is not inside the wrapped Towers", lambda m: [Block()], {}),
     (ValueError, r"'head' \(Linear\) has no unit", lambda m: [m.head], {}),
-    (ValueError, NO_UNIT, lambda m: [m.vision], {"ignored_modules": lambda m: [m.vision]}),
+    (ValueError, NO_UNIT, lambda m: [m.vision], {"ignores_vision": True}),
 ]
 
 
@@ -187,42 +182,38 @@ def test_bad_input_is_refused_with_names() -> None:
     with pytest.raises(ValueError, match="'vision' is a ZeRO3 module with optional_modules of its"):
         ZeRO3(model, **UNITS)
     model = seeded(Towers)
-    _, sharded = wrapped(model, model.vision)
+    sharded = wrapped(model, [model.vision])
     with pytest.raises(NotImplementedError, match=r"stage 0: .* optional_modules \['vision'\]"):
         ZeRO3PipelineStage(sharded, 0, 1, torch.device("cpu"))
 
 
 DIFFER = "optional modules differ between ranks: rank 1 has"
-ITSELF = "contains a Towers that is not inside"
-DIFFERING: list[tuple[tuple[Callable[[Any], Any], ...], tuple[str, ...], tuple[str, ...]]] = [
+DIFFERING: list[tuple[str, tuple[Callable[[Any], Any], ...], tuple[str, ...]]] = [
     (
+        f"{DIFFER} 'audio' with optional_mean='all', where rank 0 has 'vision'",
         (lambda m: [m.vision], lambda m: [m.audio]),
-        (f"{DIFFER} 'audio' with optional_mean='all', where rank 0 has 'vision'",) * 2,
         ("all", "all"),
     ),
     (
+        f"{DIFFER} .* optional_mean='participants', where rank 0 has .* optional_mean='all'",
         (lambda m: [m.vision],) * 2,
-        (f"{DIFFER} .* optional_mean='participants', where rank 0 has .* optional_mean='all'",) * 2,
         ("all", "participants"),
     ),
-    # One rank's bad input is raised on every rank.
-    (
-        (lambda m: [], lambda m: [m]),
-        (f"rank 1 refused .*: ValueError: optional_modules: {ITSELF}", ITSELF),
-        ("all", "all"),
-    ),
 ]
-"""By rank: which modules, words of the error, and mean."""
+"""Words of the error; by rank: which modules, and mean."""
 
 
 @on_ranks(2)
 def test_what_differs_between_ranks_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
-    for by_rank in DIFFERING:
-        choose, text, mean = (each[rank] for each in by_rank)
-        with named(text):
-            refused(ValueError, text, choose, optional_mean=mean)
+    for words, choose, mean in DIFFERING:
+        with named(words):
+            refused(ValueError, words, choose[rank], optional_mean=mean[rank])
         gc.collect()
+    # One rank's bad input is raised on every rank.
+    itself = "optional_modules: contains a Towers that is not inside"
+    words = itself if rank else f"rank 1 refused .*: ValueError: {itself}"
+    refused(ValueError, words, lambda m: [m] if rank else [])
     # The same modules in another order are the same.
     model = seeded(Towers)
     order = [model.vision, model.audio][:: 1 if rank else -1]
@@ -242,12 +233,9 @@ class Sees(Towers):
 def batches(steps: int, seed: int = 0) -> list[list[tuple[Tensor, list[int]]]]:
     """By step and rank; each rank runs each tower or not, at random."""
     generator = torch.Generator().manual_seed(seed)
-
-    def batch() -> tuple[Tensor, list[int]]:
-        x = torch.randn(3, WIDTH, generator=generator)
-        return x, torch.randint(0, 2, (2,), generator=generator).tolist()
-
-    return [[batch() for _ in range(dist.get_world_size())] for _ in range(steps)]
+    rows = torch.randn(steps, 2, 3, WIDTH, generator=generator)
+    runs = torch.randint(0, 2, (steps, 2, 2), generator=generator).tolist()
+    return [[*zip(*of_step, strict=True)] for of_step in zip(rows, runs, strict=True)]
 
 
 @on_ranks(2)
@@ -255,11 +243,10 @@ def test_every_way_in_trains_like_one_process() -> None:
     with named("nested wrappers"):
         model = seeded(Sees)
         model.vision = ZeRO3(model.vision, auto_wrap_policy={Block})
-        model = ZeRO3(model, optional_modules=[model.vision, model.audio], **UNITS)
-        assert_trains_alike(model, seeded(Sees), batches(4))
+        assert_trains_alike(wrapped(model, [model.vision, model.audio]), seeded(Sees), batches(4))
     with named("rewrapped"):
         model, plain = seeded(Sees), seeded(Sees)
-        model = ZeRO3(model, optional_modules=[model.vision, model.audio], **UNITS)
+        model = wrapped(model, [model.vision, model.audio])
         assert_trains_alike(model, plain, batches(2))
         for each in (model, plain):
             each.vision.blocks.append(seeded(Block))
@@ -267,7 +254,7 @@ def test_every_way_in_trains_like_one_process() -> None:
         assert_trains_alike(model, plain, batches(3, seed=1))
     with named("tied"):
         model = seeded(TiedAndHooked)
-        model = ZeRO3(model, optional_modules=[model.audio], **UNITS)
+        model = wrapped(model, [model.audio])
         # Every rank runs the other tower, but for the block that both have.
         some = [[(x, [1, audio]) for x, (_, audio) in step] for step in batches(4)]
         assert_trains_alike(model, seeded(TiedAndHooked), some)
