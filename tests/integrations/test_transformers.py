@@ -161,12 +161,6 @@ def test_losses_and_weights_are_those_of_a_trainer_on_one_process(tmp_path: Path
             assert logged(ours, what) == logged(plain, what), kind
         assert_same_parameters(weights_of(ours.sharded_model), plain.model.state_dict())
         assert ours.label_names == plain.label_names == ["labels"]
-        groups = []
-        for trainer, model in ((ours, ours.sharded_model), (plain, plain.model)):
-            names = {id(p): name for name, p in model.named_parameters()}
-            own = trainer.optimizer.param_groups
-            groups.append([(g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in own])
-        assert groups[0] == groups[1]
     losses = logged(plain, "loss")
     # Compiled; and made by the trainer, which seeds once more, hence another order of data.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -443,13 +437,9 @@ def test_an_accelerators_loop_trains_a_sharded_model(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"set up for FSDP.*pass options of ZeRO3 to prepare\(\)"),
     ):
         prepare(accelerator, build("llama"))
-    as_if_launched(False)
-    with pytest.raises(ValueError, match="accelerate detects 1, "):
-        prepare(Accelerator(cpu=True), build("llama"))
 
 
 def _stepped(model: Any) -> torch.optim.Optimizer:
-    """An optimizer with state of whole parameters."""
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
