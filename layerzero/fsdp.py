@@ -7,7 +7,7 @@ it is a model of its own, and parameters are shards as soon as the call returns.
 Note [Modules of a list]
     A list of modules is one unit, whose module is the first of them; calls of each gather it. The
     engine builds it from a `_Together` around them, which stays until a call for a module around
-    them, which gives its parameters the names that they have there.
+    them, which gives its parameters, and those of units inside, the names that they have there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _State:
     is_auto: bool
     """Whether the unit is kept full between forward and backward if, and only if, it is a root."""
     around: nn.Module | None = None
-    """See Note [Modules of a list]; None for a single module, and once a unit is around it."""
+    """A `_Together` whose names the unit has, see Note [Modules of a list]; None: others' names."""
     requires_sync: bool = True
     requires_all_reduce: bool = True
 
@@ -104,8 +104,7 @@ def fully_shard(
             "fully_shard: dp_mesh_dims is not supported: pass the data-parallel axes, "
             'mesh=mesh["dp"] or mesh=mesh["replicate", "shard"]'
         )
-    given_modules: Any = [module] if isinstance(module, nn.Module) else module
-    modules = _outermost(list(given_modules))
+    modules = _outermost([module] if isinstance(module, nn.Module) else module)
     for each in modules:
         _check_module(each)
     top = modules[0] if len(modules) == 1 else _Together(modules)
@@ -120,7 +119,7 @@ def fully_shard(
         "offload": offload_policy,
         "ignored_parameters": [p for p in top.parameters() if p in ignored],
         "param_init_fn": "later" if _has_meta(top) else None,
-        "device": _device(mesh),
+        "device": current_accelerator() or "cpu" if mesh is None else mesh.device_type,
         # As torch adds up micro-batches: before anything is sent.
         "accumulation": "unsharded",
         # Rules by `ndim` and shapes see what torch's local shards show.
@@ -141,9 +140,7 @@ def fully_shard(
         kind: Any = type(each)
         # `torch.compile` returns a module whose `__setattr__` would set it on the one inside.
         object.__setattr__(each, "__class__", _class_of(kind))
-    inside = _states(top)
-    inside.pop(state, None)
-    for other in inside:
+    for other in _states(top).keys() - {state}:
         _join(other, top)
     _follow_flags(root)
     if any(unit.comm_hooks for unit in root.units):
@@ -151,7 +148,7 @@ def fully_shard(
     return module
 
 
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+def _outermost(modules: Any) -> list[nn.Module]:
     """The modules of a list, without those inside another one of it."""
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -217,10 +214,6 @@ def _has_meta(module: nn.Module) -> bool:
     return any(each.is_meta for of in (module.parameters, module.buffers) for each in of())
 
 
-def _device(mesh: DeviceMesh | None) -> torch.device | str:
-    return mesh.device_type if mesh is not None else current_accelerator() or "cpu"
-
-
 class _Together(nn.Module):
     """The modules of a list, under numbers."""
 
@@ -261,10 +254,14 @@ def _join(state: _State, top: nn.Module) -> None:
     """The unit has joined the model of `top`."""
     if state.is_auto:
         state.unit.set_options(reshard_after_forward=True)
-    if state.around is not None:
-        state.around = None
+    numbered, state.around = state.around, top if isinstance(top, _Together) else None
+    if numbered is not None:
+        unit = state.unit
         names = {id(p): clean_name(name) for name, p in top.named_parameters()}
-        for handle in state.unit.handles:
+        path = next(name for name, part in top.named_modules() if part is unit.module)
+        unit.fqn = ""
+        unit.rename(clean_name(path))
+        for handle in unit.handles:
             pairs = zip(handle.sharded_params, handle.fqns, strict=True)
             handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
             for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):

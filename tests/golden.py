@@ -1,19 +1,16 @@
-"""Golden runs: what many ways to train leave, bit for bit, and what the package says.
+"""Golden runs: what many ways to train leave, bit for bit.
 
     python -m tests.golden build/golden.json                  # at the commit before a change
     python -m tests.golden --against build/golden.json        # at the commit after it
 
 For changes that move code and are not meant to change numbers. Runs train toy models on gloo ranks,
 in the ways and settings of the simulated device's tests (harness/stream_uses.py), too; of each
-`step_signature` covers all weights, and optimizer state. Beside the runs it records the public
-names with their signatures, and the text of every exception and warning that the package's source
-spells out. Bits depend on the processor and on torch: compare on one machine.
+`step_signature` covers all weights, and optimizer state. Bits depend on the processor and on torch:
+compare on one machine.
 """
 
 import argparse
-import ast
 import functools
-import inspect
 import json
 import multiprocessing
 import sys
@@ -34,7 +31,6 @@ from tests.harness.ranks import KeptRanks
 from tests.harness.reference import batches_of, seeded
 
 STEPS = 6
-PACKAGE = Path(layerzero.__file__).parent
 
 
 class Tower(nn.Module):
@@ -146,58 +142,11 @@ def train(name: str) -> list[str]:
     return RUNS[name][1]()
 
 
-def public_names() -> dict[str, str]:
-    """The names that users may import, with their signatures."""
-    found = {}
-    for module in (layerzero, layerzero.optim, layerzero.checkpoint, layerzero.errors):
-        for name in sorted(getattr(module, "__all__", None) or vars(module)):
-            value = getattr(module, name)
-            if name.startswith("_") or inspect.ismodule(value):
-                continue
-            members = vars(value) if inspect.isclass(value) else {}
-            for key, each in {"": value, **members}.items():
-                if callable(each) and not key.startswith("_"):
-                    full = ".".join(filter(None, (module.__name__, name, key)))
-                    try:
-                        found[full] = str(inspect.signature(each))
-                    except ValueError:
-                        found[full] = "?"
-    return found
-
-
-def messages() -> list[str]:
-    """The text of each exception raised and each warning issued, with {} for what is filled in."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_warning = isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
-            if isinstance(node, ast.Raise) or is_warning:
-                for each in ast.walk(node):
-                    if isinstance(each, ast.JoinedStr):
-                        parts = (getattr(part, "value", None) for part in each.values)
-                        found.add("".join(p if isinstance(p, str) else "{}" for p in parts))
-                    elif isinstance(each, ast.Constant) and isinstance(each.value, str):
-                        found.add(each.value)
-    return sorted(text for text in found if " " in text)
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line for each run, name or message that is not the same in both."""
-    lines = []
-    for kind in ("runs", "names"):
-        for name in sorted({*old[kind], *new[kind]}):
-            before, after = old[kind].get(name), new[kind].get(name)
-            if before != after:
-                lines.append(f"{kind}: {name}: {before} -> {after}")
-    gone, came = ({*old["messages"]} - {*new["messages"]}, {*new["messages"]} - {*old["messages"]})
-    lines += [f"message gone: {text}" for text in sorted(gone)]
-    return lines + [f"message new: {text}" for text in sorted(came)]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, help="where to write what this commit gives")
-    parser.add_argument("--against", type=Path, help="compare with such a file, and write nothing")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("file", nargs="?", type=Path, help="where to write what this commit gives")
+    where.add_argument("--against", type=Path, help="compare with such a file, and write nothing")
     parser.add_argument("-k", default="", help="only runs whose name contains this")
     arguments = parser.parse_args()
     runs, ranks = {}, KeptRanks()
@@ -210,17 +159,16 @@ def main() -> int:
                 print(f"{name}: {str(error)[-1500:]}", file=sys.stderr)
             print(f"{name}: {runs[name][-1]}", file=sys.stderr)
     ranks.close()
-    new = {"runs": runs, "names": public_names(), "messages": messages()}
     if arguments.against is None:
-        text = json.dumps(new, indent=1)
         arguments.file.parent.mkdir(parents=True, exist_ok=True)
-        arguments.file.write_text(text) if arguments.file else print(text)
+        arguments.file.write_text(json.dumps(runs, indent=1))
         return 0
     old = json.loads(arguments.against.read_text())
-    old["runs"] = {name: each for name, each in old["runs"].items() if arguments.k in name}
-    lines = differences(old, new)
-    print("\n".join(lines) or f"{len(runs)} runs, {len(new['names'])} names: nothing differs")
-    return int(any(line.startswith("runs") for line in lines))
+    lines = [
+        f"{name}: {old.get(name)} -> {new}" for name, new in runs.items() if old.get(name) != new
+    ]
+    print("\n".join(lines) or f"{len(runs)} runs: nothing differs")
+    return bool(lines)
 
 
 if __name__ == "__main__":

@@ -248,6 +248,10 @@ def test_the_module_stays_what_it_was() -> None:
     assert type(sequence[1:]) is nn.Sequential and len(sequence[1:]) == 2
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
+    model = copy.deepcopy(plain)
+    fully_shard(model.layers[2].qkv)
+    fully_shard([model.layers[1], model.layers[2]])
+    assert [p.layerzero.fqn for p in fully_shard(model).parameters()] == names
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:

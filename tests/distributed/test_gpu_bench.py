@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from benchmarks.gpu_trace import (
     main,
     read_steps,
 )
-from tests.gpu import link
 from tests.gpu.link import Link
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -110,30 +108,6 @@ def test_engines_are_compared_on_the_same_link() -> None:
 )
 def test_bytes_take_the_time_of_the_slower_link(ranks, own: int, ms: float) -> None:
     assert Link().seconds(240 * MB, ranks, own) * 1e3 == pytest.approx(ms)
-
-
-@pytest.mark.parametrize(
-    ("address", "compiles", "expected"),
-    [
-        (4096, True, ["kernel (16, 1, 1) 64 vectors 2000000 ns"]),
-        (4100, True, ["sleep 3000000", "copy"]),  # The kernel moves 16 bytes at a time.
-        (4096, False, ["sleep 3000000", "copy"]),
-    ],
-)
-def test_a_copy_takes_a_few_blocks_or_a_sleep(address, compiles, expected, monkeypatch) -> None:
-    done: list[str] = []
-
-    def kernel(grid: Any, block: Any, arguments: list[Any], shared_nbytes: int) -> None:
-        done.append(f"kernel {grid} {arguments[2]} vectors {arguments[3]} ns")
-
-    tensor = mock.Mock(nbytes=1024, device=torch.device("cuda"))
-    tensor.data_ptr.return_value = address
-    tensor.copy_.side_effect = lambda _: done.append("copy")
-    monkeypatch.setattr(link, "_link_copy", lambda: kernel if compiles else None)
-    monkeypatch.setattr(link, "_cycles_per_second", lambda: 1.5e9)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(f"sleep {cycles}"))
-    Link().carry(tensor, tensor, 2e-3)
-    assert done == expected
 
 
 def test_rates_of_a_link_can_be_set() -> None:

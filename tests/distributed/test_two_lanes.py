@@ -22,7 +22,7 @@ from tests.harness.internals import root_state
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
-from tests.harness.reference import seeded
+from tests.harness.reference import forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import (
     train,

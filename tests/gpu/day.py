@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -104,19 +104,15 @@ class Step:
         limit_s = min(limit_s, self.limit_s)
         code, output = (started or self.start(folder)).finish(limit_s)
         outcome = self.read(self, code, output, Path(folder))
-        status, measured = outcome.status, outcome.measured
         if code is None:
-            status, measured = "killed", [*measured, f"not done after {limit_s:.0f} s"]
-        is_off = status not in ("ok", "not run")
-        return Outcome(
-            outcome.name,
-            status,
-            measured,
-            outcome.expected or [self.expects],
-            outcome.suspects or ([self.suspect] if is_off else []),
-            round(time.monotonic() - began, 1),
-            output[-_OUTPUT_CHARS:] if is_off else "",
-            outcome.data,
+            measured = [*outcome.measured, f"not done after {limit_s:.0f} s"]
+            outcome = replace(outcome, status="killed", measured=measured)
+        return replace(
+            outcome,
+            expected=outcome.expected or [self.expects],
+            suspects=outcome.suspects or ([] if outcome.is_fine else [self.suspect]),
+            seconds=round(time.monotonic() - began, 1),
+            output="" if outcome.is_fine else output[-_OUTPUT_CHARS:],
         )
 
 
@@ -129,15 +125,15 @@ def read_tests(step: Step, code: int | None, output: str, folder: Path) -> Outco
         return Outcome(step.name, "failed", [f"pytest ended with exit status {code}"])
     passed, failed, skipped = [], [], []
     for case in ElementTree.parse(report).iter("testcase"):
-        name = str(case.get("name"))
-        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
+        kinds = {each.tag: each for each in case}
+        problem, skip = kinds.get("failure", kinds.get("error")), kinds.get("skipped")
         if problem is not None:
             first = (problem.get("message") or "").strip().splitlines()[:1]
-            failed.append(f"{name}: {' '.join(first)[:200]}")
-        elif (skip := case.find("skipped")) is not None:
-            skipped.append(f"{name}: {skip.get('message')}")
+            failed.append(f"{case.get('name')}: {' '.join(first)[:200]}")
+        elif skip is not None:
+            skipped.append(f"{case.get('name')}: {skip.get('message')}")
         else:
-            passed.append(name)
+            passed.append(str(case.get("name")))
     measured = [f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped", *failed]
     measured += [line for line in output.splitlines() if "ERROR SUMMARY" in line][:3]
     status = "ok" if code == 0 and passed else "failed"
@@ -153,9 +149,7 @@ def read_measures(step: Step, code: int | None, output: str, folder: Path) -> Ou
     if result is None:
         return Outcome(step.name, "failed", [f"exit status {code}"])
     outcome = judge(step.name, result.get("measures", {}), result)
-    if code not in (0, None):
-        return Outcome(step.name, "failed", outcome.measured, outcome.expected, data=result)
-    return outcome
+    return outcome if code in (0, None) else replace(outcome, status="failed", suspects=[])
 
 
 def judge(name: str, measures: dict[str, float], data: dict[str, Any]) -> Outcome:
@@ -172,10 +166,8 @@ def judge(name: str, measures: dict[str, float], data: dict[str, Any]) -> Outcom
             suspects.append(wanted.page)
     details = data.get("details", {})
     rows += [*details.get("failures", []), *details.get("found", [])]
-    status = "off" if suspects else "ok"
-    return Outcome(
-        name, status, rows or ["ran"], expected, list(dict.fromkeys(suspects)), data=data
-    )
+    pages = list(dict.fromkeys(suspects))
+    return Outcome(name, "off" if pages else "ok", rows or ["ran"], expected, pages, data=data)
 
 
 def _last_json(output: str) -> dict[str, Any] | None:
@@ -401,19 +393,19 @@ def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     return rows
 
 
+def _rows_of_page(rows: Sequence[Sequence[str]]) -> list[str]:
+    shown = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    return ["", shown[0], "|---" * len(rows[0]) + "|", *shown[1:]]
+
+
 def markdown(on: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """The result as a page."""
-
-    def lines_of(rows: Sequence[Sequence[str]]) -> list[str]:
-        shown = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
-        return ["", shown[0], "|---" * len(rows[0]) + "|", *shown[1:]]
-
     steps = [["step", "status", "s", "measured", "expected", "read"]]
     for each in outcomes:
         cells = ["<br>".join(rows) for rows in (each.measured, each.expected, each.suspects)]
         steps.append([each.name, each.status, f"{each.seconds:.0f}", *cells])
     lines = ["# make gpu", "", *(f"- {name}: {value}" for name, value in on.items())]
-    lines += [*lines_of(table(outcomes)), *lines_of(steps)]
+    lines += [*_rows_of_page(table(outcomes)), *_rows_of_page(steps)]
     for each in outcomes:
         if each.output:
             lines += ["", f"## {each.name}: the end of its output", "", "```", each.output, "```"]
@@ -473,19 +465,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{time.monotonic() - began:.0f} s; now alone, {len(benches)} benchmarks", flush=True)
     for outcome in run_in_turn(benches, deadline):
         note(outcome)
-    rows = table(outcomes)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    print("\n".join(_rows_of_page(table(outcomes))))
     not_run = sum(outcome.status == "not run" for outcome in outcomes)
-    verdict = "all is as expected" if not args.cpu else "all ran; of a CPU nothing is expected"
-    if not all(each.is_fine for each in outcomes):
-        verdict = "not all is as expected"
+    is_fine = all(each.is_fine for each in outcomes)
+    verdict = "all ran; of a CPU nothing is expected" if args.cpu else "all is as expected"
+    verdict = verdict if is_fine else "not all is as expected"
     page = os.path.relpath(args.out / "gpu.md")
     print(f"{verdict}, {not_run} steps not run, {time.monotonic() - began:.0f} s: {page} and .json")
-    return 0 if all(each.is_fine for each in outcomes) else 1
+    return int(not is_fine)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.ops.truth import (
 pytestmark = pytest.mark.gpu
 
 CANARY = 7.0
+HALVES = (torch.float16, torch.bfloat16)
 SCALES = [1.0, 0.25, -1.5, 0.3]
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a busy stream: far more than a call takes that does not wait."""
@@ -77,33 +78,18 @@ def test_every_dtype_pair_has_the_bits_of_the_reference(
         for scale in SCALES:
             srcs = [random_values(numel, src_dtype) for numel in numels]
             check_pack(cuda, srcs, segs, dtype, scale)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
-def test_sources_and_outputs_may_start_anywhere(
-    cuda: torch.device, src_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
     numels = [3, 5000, 17, 2600]
     srcs = [random_values(numel, src_dtype) for numel in numels]
-    for shift in range(1, 8):
+    for shift in range(1, 8):  # Sources and outputs may start anywhere.
         check_pack(cuda, srcs, concatenate(numels, 16), dtype, src_shift=shift)
         check_pack(cuda, srcs, concatenate(numels), dtype, out_offset=shift)
-
-
-@pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_value_widens_exactly(cuda: torch.device, src_dtype: torch.dtype) -> None:
-    src = every_16_bit_value(src_dtype)
-    for dtype in DTYPES:
+    special = []
+    if src_dtype in HALVES:
+        special.append(every_16_bit_value(src_dtype))
+    if src_dtype == torch.float32 and dtype in HALVES:
+        special.append(around_the_middle_of_two(dtype))
+    for src in special:
         check_pack(cuda, [src], concatenate([src.numel()]), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_values_between_two_16_bit_values_round_to_even(
-    cuda: torch.device, dtype: torch.dtype
-) -> None:
-    src = around_the_middle_of_two(dtype)
-    check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 449, 2000, 4001, 10_000])

@@ -16,6 +16,7 @@ from torch import Tensor
 from layerzero import CollectiveError
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.records import REASONS
+from tests.harness.ranks import of_all_ranks
 
 HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """Whether layerzero's optimizers have the bits of torch's fused ones: else torch's arithmetic is
@@ -151,8 +152,7 @@ def assert_same_parameters(
 
 def assert_same_on_all_ranks(value: Any, what: str = "value") -> None:
     """Collective over the default group. Tensors are compared bitwise, anything else by `==`."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = of_all_ranks(value)
     for rank, other in enumerate(values):
         where = f"{what} of rank {rank} against that of rank 0"
         if isinstance(value, Tensor):

@@ -22,9 +22,9 @@ def loss_of(output: Any) -> Tensor:
     """The sum over all tensors in `output` that require grad of their mean square, in float32 at
     least."""
     losses = [
-        (unsharded.to(torch.promote_types(unsharded.dtype, torch.float32)) ** 2).mean()
-        for unsharded in tensors_of(output)
-        if unsharded.requires_grad
+        (each.to(torch.promote_types(each.dtype, torch.float32)) ** 2).mean()
+        for each in tensors_of(output)
+        if each.requires_grad
     ]
     return torch.stack(losses).sum()
 
@@ -32,17 +32,12 @@ def loss_of(output: Any) -> Tensor:
 def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    inside: Any = value if isinstance(value, (list, tuple)) else ()
     if isinstance(value, Mapping):
-        return [unsharded for item in value.values() for unsharded in tensors_of(item)]
-    if isinstance(value, (list, tuple)):
-        return [unsharded for item in value for unsharded in tensors_of(item)]
-    if dataclasses.is_dataclass(value):
-        return [
-            unsharded
-            for each in dataclasses.fields(value)
-            for unsharded in tensors_of(getattr(value, each.name))
-        ]
-    return []
+        inside = value.values()
+    elif dataclasses.is_dataclass(value):
+        inside = vars(value).values()
+    return [tensor for item in inside for tensor in tensors_of(item)]
 
 
 class Block(nn.Module):

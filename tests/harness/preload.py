@@ -94,27 +94,5 @@ def _gather_in_huge_pages() -> None:
         libc.madvise(address, _HUGE_NBYTES, _COLLAPSE)
 
 
-def _use_up_free_memory() -> None:
-    """Take what is free in between the memory of the imports, and keep it.
-
-    Else a rank's first allocations are there, each on another page, which the rank has to copy: of
-    a small test's 7,900 pages 1,150.
-    """
-    libc = ctypes.CDLL(None)
-    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
-    end = libc.sbrk(0)
-    nbytes = 120 << 10  # From 128 KB on malloc has a mapping for each.
-    while nbytes >= 24:
-        while (address := libc.malloc(nbytes)) + nbytes < end:
-            pass
-        libc.free(address)
-        nbytes = nbytes * 9 // 10 if nbytes > 1024 else nbytes - 16
-
-
-if sys.platform == "linux":
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        _use_up_free_memory()
 with contextlib.suppress(OSError, AttributeError):
     _gather_in_huge_pages()

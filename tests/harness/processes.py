@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.harness.ranks import context, server_finds_the_repository
+from tests.harness.ranks import context, redirect_output, server_finds_the_repository
 
 
 def call_alone(
@@ -60,13 +60,7 @@ def _run_script(path: str, arguments: tuple[str, ...]) -> None:
 def _main(
     outputs: list[Path], cwd: Path, environment: dict[str, str], fn: Callable[..., Any], args: Any
 ) -> None:
-    for number, path in enumerate(outputs, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, number)
-        os.close(file)
-    # In the order in which programs that it starts write to the same files.
-    sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    redirect_output(*outputs)
     os.chdir(cwd)
     os.environ.update(environment)
     fn(*args)

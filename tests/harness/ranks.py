@@ -47,6 +47,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -91,8 +92,10 @@ def run_ranks(
         AssertionError: a rank raised, died, hung, or did not end as expected. It tells for each
             rank its state, exit code, traceback and output.
     """
-    with Ranks(world_size, timeout, expect_exit) as group:
-        return group.call(fn, *args, timeout=timeout, in_float64=in_float64)
+    group = Ranks(world_size, timeout, expect_exit)
+    values = group.call(fn, *args, timeout=timeout, in_float64=in_float64)
+    group.close()
+    return values
 
 
 def on_ranks(
@@ -181,7 +184,6 @@ class Ranks:
         timeout: float = 60.0,
         expect_exit: Mapping[int, int] | None = None,
     ) -> None:
-        expected = dict(expect_exit or {})
         self.closed = False
         self._what = "nothing"  # which function was called last
         self._members: list[_Rank] = []
@@ -190,19 +192,10 @@ class Ranks:
             with server_finds_the_repository():
                 for rank in range(world_size):
                     start = _Start(rank, world_size, timeout, self._folder.name)
-                    self._members.append(_Rank(start, expected.get(rank)))
+                    self._members.append(_Rank(start, (expect_exit or {}).get(rank)))
         except BaseException:
             self._end()
             raise
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._end()
 
     def call(
         self,
@@ -214,10 +207,10 @@ class Ranks:
     ) -> list[Any]:
         """Call `fn(*args, **arguments)` on each rank; see `run_ranks`."""
         self._what = f"{fn.__module__}.{fn.__qualname__}"
-        payload = pickle.dumps((fn, args, dict(arguments or {}), in_float64))
         try:
+            payload = pickle.dumps((fn, args, dict(arguments or {}), in_float64))
             for member in self._members:
-                member.call(payload, timeout)
+                member.send(pickle.dumps((timeout, payload)))
             _wait_for_functions(self._members, timeout)
         except BaseException:
             self._end()
@@ -297,14 +290,16 @@ class _Rank:
     def __init__(self, start: _Start, expected_exit: int | None) -> None:
         self.start = start
         self.output = ""
-        self.settled_at = 0.0  # when its function ended; 0.0 while it runs
+        self.settled_at = 0.0
+        """When its function ended; 0.0 while it runs."""
+        self.failed = False
         self._expected_exit = expected_exit
         self._outcome = "running"
-        self._failed = False
         self._traceback = ""
         self._value: bytes | None = None
         self._output_read = 0  # bytes of earlier functions
-        self._connection, child = context.Pipe()
+        self.connection, child = context.Pipe()
+        """Readable when the rank has something to say, or is dead."""
         self._process = context.Process(
             target=_rank_main, args=(start, child), name=f"rank {start.rank}", daemon=True
         )
@@ -316,46 +311,31 @@ class _Rank:
         finally:
             child.close()  # else the pipe of a dead rank would stay open here
 
-    @property
-    def failed(self) -> bool:
-        return self._failed
-
-    @property
-    def running(self) -> bool:
-        return not self.settled_at
-
-    @property
-    def connection(self) -> Connection:
-        """Readable when the rank has something to say, or is dead."""
-        return self._connection
-
-    def call(self, payload: bytes, timeout: float) -> None:
-        """Start a function."""
-        self.settled_at, self._outcome, self._value = 0.0, "running", None
+    def send(self, message: bytes) -> None:
+        """What to call; or nothing, to let it leave (Note [A rank's life])."""
+        if message:
+            self.settled_at, self._outcome, self._value = 0.0, "running", None
         with contextlib.suppress(OSError):  # it is gone, which `receive` finds
-            self._connection.send_bytes(pickle.dumps((timeout, payload)))
+            self.connection.send_bytes(message)
 
     def receive(self) -> None:
         """Take the rank's message, or learn that it is gone."""
+        expected = self._expected_exit
         try:
-            kind, body = pickle.loads(self._connection.recv_bytes())
+            kind, body = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self._receive_exit()
+            self._process.join(_LEAVE_S)
+            is_fine = expected is not None and self._process.exitcode == expected
+            self._settle("exited as expected" if is_fine else "died", failed=not is_fine)
             return
         if kind == "raised":
             self._traceback = body
             self._settle("raised", failed=True)
-        elif self._expected_exit is not None:
-            self._settle(f"returned instead of exiting with {self._expected_exit}", failed=True)
+        elif expected is not None:
+            self._settle(f"returned instead of exiting with {expected}", failed=True)
         else:
             self._value = body
             self._settle("returned")
-
-    def _receive_exit(self) -> None:
-        self._process.join(_LEAVE_S)
-        code = self._process.exitcode
-        expected = code is not None and code == self._expected_exit
-        self._settle("exited as expected" if expected else "died", failed=not expected)
 
     def ask_for_stacks(self) -> None:
         """Have it write the stack of each of its threads to its output."""
@@ -366,11 +346,6 @@ class _Rank:
     def hang(self, elapsed: float) -> None:
         self._settle(f"hung in the function, killed after {elapsed:.1f} s", failed=True)
         self.kill()
-
-    def release(self) -> None:
-        """Let it leave (Note [A rank's life])."""
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(b"")
 
     def leave(self, timeout: float) -> None:
         """Wait for the end of the process."""
@@ -387,7 +362,7 @@ class _Rank:
         if self._process.is_alive():
             self._process.kill()
         self._process.join(_LEAVE_S)
-        self._connection.close()
+        self.connection.close()
         self.read_output()
 
     def read_output(self) -> None:
@@ -402,7 +377,11 @@ class _Rank:
         return None if self._value is None else pickle.loads(self._value)
 
     def report(self) -> str:
-        lines = [f"--- rank {self.start.rank}: {self._outcome}, {self._exit_text()}"]
+        code = self._process.exitcode
+        ended = f"exit code {code}"
+        if code is not None and -code in {*signal.Signals}:
+            ended = f"signal {signal.Signals(-code).name}"
+        lines = [f"--- rank {self.start.rank}: {self._outcome}, {ended}"]
         if self._traceback:
             lines.append(self._traceback.rstrip())
         if self.output:
@@ -411,21 +390,13 @@ class _Rank:
 
     def _settle(self, outcome: str, failed: bool = False) -> None:
         self.settled_at = self.settled_at or time.monotonic()
-        self._outcome = outcome
-        self._failed = failed
-
-    def _exit_text(self) -> str:
-        code = self._process.exitcode
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                return f"signal {signal.Signals(-code).name}"
-        return f"exit code {code}"
+        self._outcome, self.failed = outcome, failed
 
 
 def _wait_for_functions(group: Sequence[_Rank], timeout: float) -> None:
     start = time.monotonic()
     deadline = start + timeout
-    while running := [rank for rank in group if rank.running]:
+    while running := [rank for rank in group if not rank.settled_at]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             # All stacks before the first kill, which the others could notice.
@@ -445,7 +416,7 @@ def _wait_for_functions(group: Sequence[_Rank], timeout: float) -> None:
 
 def _wait_for_exits(group: Sequence[_Rank]) -> None:
     for rank in group:
-        rank.release()
+        rank.send(b"")
     deadline = time.monotonic() + _LEAVE_S
     for rank in group:
         rank.leave(max(0.0, deadline - time.monotonic()))
@@ -454,15 +425,9 @@ def _wait_for_exits(group: Sequence[_Rank]) -> None:
 @contextlib.contextmanager
 def server_finds_the_repository() -> Iterator[None]:
     """The fork server imports its preload with the path of its environment, not with this one."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), *([before] if before else [])])
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=os.pathsep)
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 def fork_the_server() -> None:
@@ -510,7 +475,9 @@ def give_up_descriptors(keep: set[int]) -> None:
 def _rank_main(start: _Start, connection: Connection) -> None:
     """The whole life of a rank; never returns (Note [A rank's life])."""
     _share_cores_well(start)
-    _redirect_output(start.output_path)
+    redirect_output(start.output_path, start.output_path)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     exit_code = 1
     try:
         _limit_time(start.timeout)
@@ -577,16 +544,15 @@ def _share_cores_well(start: _Start) -> None:
             os.sched_setaffinity(0, {cores[(start.rank + os.getppid()) % len(cores)]})
 
 
-def _redirect_output(path: Path) -> None:
-    # Append mode: the stack dump and the streams share the file.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def redirect_output(out: Path, err: Path) -> None:
+    """Append what this process writes to files, which may be the same one."""
+    for number, path in enumerate((out, err), start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    # In the order in which others, as the dump of stacks, write to the same files.
     sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _join_group(start: _Start) -> None:

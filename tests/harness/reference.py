@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -116,21 +115,6 @@ class Terms:
             for hook in hooks:
                 hook.remove()
 
-    def gather(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        """Add the terms that the other ranks collected. Collective over `group`."""
-        zeros = [torch.zeros_like(parameter) for parameter in parameters]
-        pairs = list(zip(parameters, zeros, strict=True))
-        magnitudes = [self._magnitudes.get(parameter, zero) for parameter, zero in pairs]
-        counts = [self._counts.get(parameter, 0) for parameter in parameters]
-        parts = [torch.tensor(counts), *(each.flatten() for each in magnitudes)]
-        total = torch.cat([part.double() for part in parts])
-        dist.all_reduce(total, group=group)
-        each, *sums = total.split([part.numel() for part in parts])
-        for parameter, count, values in zip(parameters, each.tolist(), sums, strict=True):
-            if count:
-                self._counts[parameter] = int(count)
-                self._magnitudes[parameter] = values.view_as(parameter).to(parameter.dtype)
-
     def bounds(self, model: nn.Module) -> dict[str, Tensor | float]:
         """Of each gradient of the plain model, by name, however its terms are ordered."""
         return {
@@ -172,69 +156,10 @@ def backward_of_all_ranks(
             model.zero_grad(set_to_none=True)
             losses.append(run(model, batch))
             gradients.append([parameter.grad for parameter in parameters])
-    _reduce(parameters, before, gradients, scale)
-    return losses
-
-
-def backward_of_each_rank(
-    model: nn.Module,
-    batches: Sequence[Any],
-    run: RunFn = forward_backward,
-    reduction: str = "mean",
-    terms: Terms | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """`backward_of_all_ranks`, bitwise, but each rank of `group` runs its own batch alone, and they
-    exchange gradients (and `terms`, which are new). Collective; the loss of this rank's batch."""
-    assert dist.get_world_size(group) == len(batches), "one batch for each rank"
-    rank = dist.get_rank(group)
-    if len(batches) == 1:
-        return backward_of_all_ranks(model, batches, run, reduction, terms)[0]
-    parameters = list(model.parameters())
-    before = [parameter.grad for parameter in parameters]
-    scale = 1 / len(batches) if reduction == "mean" else 1.0
-    model.zero_grad(set_to_none=True)
-    with nullcontext() if terms is None else terms.collected(parameters, scale):
-        loss = run(model, batches[rank])
-    if terms is not None:
-        terms.gather(parameters, group)
-    _reduce(parameters, before, _exchanged(parameters, group), scale)
-    return loss
-
-
-def _reduce(
-    parameters: Sequence[nn.Parameter],
-    before: Sequence[Tensor | None],
-    gradients: Sequence[Sequence[Tensor | None]],
-    scale: float,
-) -> None:
-    """Add the sum over ranks of `gradients` [rank][parameter] to those `before`."""
     for parameter, old, *each in zip(parameters, before, *gradients, strict=True):
         total = functools.reduce(_add, each)
         parameter.grad = _add(old, None if total is None else total * scale)
-
-
-def _exchanged(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
-) -> list[list[Tensor | None]]:
-    """The gradients [rank][parameter] of all ranks: as bytes, after one that says which exist."""
-    own = [parameter.grad for parameter in parameters]
-    exists = torch.tensor([gradient is not None for gradient in own], dtype=torch.uint8)
-    values = [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(parameters, own, strict=True)
-    ]
-    parts = [exists, *(value.detach().reshape(-1).view(torch.uint8) for value in values)]
-    sent = torch.cat(parts)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group)
-    return [
-        [
-            part.clone().view(parameter.dtype).view(parameter.shape) if exist else None
-            for exist, part, parameter in zip(flags.tolist(), rest, parameters, strict=True)
-        ]
-        for flags, *rest in (each.split([part.numel() for part in parts]) for each in received)
-    ]
+    return losses
 
 
 def train_rank(
@@ -264,18 +189,6 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of the full gradients by original name. Collective where the model is sharded."""
     with _full(model, with_grads=True):
         return {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def full_parameters_and_gradients(
-    model: nn.Module,
-) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """`full_parameters` and `full_gradients` in one collective."""
-    with _full(model, with_grads=True):
-        named = dict(model.named_parameters())
-        return (
-            {name: _copy(parameter) for name, parameter in named.items()},
-            {name: _copy(parameter.grad) for name, parameter in named.items()},
-        )
 
 
 def _full(model: nn.Module, with_grads: bool = False) -> AbstractContextManager[Any]:

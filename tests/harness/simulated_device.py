@@ -45,9 +45,7 @@ from layerzero.watch.watchdog import Watchdog
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import (
     _ENGINE,
-    EarlyFree,
     MemoryWatch,
-    Race,
     Use,
     allocated_by,
 )
@@ -97,11 +95,12 @@ def _facts_of(func: Any) -> _Facts:
     return _Facts(name, func.is_view or name == "detach", arguments)
 
 
-def _written(facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes."""
+def _used(facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that an operator takes, and whether it writes them."""
     for position, (argument, writes) in enumerate(facts.arguments):
-        if writes:
-            yield from _tensors_in(args[position] if position < len(args) else kwargs.get(argument))
+        given = args[position] if position < len(args) else kwargs.get(argument)
+        for tensor in _tensors_in(given):
+            yield tensor, writes
 
 
 class HostWait(NamedTuple):
@@ -162,13 +161,14 @@ class SimulatedDevice(TorchDispatchMode):
         self.host_waits: list[HostWait] = []
         self.host = Host(lag, self._note_host_wait)
         self.host_stream = HostStream(self.host)
-        names = {index: "compute"}
-        computes = [
-            Stream(self.host, each, names.get(each, f"compute of device {each}"))
-            for each in range(index + 1)
-        ]
+        others = [Stream(self.host, each, f"compute of device {each}") for each in range(index)]
+        computes = [*others, Stream(self.host, index, "compute")]
         self.compute = computes[index]
         self.memory = MemoryWatch(self.host_stream)
+        self.races = self.memory.races
+        """Accesses in no order."""
+        self.early_frees = self.memory.early_frees
+        """Memory that was freed before the stream that owns it comes after all uses."""
         self._on_current_stream = on_current_stream
         self._thread = _ThreadState(computes)
         self._num_streams = num_streams
@@ -181,16 +181,6 @@ class SimulatedDevice(TorchDispatchMode):
         self.host.on_fault = self._note_fault
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._capture_stream: Stream | None = None
-
-    @property
-    def races(self) -> list[Race]:
-        """Accesses in no order."""
-        return self.memory.races
-
-    @property
-    def early_frees(self) -> list[EarlyFree]:
-        """Memory that was freed before the stream that owns it comes after all uses."""
-        return self.memory.early_frees
 
     @property
     def findings(self) -> list[str]:
@@ -239,9 +229,6 @@ class SimulatedDevice(TorchDispatchMode):
             yield
         finally:
             self._thread.index = before
-
-    def default_stream(self, device: object = None) -> Stream:
-        return self._thread.streams[self._index_of(device)][0]
 
     def current_stream(self, device: object = None) -> Stream:
         return self._thread.streams[self._index_of(device)][-1]
@@ -371,7 +358,7 @@ class SimulatedDevice(TorchDispatchMode):
         records = graph is not None and not facts.is_view
         on_host = not facts.is_view and self._runs_on_host(facts, args, kwargs)
         if graph is not None and records and not on_host:
-            graph.before(_written(facts, args, kwargs))
+            graph.before(tensor for tensor, writes in _used(facts, args, kwargs) if writes)
         result = func(*args, **kwargs)
         self._note(facts, args, kwargs, result, on_host)
         if graph is not None and records and not on_host:
@@ -406,12 +393,10 @@ class SimulatedDevice(TorchDispatchMode):
         stream.tick()
         use = self._use(name, stream)
         seen = set()
-        for position, (argument, writes) in enumerate(facts.arguments):
-            given = args[position] if position < len(args) else kwargs.get(argument)
-            for tensor in _tensors_in(given):
-                if tensor.dim() or not on_host:
-                    seen.add(tensor.untyped_storage()._cdata)
-                    self.memory.access(tensor, stream, use, stream, writes)
+        for tensor, writes in _used(facts, args, kwargs):
+            if tensor.dim() or not on_host:
+                seen.add(tensor.untyped_storage()._cdata)
+                self.memory.access(tensor, stream, use, stream, writes)
         for output in outputs:
             storage = output.untyped_storage()
             if storage._cdata not in seen:
@@ -425,13 +410,11 @@ class SimulatedDevice(TorchDispatchMode):
         if kwargs.get("device") is not None:
             return False
         found = False
-        for position, (argument, writes) in enumerate(facts.arguments):
-            given = args[position] if position < len(args) else kwargs.get(argument)
-            for tensor in _tensors_in(given):
-                if self.memory.is_on_host(tensor):
-                    found = True
-                elif tensor.dim() or writes:
-                    return False
+        for tensor, writes in _used(facts, args, kwargs):
+            if self.memory.is_on_host(tensor):
+                found = True
+            elif tensor.dim() or writes:
+                return False
         return found
 
     def _blocks_host(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -467,28 +450,19 @@ class SimulatedDevice(TorchDispatchMode):
         self.host.wait(stream.clock, what)
 
     def reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`Tensor.tolist` and `numpy`: the values are copied to the host, which waits for them."""
+        """`Tensor.tolist`, `numpy` and `cpu`: the values are copied to the host, which waits."""
 
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._is_devices(tensor):
+            is_devices = self._is_devices(tensor)
+            if is_devices:
                 self._read_and_wait(tensor, method.__name__)
             with self.paused():
-                return method(tensor, *args, **kwargs)
+                found = method(tensor, *args, **kwargs)
+                if is_devices and isinstance(found, Tensor):
+                    found = self.take_for_host(found.detach().clone(), is_pinned=False)
+            return found
 
         return read
-
-    def bringing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`Tensor.cpu`: a copy in memory of the host's, which waits for it."""
-
-        def cpu(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not self._is_devices(tensor):
-                return method(tensor, *args, **kwargs)
-            self._read_and_wait(tensor, "cpu")
-            with self.paused():
-                copy = tensor.detach().clone()
-            return self.take_for_host(copy, is_pinned=False)
-
-        return cpu
 
     def making(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`torch.tensor`: memory of the host's; on a device also a copy, which blocks the host.
@@ -727,7 +701,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
         mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),
-        mock.patch.object(Tensor, "cpu", device.bringing(Tensor.cpu)),
+        mock.patch.object(Tensor, "cpu", device.reading(Tensor.cpu)),
         mock.patch.object(Tensor, "to", device.moving(Tensor.to)),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),

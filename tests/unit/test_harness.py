@@ -121,41 +121,33 @@ def test_ranks_are_kept_until_one_fails(ranks: KeptRanks, capsys: pytest.Capture
     assert not capsys.readouterr().out
 
 
-def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
-    start = time.monotonic()
-    with pytest.raises(AssertionError) as error:
-        run_ranks(2, _rank_1_raises)
-    text = str(error.value)
-    assert "rank 1 first" in text
-    assert "rank 1: raised, exit code 1" in text
-    assert "in _rank_1_raises" in text
-    assert "ValueError: no such layer" in text
-    assert time.monotonic() - start < 30
-
-
 def test_a_rank_may_exit_on_purpose() -> None:
     assert run_ranks(2, _rank_1_exits, 7, expect_exit={1: 7}) == ["RuntimeError", None]
     assert run_ranks(2, _rank_1_is_killed, expect_exit={1: -signal.SIGKILL}) == ["alive", None]
 
 
-def test_a_rank_that_does_not_exit_as_expected_is_reported_with_its_code_and_output() -> None:
+def _error_of(*args: object, **options: object) -> str:
     with pytest.raises(AssertionError) as error:
-        run_ranks(2, _rank_1_exits, 7, expect_exit={1: 3})
-    assert "rank 1: died, exit code 7\noutput:\ngood bye" in str(error.value)
-    assert "rank 0: returned, exit code 0" in str(error.value)
-    with pytest.raises(AssertionError, match="returned instead of exiting with 3"):
-        run_ranks(2, _who_am_i, 0, expect_exit={1: 3})
+        run_ranks(*args, **options)
+    return str(error.value)
 
 
-def test_a_rank_that_is_killed_is_reported_with_the_signal() -> None:
-    with pytest.raises(AssertionError, match="rank 1: died, signal SIGKILL"):
-        run_ranks(2, _rank_1_is_killed)
+def test_each_way_to_fail_is_reported() -> None:
+    start, before = time.monotonic(), dict(os.environ)
+    text = _error_of(2, _rank_1_raises)
+    assert "rank 1 first" in text and "rank 1: raised, exit code 1" in text
+    assert "in _rank_1_raises" in text and "ValueError: no such layer" in text
+    text = _error_of(2, _rank_1_exits, 7, expect_exit={1: 3})
+    assert "rank 1: died, exit code 7\noutput:\ngood bye" in text
+    assert "rank 0: returned, exit code 0" in text
+    assert "returned instead of exiting with 3" in _error_of(2, _who_am_i, 0, expect_exit={1: 3})
+    assert "rank 1: died, signal SIGKILL" in _error_of(2, _rank_1_is_killed)
+    assert "rank 0: raised" in _error_of(1, _cannot_be_sent)
+    assert time.monotonic() - start < 30 and dict(os.environ) == before
 
 
 def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError) as error:
-        run_ranks(2, _rank_1_hangs, str(tmp_path), timeout=2)
-    text = str(error.value)
+    text = _error_of(2, _rank_1_hangs, str(tmp_path), timeout=2)
     assert "rank 1: hung in the function, killed after 2." in text
     assert "in _sleep_forever" in text
     assert "rank 0: returned, exit code 0" in text
@@ -163,13 +155,6 @@ def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_rank() -> None:
-    before = dict(os.environ)
-    with pytest.raises(AssertionError, match="rank 0: raised"):
-        run_ranks(1, _cannot_be_sent)
-    assert dict(os.environ) == before
 
 
 def test_reference_gradient_is_the_mean_over_ranks() -> None:
