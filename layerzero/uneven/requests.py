@@ -43,11 +43,6 @@ class Request(NamedTuple):
     """Arguments of `clip_grad_norm_`."""
     norm_type: float = 0.0
 
-    @classmethod
-    def of_row(cls, row: list[float]) -> Request:
-        """As a rank has sent it."""
-        return cls(*map(int, row[:3]), *row[3 : len(cls._fields)])
-
 
 OUT = Request(Kind.OUT)
 LAST = Request(Kind.LAST)

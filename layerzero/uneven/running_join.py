@@ -144,7 +144,7 @@ class RunningJoin(Extension):
         rows = self._exchange([*request, *self._optimizers.state(looks)], "a join")
         if notified is not None:
             notified.wait()
-        requests = [Request.of_row(row) for row in rows]
+        requests = [Request(*map(int, row[:3]), *row[3 : len(request)]) for row in rows]
         others = [row for row, each in zip(rows, requests, strict=True) if each != OUT]
         if request == OUT and others:
             self._optimizers.follow([row[len(request) :] for row in others])

@@ -63,8 +63,8 @@ def _batches(plan: Plan = PLAN) -> list[Tensor]:
 
 
 def _wrapped(make: Callable[[], nn.Module] = Mlp, **settings: Any) -> ZeRO3:
-    model = seeded(make).double()
-    return ZeRO3(model, auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
+    settings = {"auto_wrap_policy": {Block}, "timeout": TIMEOUT} | settings
+    return ZeRO3(seeded(make).double(), **settings)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -565,18 +565,15 @@ def test_what_cannot_join_is_refused() -> None:
 
 def _tensor_parallel() -> ZeRO3:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    inner = seeded(Mlp)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(inner.blocks[0], mesh["tp"], plan)
-    return ZeRO3(inner, process_group=mesh["dp"], auto_wrap_policy={Block}, timeout=TIMEOUT)
+    split = functools.partial(parallelize_module, device_mesh=mesh["tp"], parallelize_plan=plan)
+    return _wrapped(lambda: split(Block()), process_group=mesh["dp"])
 
 
 def _with_experts() -> ZeRO3:
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))["edp"]
-    inner = seeded(Mlp)
-    inner.experts = nn.ModuleDict({str(dist.get_rank()): Block()})
-
-    def policy(module: nn.Module, fqn: str) -> Any:
-        return {"process_group": alone} if "experts." in fqn else isinstance(module, Block)
-
-    return ZeRO3(inner, auto_wrap_policy=policy, timeout=TIMEOUT)
+    group = {"process_group": alone}
+    return _wrapped(
+        lambda: nn.ModuleDict({str(dist.get_rank()): Block(), "shared": Block()}),
+        auto_wrap_policy=lambda part, fqn: group if fqn.isdigit() else isinstance(part, Block),
+    )

@@ -34,6 +34,7 @@ from tests.harness.optional_runs import (
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
+from tests.harness.reference import seeded
 from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
@@ -89,43 +90,32 @@ def test_every_pattern_of_three_regions_is_one_process_to_the_bit(
             run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
 
 
-class TwoOrders(nn.Module):
+class Recomputed(Routed):
     """A required block, and two that a checkpoint runs in the order of the sample."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.text, self.first, self.second = Block(), Block(), Block()
-
     def forward(self, sample: tuple[Tensor, str]) -> Tensor:
-        x, order = self.text(sample[0]), sample[1]
-        return checkpoint(self._run, x, order, use_reentrant=False) if order else x
-
-    def _run(self, x: Tensor, order: str) -> Tensor:
-        for name in order.split():
-            x = getattr(self, name)(x)
-        return x
+        x, route = self.blocks[0](sample[0]), sample[1]
+        return checkpoint(super().forward, x, route, use_reentrant=False) if route else x
 
 
 @on_ranks(2)
 def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
-    """Only the second block is a unit: where the first one runs last, the checkpoint recomputes
+    """Only block 2 is a unit that ranks skip: where block 1 runs last, the checkpoint recomputes
     before the gradient of any unit's output."""
-    torch.manual_seed(0)
-    model: Any = Model(TwoOrders(), {"text", "second"}, ["second"])
+    model: Any = Model(seeded(Recomputed), {"blocks.0", "blocks.2"}, ["blocks.2"])
     run: Any = Run(model, torch.float32, timeout=TIMEOUT)
     generator = torch.Generator().manual_seed(0)
-    for order in ["first second"] * 3 + ["second first"] * 3:
+    for route in ["1 2"] * 3 + ["2 1"] * 3:
         rows = torch.randn(2, 2, WIDTH, generator=generator)
-        run.step(SIMPLE, [[(rows[0], ""), (rows[1], order)]], exact=True)
+        run.step(SIMPLE, [[(rows[0], ""), (rows[1], route)]], exact=True)
 
 
 class Cost(NamedTuple):
     """Of one step on this rank."""
 
-    num_exchanges: list[int]
-    """Of forward, of backward."""
-    exchanged: int
-    """Bytes that the rank sends in them."""
+    in_forward: list[int]
+    """Bytes that the rank sends in each exchange."""
+    in_backward: list[int]
     nbytes: int
     collectives: Counter[tuple[str, str]]
     """By verb and unit."""
@@ -142,35 +132,21 @@ def cost_of(model: ZeRO3, sample: Sample) -> Cost:
             loss.backward()
     named = [(each.verb, each.unit) for each in operations]
     return Cost(
-        [len(in_forward), len(in_backward)],
-        sum(in_forward + in_backward),
+        in_forward,
+        in_backward,
         sent.nbytes,
         Counter(named),
         [each for each in named[begin:] if each[0] in ("all-gather", "reduce-scatter")],
     )
 
 
-def _wrapped(model: Model, **options: Any) -> ZeRO3:
-    options = {"auto_wrap_policy": lambda _, fqn: fqn in model.units, "timeout": TIMEOUT, **options}
-    return ZeRO3(model.module, **options)
-
-
-def _regions(model: Model) -> list[nn.Module]:
-    modules = dict(model.module.named_modules())
-    return [modules[name] for name in model.optional]
-
-
-EXCHANGE_NBYTES = 16
-"""From one rank to another."""
-
-
 @on_ranks(2)
 def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_it() -> None:
     """Of steps whose places are known, beside those of a model without optional modules, in which
     every rank enters the region that here the second rank enters alone."""
-    model, plain = three_regions(), three_regions()
-    optional = _wrapped(model, optional_modules=_regions(model))
-    required = _wrapped(plain)
+    optional, required = (
+        three_regions().sharded(are_optional=each, timeout=TIMEOUT) for each in (True, False)
+    )
     draw = Draw()
     for _ in range(2):
         for enters in (NOBODY, EVERYBODY):
@@ -192,14 +168,14 @@ def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_
         assert cost.backward == nobody.backward + reduced, place
         # Forward: one exchange for the regions between two required units (the last two are
         # neighbours), and one to leave each region. Backward: one, at its end.
-        assert cost.num_exchanges == [2 + sum(enters), int(any(enters))], place
+        assert cost.in_forward == [16] * (2 + sum(enters)), place
         # Which gradients of these units exist ranks exchange there, in as many bytes as elsewhere,
         # and which units have any.
         apart = sum(len(h.fqns) for unit in entered for h in unit.handles)
-        in_backward = apart + len(entered)
-        assert cost.exchanged == EXCHANGE_NBYTES * cost.num_exchanges[0] + in_backward, place
+        assert cost.in_backward == ([apart + len(entered)] if entered else []), place
         second = sum(unit.nbytes // 2 for unit in entered)
-        assert cost.nbytes - truth.nbytes == cost.exchanged - apart - second, place
+        exchanged = sum(cost.in_forward + cost.in_backward)
+        assert cost.nbytes - truth.nbytes == exchanged - apart - second, place
 
 
 def _names(enters: Sequence[bool]) -> tuple[str, ...]:
@@ -218,9 +194,8 @@ def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     found = {}
     for mean, on_current_stream in (("all", False), ("participants", True)):
         with simulated_device(on_current_stream=on_current_stream) as device:
-            module = three_regions()
-            regions = {"optional_modules": _regions(module), "optional_mean": mean}
-            model = _wrapped(module, process_group=group, **regions)
+            options = {"process_group": group, "optional_mean": mean}
+            model = three_regions().sharded(timeout=TIMEOUT, **options)
             optimizer, draw = torch.optim.SGD(model.parameters(), lr=0.1), Draw()
             for _ in range(2):
                 for name, pattern in patterns.items():

@@ -186,6 +186,16 @@ class Model:
         regions = [region for slot in self.module.all_slots for region in slot.regions]
         return len(regions) > len(set(regions))
 
+    def sharded(self, are_optional: bool = True, **settings: Any) -> ZeRO3:
+        module = copy.deepcopy(self.module)
+        modules = dict(module.named_modules())
+        return ZeRO3(
+            module,
+            auto_wrap_policy=lambda _, fqn: fqn in self.units,
+            optional_modules=[modules[name] for name in self.optional if are_optional],
+            **settings,
+        )
+
 
 def random_model(rng: random.Random) -> Model:
     apart = random.Random(str(rng.getstate()))
@@ -331,22 +341,10 @@ SIMPLE = Plan(((1,),), in_flight=False, clips=False)
 class Run:
     """A model, sharded, and its twin, which one process trains on the batches of all ranks."""
 
-    def __init__(
-        self,
-        model: Model,
-        dtype: torch.dtype = torch.float64,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: Model, dtype: torch.dtype, **settings: Any) -> None:
         self.twin = model.module.to(dtype)
-        module = copy.deepcopy(self.twin)
-        modules = dict(module.named_modules())
         self.mean = settings.get("optional_mean", "all")
-        self.model = ZeRO3(
-            module,
-            auto_wrap_policy=lambda _, fqn: fqn in model.units,
-            optional_modules=[modules[name] for name in model.optional],
-            **settings,
-        )
+        self.model = model.sharded(**settings)
         self._optimizers = [
             torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9)
             for each in (self.model, self.twin)
@@ -414,25 +412,22 @@ class Run:
             self.model(samples[self._rank])
 
     def _backward(self, plan: Plan, samples: list[Sample]) -> list[Tensor]:
-        losses, queue = [], iter(samples)
-        waiting: list[tuple[Tensor, bool]] = []
-
-        def run(loss: Tensor, is_last: bool) -> None:
-            with contextlib.nullcontext() if is_last else self.model.no_sync():
-                loss.backward()
-
+        losses, waiting, queue = [], list[tuple[Tensor, bool]](), iter(samples)
         for event in plan.events:
             for place, count in enumerate(event):
                 parts = [loss_of(self.model(next(queue))) for _ in range(count)]
                 losses += [part.detach() for part in parts]
-                loss = torch.stack(parts).sum()
-                if plan.in_flight:
-                    waiting.append((loss, place + 1 == len(event)))
-                else:
-                    run(loss, place + 1 == len(event))
-        for loss, is_last in waiting:
-            run(loss, is_last)
+                waiting.append((torch.stack(parts).sum(), place + 1 == len(event)))
+                if not plan.in_flight:
+                    self._run(waiting)
+        self._run(waiting)
         return losses
+
+    def _run(self, waiting: list[tuple[Tensor, bool]]) -> None:
+        while waiting:
+            loss, syncs = waiting.pop(0)
+            with contextlib.nullcontext() if syncs else self.model.no_sync():
+                loss.backward()
 
     def _backward_of_all(self, plan: Plan, samples: Sequence[Sequence[Sample]]) -> list[Tensor]:
         """Losses of this rank's samples; `.grad` of the twin are those of all ranks'."""
