@@ -69,7 +69,16 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 @on_ranks(3)
 def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it() -> None:
-    model, plain = zero3(OddShapes, nn.Sequential), seeded(OddShapes)
+    def build() -> nn.Module:
+        model = OddShapes()
+        model.shift.tensor_model_parallel = True
+        return model
+
+    model, plain = zero3(build, nn.Sequential), seeded(build)
+    marked = [p for p in model.parameters() if hasattr(p, "tensor_model_parallel")]
+    assert len(marked) == 1 and marked[0] is model.shift
+    with model.summon_full_params():
+        assert model.shift.tensor_model_parallel, "attributes are there, too"
     pairs = zip(model.parameters(), plain.named_parameters(), strict=True)
     for own, (name, full) in pairs:
         info = own.layerzero
@@ -78,25 +87,6 @@ def test_a_shard_is_its_range_of_the_flattened_original_and_ranges_tile_it() -> 
         ranges = [(start, stop) for start, stop in of_all_ranks(info.range) if start < stop]
         borders = [0, *(stop for _, stop in ranges)]
         assert [*itertools.pairwise(borders)] == ranges and borders[-1] == full.numel(), name
-
-
-@on_ranks(2)
-def test_attributes_of_a_parameter_are_on_its_shard() -> None:
-    def build() -> nn.Module:
-        model = Mlp()
-        model.blocks[0].up.weight.tensor_model_parallel = True
-        model.blocks[0].up.weight.partition_dim = 1
-        model.head.weight.shared = True
-        return model
-
-    model = zero3(build, Block)
-    parameters = dict(model.named_parameters())
-    assert parameters["blocks.0.up.weight"].tensor_model_parallel is True
-    assert parameters["blocks.0.up.weight"].partition_dim == 1
-    assert parameters["head.weight"].shared is True
-    assert not hasattr(parameters["blocks.1.up.weight"], "tensor_model_parallel")
-    with model.summon_full_params():
-        assert dict(model.named_parameters())["head.weight"].shared is True
 
 
 @on_ranks(2)

@@ -30,7 +30,7 @@ from tests.distributed.test_experts import (
 )
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_where_present
-from tests.harness.ranks import on_ranks, run_ranks
+from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     backward_of_all_ranks,
@@ -157,9 +157,7 @@ def _ways(folder: str) -> Any:
         dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/local")
 
     # What another rank has is not taken for one's own.
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, values)
-    theirs = everyone[dist.get_rank() ^ 1]
+    theirs = of_all_ranks(values)[dist.get_rank() ^ 1]
     before = checkpoint.get_model_state_dict(fresh, full=True)
     own, other = _own(2)[0], 2 - _own(2)[0]
     message = (
@@ -167,10 +165,10 @@ def _ways(folder: str) -> Any:
     )
     with pytest.raises(RuntimeError, match=f"(?s){message}"):
         fresh.load_state_dict(theirs)
-    for expert in range(2):
-        name = f"layers.0.experts.each.{_own(2)[expert]}.up.weight"
-        value = checkpoint.get_model_state_dict(fresh, full=True)[name]
-        assert_bitwise(value, before[name], name)
+    after = checkpoint.get_model_state_dict(fresh, full=True)
+    for expert in _own(2):
+        name = f"layers.0.experts.each.{expert}.up.weight"
+        assert_bitwise(after[name], before[name], name)
     return values, states
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,6 +39,7 @@ from tests.harness.captured_steps import (
     Program,
     draw_alike,
 )
+from tests.harness.checks import assert_bitwise, named
 from tests.harness.fake_ranks import run_fake_ranks, run_mirrored
 from tests.harness.internals import root_state
 from tests.harness.plain_backend import make_plain_group
@@ -54,16 +55,6 @@ class Run(NamedTuple):
     weights: list[Tensor]
     captured: list[CapturedStep | OwnGraph]
     device: SimulatedDevice
-
-    def differs_from(self, other: Run) -> str:
-        for what in ("values", "weights"):
-            own, others = getattr(self, what), getattr(other, what)
-            if len(own) != len(others):
-                return f"{what}: {len(own)} instead of {len(others)}"
-            pairs = zip(own, others, strict=True)
-            if places := [n for n, (a, b) in enumerate(pairs) if not torch.equal(a, b)]:
-                return f"{what}: {places[:3]} of {len(own)} differ"
-        return ""
 
 
 def run(
@@ -95,25 +86,25 @@ def run(
     return Run(values, weights, captured, device)
 
 
-def _wrong(
+def _check(
     cases: list[tuple[str, dict[str, Any], str]],
     steps: int,
     is_alone: bool = False,
     by: str = "capture",
-) -> list[str]:
-    """What is wrong with programs, each in a setting."""
+) -> None:
+    """Programs, each in a setting, as graphs have the bits of eager steps."""
     group = None if is_alone else make_plain_group(timedelta(seconds=60))
-    wrong = []
     for name, arguments, program in cases:
-        function = (PROGRAMS | OWN_PROGRAMS)[program]
-        eager = run(function, "", steps, group, **arguments)
-        graphs = run(function, by, steps, group, **arguments)
-        found = [graphs.differs_from(eager), *sorted(set(graphs.device.graph_faults))]
-        found += graphs.device.findings
-        if not all(each.num_replays for each in graphs.captured):
-            found.append("a step was not replayed")
-        wrong += [f"{name}, {program}: {each}" for each in found if each]
-    return wrong
+        with named(name, program):
+            function = (PROGRAMS | OWN_PROGRAMS)[program]
+            eager = run(function, "", steps, group, **arguments)
+            graphs = run(function, by, steps, group, **arguments)
+            for what in ("values", "weights"):
+                pairs = zip(getattr(graphs, what), getattr(eager, what), strict=True)
+                for number, pair in enumerate(pairs):
+                    assert_bitwise(*pair, f"{what}[{number}]")
+            assert not graphs.device.graph_faults and not graphs.device.findings
+            assert all(each.num_replays for each in graphs.captured)
 
 
 NAMES, OWN_NAMES = [*PROGRAMS], [*OWN_PROGRAMS]
@@ -128,8 +119,7 @@ def _cases(names: list[str], settings: dict[str, dict[str, Any]]) -> list[Any]:
 def test_replays_have_the_bits_of_eager_steps() -> None:
     """Each program, and each setting with one of them."""
     cases = [("default", {}, name) for name in NAMES] + _cases(NAMES, SETTINGS)
-    wrong = run_mirrored(0, 2, _wrong, cases, 9, True, timeout=300)
-    assert not wrong, "\n".join(wrong)
+    run_mirrored(0, 2, _check, cases, 9, True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +135,7 @@ def test_graphs_that_a_program_makes_have_the_bits_of_eager_steps(
     for name, arguments in settings.items():
         if "arena" in name:
             cases += [(name, arguments, own) for own in ("train_and_evaluate", "two_towers")]
-    wrong = run_mirrored(0, world_size, _wrong, cases, 9, True, "graph", timeout=300)
-    assert not wrong, "\n".join(wrong)
+    run_mirrored(0, world_size, _check, cases, 9, True, "graph", timeout=300)
 
 
 def test_replays_on_real_ranks_have_the_bits_of_eager_steps(
@@ -156,8 +145,7 @@ def test_replays_on_real_ranks_have_the_bits_of_eager_steps(
     of a graph that the program makes."""
     few = [("default", {}, "train_and_evaluate"), ("bfloat16", SETTINGS["bfloat16"], NAMES[1])]
     if not in_full:
-        for wrong in ranks(2, _wrong, few, 8):
-            assert not wrong, "\n".join(wrong)
+        ranks(2, _check, few, 8)
         return
     for world_size, settings in ((2, SETTINGS), (4, LAYERED)):
         for place, (name, arguments) in enumerate(settings.items()):
@@ -165,8 +153,7 @@ def test_replays_on_real_ranks_have_the_bits_of_eager_steps(
             programs = {"capture": ["accumulation", *others], "graph": OWN_NAMES[place % 7 :][:1]}
             for by, each in programs.items():
                 cases = [(name, arguments, program) for program in each]
-                for wrong in ranks(world_size, _wrong, cases, 100, False, by, timeout=500):
-                    assert not wrong, "\n".join(wrong)
+                ranks(world_size, _check, cases, 100, False, by, timeout=500)
 
 
 def _forgets_a_stream(device: Any, x: Tensor) -> None:
@@ -303,37 +290,21 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = [
 """What a graph cannot contain, how a model is built with it, and a step."""
 
 
-def _error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def _refused() -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_what_a_graph_cannot_contain_is_refused_before() -> None:
     """By `layerzero.capture`, and by a forward in a graph that the program makes."""
-    by_capture, by_forward = [], []
-    for _, arguments, step in REFUSED:
-        group = make_plain_group(timedelta(seconds=60))
-        with simulated_device() as device:
+    for reason, arguments, step in REFUSED:
+        group, text = make_plain_group(timedelta(seconds=60)), f"a graph cannot contain {reason}$"
+        with simulated_device() as device, named(reason):
             model = wrapped(group, **arguments)
-            once = layerzero.capture(functools.partial(step, model))
-            by_capture.append(_error_of(once).split("a graph cannot contain ")[-1])
-            with device.graph(device.CUDAGraph()) as graph:
-                refused = _error_of(functools.partial(model, SAMPLE))
+            with pytest.raises(RuntimeError, match=text):
+                layerzero.capture(functools.partial(step, model))()
+            fails: Any = pytest.raises(RuntimeError, match=f"the root unit: {text}")
+            if step is _with_a_scaler:  # None of the model's: torch's own error is of its step.
+                fails = nullcontext()
+            with device.graph(device.CUDAGraph()), fails:
+                model(SAMPLE)
             assert not device.graph_faults, "nothing was recorded"
-            assert refused != "nothing" or step is _with_a_scaler, graph
-            by_forward.append(refused.split("the root unit: a graph cannot contain ")[-1])
-    return by_capture, by_forward
-
-
-def test_what_a_graph_cannot_contain_is_refused_before(ranks: KeptRanks) -> None:
-    reasons = [reason for reason, _, _ in REFUSED]
-    for by_capture, by_forward in ranks(2, _refused):
-        assert by_capture == reasons
-        # A scaler is none of the model's: torch's own error comes from its step.
-        assert by_forward == [*reasons[:-1], "nothing"]
 
 
 @on_ranks(2)
@@ -373,9 +344,9 @@ def test_work_on_side_streams_is_in_the_graph_of_its_pass() -> None:
         assert not device.graph_faults
 
 
-def _steps_in_a_graph() -> list[str]:
-    errors = []
-    for make in (AdamW, functools.partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD)):
+def _step_in_a_graph() -> None:
+    whole = functools.partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD)
+    for name, make in {"AdamW": AdamW, "WholeTensorOptimizer": whole}.items():
         with simulated_device() as device:
             model = wrapped()
             optimizer = make(model.parameters(), lr=0.1)
@@ -384,18 +355,14 @@ def _steps_in_a_graph() -> list[str]:
             model.zero_grad()
             with device.graph(device.CUDAGraph()):
                 _train_on(model)
-                errors.append(_error_of(optimizer.step).split(" this step")[0])
+                with pytest.raises(RuntimeError, match=f"{name}.step: a graph would repeat the r"):
+                    optimizer.step()
             assert not device.graph_faults
             model.zero_grad()
-    return errors
 
 
 def test_native_optimizers_refuse_to_step_in_a_graph() -> None:
-    [errors] = run_fake_ranks([0], 2, _steps_in_a_graph)
-    assert errors == [
-        f"{name}.step: a graph would repeat the rate of"
-        for name in ("AdamW", "WholeTensorOptimizer")
-    ]
+    run_fake_ranks([0], 2, _step_in_a_graph)
 
 
 @contextmanager
@@ -438,7 +405,8 @@ def test_a_sample_is_checked() -> None:
     del model
 
 
-def _names_of_replays() -> list[str]:
+@on_ranks(2)
+def test_the_watchdog_knows_a_replay_by_its_name() -> None:
     group = make_plain_group(timedelta(seconds=60))
     with simulated_device():
         model = wrapped(group)
@@ -454,8 +422,5 @@ def _names_of_replays() -> list[str]:
         issued = mock.MagicMock(**{"__bool__.return_value": False})  # Its thread takes none out.
         with mock.patch.object(watchdog, "issued", issued):
             train()
-    return [call.args[0].name.split(" (")[0] for call in issued.append.call_args_list]
-
-
-def test_the_watchdog_knows_a_replay_by_its_name(ranks: KeptRanks) -> None:
-    assert ranks(2, _names_of_replays) == [["replay of partial"]] * 2
+    [call] = issued.append.call_args_list
+    assert call.args[0].name.split(" (")[0] == "replay of partial"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from layerzero import ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import load, save, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
@@ -277,6 +277,12 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
                 part.angles.fill_(1)
         assert_bitwise(model(x), expected, "output")
         assert not model._root_state.has_forward_checks
+    # A buffer that is cast is missed as well.
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = ZeRO3(on_meta(Tables), param_init_fn="later", mixed_precision=low)
+    model.load_state_dict(whole)
+    with pytest.raises(RuntimeError, match=r"'first.angles', which checkpoints omit, has no"):
+        model(x)
     # One shard of one parameter, which one rank has, is missing; also where NaNs have few bits.
     for dtype in (torch.float32, torch.bfloat16):
         plain, x = seeded(Mlp).to(dtype), x.to(dtype)

@@ -272,10 +272,15 @@ def test_the_managers_options_go_to_every_model() -> None:
             assert [unit.fqn for unit in units(model)] == ["", "mlp"]
             # The optimizer's weights are float32 even where dp x cp is one rank.
             assert {sharded_param.dtype for sharded_param in model.parameters()} == {torch.float32}
-            seen = []
-            model.mlp.up.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight))
-            model(torch.arange(8).view(2, 4))
-            assert seen[0].dtype == torch.bfloat16
+            seen: list[Tensor] = []
+            for part in model.modules():
+                if hasattr(part, "weight"):
+                    part.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight))
+            model(torch.arange(8).view(2, 4)).backward()
+            assert len(seen) == 6 and {weight.dtype for weight in seen} == {torch.bfloat16}
+            assert {isinstance(weight, DTensor) for weight in seen} == {manager.sizes.tp > 1}
+            gradients = {p.grad.dtype for p in model.parameters() if p.requires_grad}
+            assert gradients == {torch.float32}
             placement = inner_units(model)[0].handles[0].placement
             assert placement.shard_group.size == 1
             assert placement.num_ranks == manager.data_mesh.size()

@@ -9,6 +9,7 @@ import pickle
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,9 +104,6 @@ class Stubborn(nn.Module):
 
     def set_extra_state(self, state: int) -> None:
         self.told.append(f"extra {state}")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x))
 
 
 @on_ranks(2)
@@ -264,10 +262,8 @@ def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
         lambda model: model.blocks[1].to(torch.float32),
         lambda model: model.type(torch.float32),
     ]
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    try:
-        for swap in (False, True):
-            torch.__future__.set_swap_module_params_on_conversion(swap)
+    for swap in (False, True):
+        with mock.patch.object(torch.__future__, "_swap_module_params_on_conversion", swap):
             model, plain = zero3(Mlp, Block), seeded(Mlp)
             sharded_params = list(model.parameters())
             for convert in refused:
@@ -281,8 +277,6 @@ def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
             assert all(hasattr(sharded_param, "layerzero") for sharded_param in sharded_params)
             assert_bitwise(model(x), plain(x), f"after conversions, swap={swap}")
             assert_trains_alike(model, plain, batches_of(CASES["mlp"], 2, steps=1))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 @on_ranks(1)
@@ -302,22 +296,16 @@ def test_hooks_registered_on_the_wrapper_run() -> None:
     assert_bitwise(model.calls[0], plain.calls[0], "a backward hook on the wrapper")
 
 
-class _Looks(nn.Module):
-    """Records where its input is; its own block gets a tensor of another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.seen: list[tuple[str, ...]] = []
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        self.seen.append(tuple(each.device.type for each in batch.values()))
-        return self.block(torch.ones(3, WIDTH))
-
-
 @on_ranks(2)
 def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
-    model = zero3(_Looks, Block)
+    model, seen = zero3(Configured, Block), []
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        """Its own block gets a tensor of another device."""
+        seen.append(tuple(each.device.type for each in batch.values()))
+        return model.block(torch.ones(3, WIDTH))
+
+    model.module.forward = forward
     root = root_state(model)
     assert not root.moves_inputs, "a CPU's inputs are there"
     expected = model.block(torch.ones(3, WIDTH))
@@ -328,4 +316,4 @@ def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
     assert batch["tokens"].device.type == "cpu"
     root.moves_inputs = False
     model(batch)
-    assert model.seen == [("meta", "meta"), ("cpu", "meta")]
+    assert seen == [("meta", "meta"), ("cpu", "meta")]
