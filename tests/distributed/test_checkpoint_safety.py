@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
@@ -168,16 +167,6 @@ def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
     assert begins <= {2, 4} and (begins == {2, 4} or kinds is not CHANGE_FOLDERS)
 
 
-def _saved(root: str) -> tuple[ZeRO3, torch.optim.Optimizer, dict[str, Tensor]]:
-    """A checkpoint on the disk, and a model and optimizer with other values."""
-    model, optimizer = build()
-    train(model, optimizer, 1, 0)
-    save(root, model, optimizer, step=1, extra={"note": "x"}, max_file_size="2KB")
-    model, optimizer = build(seed=1)
-    train(model, optimizer, 1, 1)
-    return model, optimizer, get_model_state_dict(model, full=True)
-
-
 @on_ranks(2)
 def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
     """What one rank alone misreads is noticed too, also where another rank has the same shard; and
@@ -216,7 +205,10 @@ def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
 def _full_disk(root: str, store_folder: str) -> None:
     rank = dist.get_rank()
     serve_store(0, Path(store_folder))  # a file's would meet the limit below, too
-    model, optimizer, _ = _saved(root)
+    model, optimizer = build()
+    train(model, optimizer, 1, 0)
+    save(root, model, optimizer, step=1, max_file_size="2KB")
+    train(model, optimizer, 1, 1)
     state = get_model_state_dict(model, full=True)
     before = _leftovers(Path(root))
 

@@ -1,6 +1,5 @@
 """Checkpoints and state dicts where ranks have parts of a model: any split to any other."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,209 +8,207 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
     load,
     save,
     set_model_state_dict,
     set_optimizer_state_dict,
     stream_full,
 )
-from tests.distributed.test_experts import (
-    Model,
-    NamedExperts,
-    StackedExperts,
-    train,
-    wrapped,
-)
+from layerzero.optim import WholeTensorOptimizer
+from tests.distributed import test_experts as experts
 from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import KeptRanks
-from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
-from tests.harness.saved_models import assert_same, everything, values_and_states
+from tests.harness.reference import forward_backward
+from tests.harness.saved_models import Shampoo
+
+Values = dict[str, Any]
+TENSOR_PARALLEL = "tensor-parallel"
 
 
-def _build(
-    seed: int, num_tensor: int, in_sequence: bool = True, **options: Any
-) -> tuple[ZeRO3, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Llama()
-    group = None
-    if num_tensor > 1:
-        shape = (dist.get_world_size() // num_tensor, num_tensor)
+def build(kind: str, split: int, in_sequence: bool = True, **options: Any) -> ZeRO3:
+    """A model of which `split` ranks have parts: tensor-parallel, or a class of experts."""
+    if kind != TENSOR_PARALLEL:
+        return experts.wrapped(split, getattr(experts, kind), **options)
+    torch.manual_seed(0)
+    model, group = Llama(), None
+    if split > 1:
+        shape = (dist.get_world_size() // split, split)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"], in_sequence)
         group = mesh["dp"]
-    wrapped = ZeRO3(model, group, auto_wrap_policy={Block}, **options)
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.05)
+    return ZeRO3(model, group, auto_wrap_policy={Block}, **options)
 
 
-def _train(model: ZeRO3, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        # The same on all ranks: those of one tensor-parallel group must have it.
-        symbols = torch.randint(
-            VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step)
-        )
-        model(symbols).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def _adamw(model: ZeRO3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def _write(root: str, num_tensor: int, in_sequence: bool, zero3_size: int | None) -> Any:
-    model, optimizer = _build(0, num_tensor, in_sequence, zero3_size=zero3_size)
-    _train(model, optimizer)
-    save(f"{root}/ours", model, optimizer)
-    weights, state = theirs.get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
-    expected = everything(model, optimizer)
-    whole = theirs.StateDictOptions(full_state_dict=True)
-    found = theirs.get_state_dict(model, optimizer, options=whole)
-    assert_same(found, expected, "full_state_dict=True")
-    for name, value in stream_full(model, 600):
-        assert_bitwise(value, expected[0][name], name)
-    # A handing round of full values, from one rank to all.
-    other, other_optimizer = _build(5, num_tensor, in_sequence, zero3_size=zero3_size)
-    is_first = dist.get_rank() == 0
-    given, state = expected if is_first else ({}, {})
-    set_model_state_dict(other, given, broadcast_from_rank0=True)
-    set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
-    assert_same(everything(other, other_optimizer), expected, "broadcast")
-    other.load_state_dict(model.state_dict())
-    with model.summon_full_params(writeback=False):
-        for name, value in model.state_dict().items():
-            assert_bitwise(
-                value.full_tensor() if hasattr(value, "full_tensor") else value,
-                expected[0][name],
-                name,
+def _whole(model: ZeRO3) -> dict[str, torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.layerzero.ndim >= 2]
+    rest = [p for p in model.parameters() if p.layerzero.ndim < 2]
+    return {"whole": WholeTensorOptimizer(matrices, Shampoo), "rest": torch.optim.AdamW(rest)}
+
+
+def _train(kind: str, model: ZeRO3, *optimizers: torch.optim.Optimizer) -> None:
+    for step, batches in enumerate(experts.batches(2)):
+        if kind == TENSOR_PARALLEL:
+            # The same on all ranks: those of one tensor-parallel group must have it.
+            draw = torch.Generator().manual_seed(step)
+            model(torch.randint(VOCAB, (4, LENGTH + 1), generator=draw)).backward()
+        else:
+            forward_backward(model, batches[dist.get_rank()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Values:
+    """Those of the parameters of which this rank has a part, in full."""
+    return dict(get_optimizer_state_dict(model, optimizer, full=True)["state"])
+
+
+def _found(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Values, Values]:
+    return get_model_state_dict(model, full=True), _states(model, optimizer)
+
+
+def _check(found: tuple[Values, ...], expected: tuple[Values, ...], what: str) -> None:
+    """What this rank has is what is expected of all."""
+    for own, everything in zip(found, expected, strict=True):
+        assert own and own.keys() <= everything.keys(), what
+        for name, value in own.items():
+            leaves = (
+                tree_leaves(dict(sorted(each.items())) if isinstance(each, dict) else each)
+                for each in (value, everything[name])
             )
-        other.load_state_dict(model.state_dict())  # DTensors
-    assert_same(everything(other, other_optimizer), expected, "shards")
-    return expected
+            for got, wanted in zip(*leaves, strict=True):
+                if isinstance(got, Tensor):
+                    assert_bitwise(got, wanted, f"{what}: {name}")
+                else:
+                    assert got == wanted, f"{what}: {name}"
 
 
-def _read(root: str, num_tensors: list[int], expected: Any) -> None:
-    for num_tensor in num_tensors:
-        for in_sequence in (True, False)[: 1 + (num_tensor > 1)]:
-            what = f"{dist.get_world_size()} ranks, tp {num_tensor}, {in_sequence}"
-            model, optimizer = _build(1, num_tensor, in_sequence)
-            load(f"{root}/ours", model, optimizer)
-            assert_same(everything(model, optimizer), expected, what)
-            model, optimizer = _build(2, num_tensor, in_sequence)
-            tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
-            both = {
-                "model": tools.get_model_state_dict(model),
-                "optimizer": tools.get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.load(both, checkpoint_id=f"{root}/dcp")
-            tools.set_model_state_dict(model, both["model"])
-            tools.set_optimizer_state_dict(model, optimizer, both["optimizer"])
-            assert_same(everything(model, optimizer), expected, f"{what}, DCP")
-            if num_tensor <= 2:  # there are two heads
-                _train(model, optimizer, 1)
+def _write(root: str, kind: str, split: int, options: Values) -> tuple[Values, ...]:
+    model = build(kind, split, **options)
+    adamw = _adamw(model)
+    _train(kind, model, adamw)
+    save(f"{root}/ours", model, adamw)
+    weights, state = theirs.get_state_dict(model, adamw)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
+    expected = _found(model, adamw)
+    values = expected[0]
+    how = theirs.StateDictOptions(full_state_dict=True)
+    weights, state = theirs.get_state_dict(model, adamw, options=how)
+    _check((weights, state["state"]), expected, "full_state_dict=True")
+    _check((dict(stream_full(model, 600)),), (values,), "streamed")
+    # Full values go from one rank to all, shards to their own rank, DTensors, too.
+    other = build(kind, split, **options)
+    its_adamw = _adamw(other)
+    if kind == "NamedExperts":
+        for call in (
+            lambda: get_model_state_dict(model, full=True, rank0_only=True),
+            lambda: set_model_state_dict(model, values, broadcast_from_rank0=True),
+        ):
+            with pytest.raises(NotImplementedError, match="different experts"):
+                call()
+    else:
+        state = get_optimizer_state_dict(model, adamw, full=True)
+        given = (values, state) if dist.get_rank() == 0 else ({}, {})
+        set_model_state_dict(other, given[0], broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, its_adamw, given[1], broadcast_from_rank0=True)
+        _check(_found(other, its_adamw), expected, "broadcast")
+    _zero(other)
+    other.load_state_dict(model.state_dict())
+    _check((get_model_state_dict(other, full=True),), (values,), "shards")
+    with model.summon_full_params(writeback=False):
+        summoned = model.state_dict()
+        whole = {n: v.full_tensor() if type(v) is DTensor else v for n, v in summoned.items()}
+        _check((whole,), (values,), "summoned")
+        _zero(other)
+        other.load_state_dict(summoned)
+    _check((get_model_state_dict(other, full=True),), (values,), "DTensors")
+    del adamw
+    optimizers = _whole(model)
+    _train(kind, model, *optimizers.values())
+    save(f"{root}/whole", model, optimizers)
+    return *expected, _states(model, optimizers["whole"])
+
+
+def _zero(model: ZeRO3) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
+def _read(root: str, kind: str, split: int, expected: tuple[Values, ...]) -> list[set[str]]:
+    is_split_in_two_ways = kind == TENSOR_PARALLEL and split > 1
+    for in_sequence in (True, False)[: 1 + is_split_in_two_ways]:
+        what = f"{kind}: {dist.get_world_size()} ranks, split {split}, {in_sequence}"
+        for way in ("ours", "dcp"):
+            model = build(kind, split, in_sequence)
+            adamw = _adamw(model)
+            _zero(model)
+            if way == "ours":
+                load(f"{root}/ours", model, adamw)
+            else:
+                tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
+                weights = tools.get_model_state_dict(model)
+                state = tools.get_optimizer_state_dict(model, adamw)
+                dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
+                tools.set_model_state_dict(model, weights)
+                tools.set_optimizer_state_dict(model, adamw, state)
+            _check(found := _found(model, adamw), expected[:2], f"{what}, {way}")
+    del adamw
+    optimizers = _whole(model)
+    load(f"{root}/whole", model, optimizers)
+    states = _states(model, optimizers["whole"])
+    _check((states,), expected[2:], f"{what}, whole")
+    return [set(each) for each in (*found, states)]
+
+
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_tensor", "in_sequence", "zero3_size", "readers"),
+    ("kind", "num_ranks", "split", "options", "readers"),
     [
-        (2, 2, True, None, {1: [1], 4: [2]}),
-        pytest.param(4, 2, False, 1, {2: [1]}, marks=pytest.mark.slow),
-        pytest.param(3, 1, True, None, {4: [4]}, marks=pytest.mark.slow),
+        (TENSOR_PARALLEL, 2, 2, {}, [(1, 1), (4, 2)]),
+        ("NamedExperts", 4, 2, {}, [(4, 1), (4, 4), (1, 1)]),
+        ("StackedExperts", 4, 2, {}, [(4, 1), (4, 4), (1, 1)]),
+        pytest.param(
+            TENSOR_PARALLEL, 4, 2, {"in_sequence": False, "zero3_size": 1}, [(2, 1)], marks=slow
+        ),
+        pytest.param(TENSOR_PARALLEL, 3, 1, {}, [(4, 4)], marks=slow),
+        pytest.param("StackedExperts", 4, 1, {}, [(2, 2), (1, 1)], marks=slow),
     ],
 )
 def test_any_split_loads_into_any_other(
     tmp_path: Path,
+    kind: str,
     num_ranks: int,
-    num_tensor: int,
-    in_sequence: bool,
-    zero3_size: int | None,
-    readers: dict[int, list[int]],
+    split: int,
+    options: Values,
+    readers: list[tuple[int, int]],
     ranks: KeptRanks,
 ) -> None:
-    """Readers: by number of ranks, over how many a tensor is split."""
-    expected = ranks(num_ranks, _write, str(tmp_path), num_tensor, in_sequence, zero3_size)[0]
-    for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
-        assert_bitwise(value, expected[0][name], name)
-    for world_size, splits in readers.items():
-        ranks(world_size, _read, str(tmp_path), splits, expected)
-
-
-def _save(folder: str, ep: int, kind: type[nn.Module]) -> Any:
-    model, reference = wrapped(ep, kind), seeded(lambda: Model(kind))
-    optimizer = train(model, reference, 2)
-    checkpoint.save(f"{folder}/ep {ep}", model, optimizer)
-    weights, state = theirs.get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
-    values, states = values_and_states(model, optimizer)
-    assert states, "momentum"
-    whole = theirs.StateDictOptions(full_state_dict=True)
-    assert_same_parameters(theirs.get_model_state_dict(model, options=whole), values)
-    assert_same_parameters(values, full_parameters(model))
-    if kind is NamedExperts:
-        with pytest.raises(NotImplementedError, match="different experts"):
-            checkpoint.get_model_state_dict(model, full=True, rank0_only=True)
-        with pytest.raises(NotImplementedError, match="different experts"):
-            checkpoint.set_model_state_dict(model, values, broadcast_from_rank0=True)
-    if kind is StackedExperts:
-        fresh = wrapped(ep, kind)
-        given = values if dist.get_rank() == 0 else {}
-        checkpoint.set_model_state_dict(fresh, given, broadcast_from_rank0=True)
-        everything = checkpoint.get_model_state_dict(fresh, full=True)
-        assert_same_parameters(everything, values, what="broadcast")
-    fresh = wrapped(ep, kind)
-    fresh.load_state_dict(model.state_dict())
-    assert_same_parameters(checkpoint.get_model_state_dict(fresh, full=True), values)
-    return values, states
-
-
-def _load(folder: str, ep: int, eps: Sequence[int], kind: type[nn.Module], expected: Any) -> None:
-    def zeros(own_ep: int) -> tuple[ZeRO3, torch.optim.Optimizer]:
-        model = wrapped(own_ep, kind)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        return model, OPTIMIZERS["sgd_momentum"](model.parameters())
-
-    for own_ep in eps:
-        model, optimizer = zeros(own_ep)
-        checkpoint.load(f"{folder}/ep {ep}", model, optimizer)
-        _check(model, optimizer, expected, f"ep {own_ep}")
-        model, optimizer = zeros(own_ep)
-        weights, state = theirs.get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp {ep}")
-        theirs.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-        _check(model, optimizer, expected, f"ep {own_ep}, torch.distributed.checkpoint")
-
-
-def _check(model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Any, what: str) -> None:
-    for own, whole in zip(values_and_states(model, optimizer), expected, strict=True):
-        assert own
-        assert_same_parameters(own, {name: whole[name] for name in own}, what=what)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ep", "num_ranks", "own_eps"),
-    [
-        (NamedExperts, 2, 4, [1, 4]),
-        (StackedExperts, 2, 4, [1, 4]),
-        pytest.param(StackedExperts, 1, 2, [2], marks=pytest.mark.slow),
-    ],
-)
-def test_checkpoints_of_experts_load_at_any_split(
-    tmp_path: Path,
-    kind: type[nn.Module],
-    ep: int,
-    num_ranks: int,
-    own_eps: list[int],
-    ranks: KeptRanks,
-) -> None:
-    """Into one split that is coarser and one that is finer; others with `--slow`."""
-    expected: Any = ({}, {})
-    for values in ranks(4, _save, str(tmp_path), ep, kind, in_float64=True):
+    """Readers: numbers of ranks, and over how many of them the model is split."""
+    expected: tuple[Values, ...] = ({}, {}, {})
+    for values in ranks(num_ranks, _write, str(tmp_path), kind, split, options):
         for into, own in zip(expected, values, strict=True):
             into.update(own)
-    ranks(num_ranks, _load, str(tmp_path), ep, own_eps, kind, expected, in_float64=True)
-    ranks(1, _load, str(tmp_path), ep, [1], kind, expected, in_float64=True)
+    for name, value in load_file(tmp_path / "ours/step-00000000/model.safetensors").items():
+        assert_bitwise(value, expected[0][name], name)
+    for world_size, own_split in readers:
+        found = ranks(world_size, _read, str(tmp_path), kind, own_split, expected)
+        for names, own in zip(zip(*found, strict=True), expected, strict=True):
+            assert set().union(*names) == own.keys()

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.checkpoint import DeltaError, DeltaStream, Patch, apply_delta
-from tests.distributed.test_checkpoint_splits import _build as tensor_parallel
-from tests.distributed.test_experts import NamedExperts, StackedExperts
-from tests.distributed.test_experts import wrapped as with_experts
+from tests.distributed.test_checkpoint_splits import TENSOR_PARALLEL, build
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
@@ -36,7 +34,6 @@ def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def expected(model: nn.Module, dtype: torch.dtype = BF16) -> Tensors:
-    """What a receiver of this rank's model should hold."""
     full = checkpoint.get_model_state_dict(model, full=True)
     return {name: in_dtype(value, dtype) for name, value in full.items()}
 
@@ -73,12 +70,11 @@ class Receiver:
             assert patch.indices.numel(), "an empty patch"
             apply_delta(self.tensors, patch)
 
-    def round(self, what: str, is_checked: bool = True) -> list[Patch]:
+    def round(self, what: str) -> list[Patch]:
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         patches = gathered(self.stream.changes())
         self.apply(patches)
-        if is_checked:
-            self.check(what)
+        self.check(what)
         for patch in patches:  # only what changed
             old, new = (t[patch.name].reshape(-1)[patch.indices] for t in (before, self.tensors))
             assert (bits(old) != bits(new)).any(-1).all(), (
@@ -114,26 +110,15 @@ def edit(model: nn.Module, number: int) -> None:
                 parameter.data[place] = special[(at + number) % len(special)]
 
 
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"zero3_size": 1},
-    {"zero3_size": 2},
-    {"zero3_size": 2, "outer": "replicate"},
-)
-
-
 FEW = ["transformer", "tied_across_units", "mixed_dtypes", "odd_shapes"]
 
 
 def _models(names: Sequence[str]) -> None:
-    size = dist.get_world_size()
-    for number, (name, case) in enumerate((name, CASES[name]) for name in names):
-        options = OPTIONS[number % len(OPTIONS)]
-        if size % options.get("zero3_size", 1):
-            options = {}
+    for number, name in enumerate(names):
+        options = {"zero3_size": 1} if number % 2 else {}
         torch.manual_seed(number)
-        module = case.build()
-        model = ZeRO3(module, auto_wrap_policy=set(case.units) or None, **options)
+        units = set(CASES[name].units) or None
+        model = ZeRO3(CASES[name].build(), auto_wrap_policy=units, **options)
         stream = DeltaStream(model, buffers=True, patch_bytes=300 + 100 * number)
         receiver = Receiver(model, stream)
         assert not list(stream.changes()), f"{name}: nothing has changed"
@@ -144,35 +129,29 @@ def _models(names: Sequence[str]) -> None:
         assert not list(stream.changes()), f"{name}: a NaN is sent once"
 
 
-def test_receivers_follow_models_of_many_kinds(ranks: KeptRanks) -> None:
-    ranks(3, _models, FEW)
-
-
-@pytest.mark.slow
-def test_receivers_follow_any_other_model(ranks: KeptRanks) -> None:
-    ranks(3, _models, [name for name in CASES if name not in FEW])
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks()
-def test_tensor_parallel_ranks_send_each_element_once(world_size: int) -> None:
-    options: dict[str, Any] = {} if world_size == 2 else {"zero3_size": 1, "outer": "replicate"}
-    for in_sequence in (True, False):
-        model, _ = tensor_parallel(0, 2, in_sequence, **options)
-        receiver = Receiver(model, DeltaStream(model, buffers=True, patch_bytes=300))
-        change(model)
-        receiver.round(f"{in_sequence}")
+@pytest.mark.parametrize(
+    "names",
+    [FEW, pytest.param([name for name in CASES if name not in FEW], marks=pytest.mark.slow)],
+    ids=["few", "others"],
+)
+def test_receivers_follow_models_of_many_kinds(names: list[str], ranks: KeptRanks) -> None:
+    ranks(3, _models, names)
 
 
 @on_ranks(4)
-def test_experts_have_global_names() -> None:
-    for kind in (NamedExperts, StackedExperts):
-        model = with_experts(2, kind)
-        receiver = Receiver(model, DeltaStream(model))
-        if kind is NamedExperts:
+def test_parts_that_some_ranks_have_are_sent_once_under_global_names() -> None:
+    for kind, options in (
+        (TENSOR_PARALLEL, {}),
+        (TENSOR_PARALLEL, {"in_sequence": False, "zero3_size": 1, "outer": "replicate"}),
+        ("NamedExperts", {}),
+        ("StackedExperts", {}),
+    ):
+        model = build(kind, 2, **options)
+        receiver = Receiver(model, DeltaStream(model, buffers=True, patch_bytes=300))
+        if kind == "NamedExperts":
             assert len(receiver.tensors) > len(receiver.compared), "experts of other ranks"
         change(model)
-        receiver.round(kind.__name__)
+        receiver.round(kind)
 
 
 @on_ranks(1)
@@ -211,13 +190,6 @@ def test_an_element_is_sent_when_its_bits_changed() -> None:
     assert stream.snapshot_nbytes == 2 * 12
 
 
-def _round_trip(model: nn.Module, stream: DeltaStream, tensors: Tensors, what: str) -> None:
-    for patch in gathered(stream.changes()):
-        apply_delta(tensors, patch)
-    for name, value in expected(model).items():
-        assert_bitwise(tensors[name], value, f"{what}: {name}")
-
-
 @on_ranks(2)
 def test_an_interrupted_round_is_repeated() -> None:
     torch.manual_seed(0)
@@ -251,69 +223,39 @@ def test_an_interrupted_round_is_repeated() -> None:
                 )
 
 
-def _between_rounds(folder: str) -> None:
+@on_ranks(2)
+def test_rounds_survive_edits_loads_and_resharding(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block}, zero3_size=None)
     stream = DeltaStream(model)
-    tensors = {name: torch.zeros_like(value) for name, value in expected(model).items()}
-    whole = gathered(stream.full())
-    assert "blocks.2.up.weight" not in {patch.name for patch in whole}, "it is tied"
-    for patch in whole:
-        apply_delta(tensors, patch)
-    _round_trip(model, stream, tensors, "full")
+    receiver = Receiver(model, stream)
+    assert receiver.aliases == {"blocks.2.up.weight": "blocks.0.up.weight"}, "it is tied"
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    checkpoint.save(folder, model, step=1)
+    checkpoint.save(tmp_path, model, step=1)
     train(model, optimizer, 1)
-    _round_trip(model, stream, tensors, "trained")
-    late = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    receiver.round("trained")
     train(model, optimizer, 1)
-    for patch in gathered(stream.full()):  # before the round: values of now
-        apply_delta(late, patch)
-    for name, value in expected(model).items():
-        assert_bitwise(late[name], value, f"late: {name}")
-    checkpoint.load(folder, model)  # back to where the snapshot was not
-    patches = gathered(stream.changes())
-    for receiver in (tensors, late):
-        for patch in patches:
-            apply_delta(receiver, patch)
-        for name, value in expected(model).items():
-            assert_bitwise(receiver[name], value, f"loaded: {name}")
+    late = Receiver(model, stream)  # before the round: values of now
+    checkpoint.load(tmp_path, model)  # back to where the snapshot was not
+    late.apply(receiver.round("loaded"))
+    late.check("loaded")
     full = checkpoint.get_model_state_dict(model, full=True)
     model.load_state_dict({name: value + 1 for name, value in full.items()})
-    _round_trip(model, stream, tensors, "load_state_dict")
+    receiver.round("load_state_dict")
     with model.summon_full_params():
         model.blocks[1].up.weight.data[2].mul_(3)
         with pytest.raises(RuntimeError, match="summon_full_params"):
             stream.changes()
-    _round_trip(model, stream, tensors, "summon_full_params")
-    # The weight moves to another unit, and so to other ranks.
-    model.blocks[1].up = nn.Linear(*reversed(model.blocks[1].up.weight.layerzero.shape))
+    receiver.round("summon_full_params")
+    # No longer tied, the first block's weight moves to another unit, and so to other ranks.
+    model.blocks[2].up = nn.Linear(*reversed(model.blocks[2].up.weight.layerzero.shape))
     rewrap(model)
+    receiver.tensors["blocks.2.up.weight"] = receiver.tensors["blocks.0.up.weight"].clone()
+    receiver.aliases.clear()
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
-    _round_trip(model, stream, tensors, "rewrap")
-    checkpoint.save(folder, model, step=2)
-    torch.save(tensors, f"{folder}/receiver")
-
-
-def _resumed(folder: str) -> None:
-    torch.manual_seed(1)
-    model = ZeRO3(TiedAcrossUnits(), auto_wrap_policy={Block})
-    checkpoint.load(folder, model)
-    stream = DeltaStream(model)
-    tensors = torch.load(f"{folder}/receiver")
-    for patch in gathered(stream.full()):
-        apply_delta(tensors, patch)
-    for number in range(2):
-        change(model)
-        _round_trip(model, stream, tensors, f"resumed {number}")
-
-
-def test_rounds_survive_edits_loads_resharding_and_a_resumed_run(
-    tmp_path: Path, ranks: KeptRanks
-) -> None:
-    ranks(2, _between_rounds, str(tmp_path))
-    ranks(3, _resumed, str(tmp_path))
+    receiver.apply(gathered(stream.changes()))
+    receiver.check("rewrap")
 
 
 class WithBuffers(nn.Module):
@@ -356,7 +298,6 @@ def test_buffers_and_ignored_parameters_come_from_the_first_rank() -> None:
 
 @on_ranks(3)
 def test_no_call_is_collective() -> None:
-    """One rank alone makes a stream and takes rounds, while others do not."""
     torch.manual_seed(0)
     model = ZeRO3(Mlp(), auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
     if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import layerzero
 from layerzero import ReductionPolicy, ZeRO3
@@ -39,35 +39,10 @@ from tests.harness.stream_uses import (
 DELAY_S = 0.03
 
 
-class _Layer(nn.Module):
-    """A unit that sleeps where it is told to."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.forward_s = self.backward_s = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.forward_s)
-        return _Sleeps.apply(self.linear(x), self)
-
-
-class _Sleeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: _Layer) -> Tensor:
-        ctx.layer = layer
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.layer.backward_s)
-        return grad, None
-
-
 def _model(**arguments: Any) -> ZeRO3:
     torch.manual_seed(0)
-    module = nn.Sequential(*(_Layer(64) for _ in range(4)))
-    return ZeRO3(module, auto_wrap_policy={_Layer}, **arguments)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    return ZeRO3(module, auto_wrap_policy={nn.Linear}, **arguments)
 
 
 def _steps(model: ZeRO3, count: int) -> None:
@@ -131,7 +106,7 @@ def test_each_planted_fault_is_named() -> None:
 
     model = _model()
     for layer in model.module if dist.get_rank() == 1 else ():
-        layer.forward_s = layer.backward_s = DELAY_S
+        layer.register_forward_pre_hook(lambda *_: time.sleep(2 * DELAY_S))
     ledger = _recorded(model)
     first, second = ledger.ranks
     named["straggler"] = _named(ledger)

@@ -196,9 +196,6 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
             for parameter in model.parameters():
                 parameter.data.add_(0) if parameter.grad is None else parameter.detach().add_(1e-3)
                 parameter.grad = None
-            with torch.inference_mode():
-                model(*batch)
-            torch.randn(2)  # Fails if operations of this thread are counted after the last step.
         return loss.detach()
 
     torch.manual_seed(0)
@@ -294,6 +291,18 @@ def test_odd_uses() -> None:
     assert model.memory_choice is None
     _steps(model, 7)
     assert kept(model) == 4
+
+
+@on_ranks(2)
+def test_evaluations_in_inference_mode_may_come_while_it_learns() -> None:
+    model = ZeRO3(Tower(), auto_wrap_policy={Block}, memory_budget=HUGE)
+    optimizer = _optimizer(model)
+    for _ in range(LEARNED + 2):
+        _steps(model, 1, optimizer)
+        with torch.inference_mode():
+            model(torch.randn(8, 96))
+        torch.randn(2)  # Fails if operations of this thread are counted after the last step.
+    assert model.memory_choice is not None
 
 
 def test_a_budget_buys_the_highest_rung_that_fits_to_the_byte() -> None:

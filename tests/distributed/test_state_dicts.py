@@ -43,7 +43,7 @@ from tests.harness.models import (
 )
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import recorded_operations
-from tests.harness.saved_models import State, assert_same, build, everything, train
+from tests.harness.saved_models import State, build, train
 
 
 class Tagged(Mlp):
@@ -96,23 +96,6 @@ def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
 
 
 MODELS = [Tagged, TiedAcrossUnits, OddShapes, FrozenParts, MixedDtypes]
-
-
-@on_ranks(2)
-def test_one_rank_may_have_all_values() -> None:
-    model, optimizer = build(Tagged, in_groups=True)
-    train(model, optimizer)
-    expected = _full(model)
-    full = get_model_state_dict(model, full=True, rank0_only=True)
-    state = get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
-    assert list(full) == (list(expected) if dist.get_rank() == 0 else [])
-    assert bool(state) == (dist.get_rank() == 0)
-    other, other_optimizer = build(Tagged, 1, in_groups=True)
-    set_model_state_dict(other, full, broadcast_from_rank0=True)
-    set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
-    assert_same(everything(other, other_optimizer), everything(model, optimizer))
-    with pytest.raises(ValueError, match="rank0_only needs full=True"):
-        get_model_state_dict(model, rank0_only=True)
 
 
 @on_ranks(2)
@@ -186,7 +169,6 @@ _FULL = torch_helpers.StateDictOptions(full_state_dict=True)
 
 
 def _write(folder: str, engine: str) -> tuple[State, State]:
-    """A DCP checkpoint, and what is in it."""
     model, optimizer = _built(engine, 0)
     train(model, optimizer)
     dcp.save(dict(enumerate(torch_helpers.get_state_dict(model, optimizer))), checkpoint_id=folder)
@@ -213,19 +195,6 @@ def test_distributed_checkpoints_load_under_either_engine(tmp_path: Path, ranks:
     ranks(2, _read, theirs, "layerzero", expected)
     expected = ranks(2, _write, ours, "layerzero")[0]
     ranks(3, _read, ours, "fully_shard", expected)
-
-
-@on_ranks(2)
-def test_distributed_checkpoints_load_in_place_and_save_in_the_background(tmp_path: Path) -> None:
-    for make in MODELS:
-        model, _ = build(make, 0)
-        expected = _full(model)
-        path = f"{tmp_path}/{make.__name__}"
-        dcp.async_save({"model": model.state_dict()}, checkpoint_id=path).result()
-        other, _ = build(make, 1)
-        # The shards are the parameters' memory: nothing else is to be done.
-        dcp.load({"model": other.state_dict()}, checkpoint_id=path)
-        assert_same_parameters(_full(other), expected, what=make.__name__)
 
 
 @on_ranks(2)
@@ -318,7 +287,6 @@ def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
 
 @on_ranks(2)
 def test_the_next_flat_parameter_is_gathered_ahead_within_the_bytes_allowed() -> None:
-    """Flat tensors alive at once, seen where each is made."""
     one = 64 * 64 * 4
     made: list[weakref.ref[Tensor]] = []
     gather = full_tensors._gather

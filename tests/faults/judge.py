@@ -18,7 +18,6 @@ _PATIENCE_S = 60.0
 
 
 def problems_of(cell: Cell) -> list[str]:
-    """Strike some ranks of a group, and judge what the others say."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         killed = cell.victims if cell.fault == "SIGKILL" else ()

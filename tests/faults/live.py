@@ -45,8 +45,6 @@ class Wide(nn.Module):
 
 
 class _Run:
-    """A model in training."""
-
     def __init__(self, timeout_s: float, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, _WIDTH), Wide(), Wide(), Wide())
@@ -114,7 +112,6 @@ def _before(cell: Cell, folder: Path) -> _Run | None:
 
 
 def _during(cell: Cell, folder: Path, run: _Run | None) -> _Run:
-    """The call that is struck, and two steps after it."""
     if run is None:
         is_sync = cell.place.endswith("broadcast")
         lanes = layerzero.ReductionPolicy(separate_groups=cell.place.endswith("group"))
@@ -130,7 +127,6 @@ def _during(cell: Cell, folder: Path, run: _Run | None) -> _Run:
 
 
 def _began(cell: Cell, folder: Path) -> float:
-    """Time of the first strike."""
     times = [path.read_text().split()[0] for path in folder.glob("struck-*")]
     return min(map(float, times), default=0.0)
 

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.models import Block
+from tests.harness.models import Block, Transformer, TransformerBlock
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,44 +29,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(x)
-
-
-class Attention(nn.Module):
-    """Pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    """Language model that returns its loss; optionally with tied embeddings."""
-
-    def __init__(self, width: int = 64, depth: int = 3, words: int = 301, tied: bool = False):
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Attention(width) for _ in range(depth))
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Adapted(nn.Module):
@@ -120,8 +81,13 @@ def _rows(rows: int, width: int = 96) -> Callable[[], Batch]:
     return lambda: ((torch.randn(rows, width),), {})
 
 
-def _tokens(rows: int, length: int, words: int = 301) -> Callable[[], Batch]:
-    return lambda: ((torch.randint(0, words, (rows, length)),), {})
+def _gpt(length: int, tied: bool = False) -> Case:
+    """Of two sequences, on which a model returns its loss."""
+
+    def make() -> nn.Module:
+        return Transformer(199, 64, heads=4, hidden=256, max_length=length, tied=tied)
+
+    return Case(make, {TransformerBlock}, lambda: ((torch.randint(0, 199, (2, length + 1)),), {}))
 
 
 CASES: dict[str, Case] = {
@@ -131,9 +97,9 @@ CASES: dict[str, Case] = {
     "root alone": Case(Tower, None, _rows(8)),
     "nested units": Case(Tower, {Block, nn.Linear}, _rows(8)),
     "recomputed": Case(lambda: Tower(recompute=True), {Block}, _rows(512)),
-    "gpt": Case(Gpt, {Attention}, _tokens(2, 33)),
-    "long gpt": Case(Gpt, {Attention}, _tokens(4, 128)),
-    "tied gpt": Case(lambda: Gpt(tied=True), {Attention}, _tokens(2, 33)),
+    "gpt": _gpt(32),
+    "long gpt": _gpt(255),
+    "tied gpt": _gpt(32, tied=True),
     "adapted": Case(Adapted, {Block}, _rows(16)),
     "repeated": Case(Repeated, {Block}, _rows(64)),
     "structured": Case(

@@ -15,10 +15,38 @@ from tests.harness.models import WIDTH, Block, Mlp, loss_of
 State = dict[str, Any]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.05),
-    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.05, amsgrad=True),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=torch.tensor(0.05), amsgrad=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
 }
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A small one: states of n x n, in a list, a float, and a count."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["factors"] = [torch.eye(n, dtype=torch.float64) for n in gradient.shape]
+                    state["seen"], state["count"] = {"norm": torch.zeros(())}, 0
+                state["count"] += 1
+                update = gradient.double()
+                for dim, factor in enumerate(state["factors"]):
+                    flat = gradient.movedim(dim, 0).flatten(1).double()
+                    factor.add_(flat @ flat.T)
+                    update = torch.tensordot(torch.linalg.inv(factor), update, ([1], [dim]))
+                    update = update.movedim(0, dim)
+                state["seen"]["norm"] = update.norm().float()
+                parameter.sub_(update.to(parameter.dtype), alpha=group["lr"])
 
 
 class Whole(NamedTuple):
@@ -34,12 +62,11 @@ def build(
     kind: str = "adamw",
     *,
     in_groups: bool = False,
-    wrap: bool = True,
     **options: Any,
 ) -> tuple[ZeRO3, torch.optim.Optimizer]:
     """A wrapped model, with an optimizer; `in_groups`: vectors have a group and options apart."""
     torch.manual_seed(seed)
-    model = ZeRO3(make(), auto_wrap_policy={Block} if wrap else None, **options)
+    model = ZeRO3(make(), **{"auto_wrap_policy": {Block}, **options})
     if not in_groups:
         return model, OPTIMIZERS[kind](model.parameters())
     vectors = [p for p in model.parameters() if len(p.layerzero.shape) < 2]
@@ -70,12 +97,6 @@ def everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Whole:
     return Whole(full, get_optimizer_state_dict(model, optimizer, full=True))
 
 
-def values_and_states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
-    """What this rank has in full, where ranks have other experts. Collective."""
-    values, state = everything(model, optimizer)
-    return values, {f"{n}: {k}": v for n, own in state["state"].items() for k, v in own.items()}
-
-
 def assert_same(actual: tuple[State, State], expected: tuple[State, State], what: str = "") -> None:
     assert_same_state(actual[0], expected[0], what)
     assert_same_optimizer(actual[1], expected[1], what)
@@ -93,8 +114,8 @@ def assert_same_optimizer(actual: State, expected: State, what: str = "") -> Non
         assert_same_state(actual["state"][name], state, f"{what}: {name}")
 
 
-def assert_same_state(actual: State, expected: State, what: str) -> None:
-    """Of one parameter, in whatever order."""
+def assert_same_state(actual: State, expected: State, what: str = "") -> None:
+    """In whatever order."""
     assert actual.keys() == expected.keys(), what
     for key, value in expected.items():
         if isinstance(value, Tensor):

@@ -110,6 +110,7 @@ def _fit(
         ft_schedule=schedule,
         epoch_transitions_only=True,
         restore_best=restore_best,
+        enforce_phase0_params=False,  # Else the scheduler itself repairs what is thawed too early.
         allow_untested=True,
         custom_strategy_adapters={"layerzero": place} if strategy is not None else None,
         **({"strategy_adapter_cfg": adapter} if adapter else {}),

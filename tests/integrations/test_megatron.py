@@ -379,11 +379,13 @@ def _state_of(options: Any, folder: Path) -> None:
 
     # From Megatron's checkpoint, with options from a file.
     megatron_ranks.let_saves_work()
-    dist_checkpointing.save(_entries(surface, is_loading=False), str(folder))
-    options.options = str(folder.with_suffix(".yaml"))
+    options.options = str(folder / f"{dist.get_rank()}.yaml")
+    Path(options.options).write_text("zero3_size: 1\ntransformer_layers: [TransformerLayer]\n")
+    (folder / "step").mkdir(exist_ok=True)
+    dist_checkpointing.save(_entries(surface, is_loading=False), str(folder / "step"))
     second = _Surface(options)
     assert second.chunk.root.placements[0].outer_group is not None, "the file says so"
-    loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder))
+    loaded = dist_checkpointing.load(_entries(second, is_loading=True), str(folder / "step"))
     second.chunk.load_state_dict(loaded["model"])
     second.optimizer.load_state_dict(loaded["optimizer"])
     assert float(second.optimizer.get_loss_scale()) == scale
@@ -395,18 +397,11 @@ def _state_of(options: Any, folder: Path) -> None:
         assert value is None or torch.equal(value, expected[name]), name
 
 
+@on_ranks(2)
 def test_gradients_parameters_and_state_are_handled_as_megatron_asks(tmp_path: Path) -> None:
-    (tmp_path / "step").mkdir()
-    (tmp_path / "step.yaml").write_text(
-        "zero3_size: 1\ntransformer_layers: [TransformerLayer]\nforward_prefetch: 2\n"
-    )
-    run_ranks(2, _handled, tmp_path / "step")
-
-
-def _handled(folder: Path) -> None:
     _on_megatrons_ranks(SMALL, _gradients_of)
     fp16 = ["--dtype", "fp16", "--initial-loss-scale", "1024"]
-    _on_megatrons_ranks([*SMALL, *fp16], functools.partial(_state_of, folder=folder))
+    _on_megatrons_ranks([*SMALL, *fp16], functools.partial(_state_of, folder=tmp_path))
 
 
 def _gathers_of_a_stage(reshards: bool) -> Callable[[Any], list[int]]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import (
-    ChainedOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from layerzero import MixedPrecision, ZeRO3, checkpoint
 from layerzero.checkpoint import CheckpointError, get_optimizer_state_dict
-from layerzero.integrations.megatron import (
-    ZeRO3DataParallel,
-    ZeRO3Optimizer,
-    get_zero3_optimizer,
-)
+from layerzero.integrations.megatron import ZeRO3DataParallel, ZeRO3Optimizer, get_zero3_optimizer
 from layerzero.integrations.megatron.several import SeveralOptimizers
 from layerzero.integrations.megatron_checkpoint import (
     load_main_parameters,
@@ -54,9 +47,9 @@ from layerzero.integrations.megatron_checkpoint import (
     sharded_state_dict,
 )
 from layerzero.optim import WholeTensorOptimizer
-from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, recorded_operations
+from tests.harness.saved_models import assert_same_state
 from tests.harness.traffic import SentBytes
 from tests.integrations.megatron_ranks import (
     batch,
@@ -67,29 +60,6 @@ from tests.integrations.megatron_ranks import (
     train,
     zero3,
 )
-
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tied": ({}, dict(zero3_size=1)),
-    "untied, gated, layers by name": (
-        dict(
-            untied=True,
-            gated_linear_unit=True,
-            add_bias_linear=False,
-            hetereogenous_dist_checkpoint=True,
-        ),
-        dict(zero3_size=1, outer="replicate"),
-    ),
-    "experts": (
-        dict(
-            num_moe_experts=2,
-            moe_ffn_hidden_size=24,
-            gated_linear_unit=True,
-            add_bias_linear=False,
-        ),
-        {},
-    ),
-}
-"""Settings of models, and of the engine around each."""
 
 
 def _folder(root: str, name: str) -> str:
@@ -106,14 +76,7 @@ def _full(model: nn.Module) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert_bitwise(got[name], value, name)
-
-
 def _load_plain(model: nn.Module, folder: str) -> None:
-    """Into a model of Megatron's own."""
     wanted = {"model": model.sharded_state_dict()}
     model.load_state_dict(dist_checkpointing.load(wanted, folder)["model"])
 
@@ -134,6 +97,12 @@ def _resume(
     assert loaded["iteration"] == 7
     load_model_state_dict(model, loaded["model"])
     load_optimizer_state_dict([model], optimizer, loaded["optimizer"])
+
+
+def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and state of the optimizer, by names among all experts."""
+    weights = checkpoint.get_model_state_dict(model, full=True)
+    return {**_tensors(weights), **_moments(model, optimizer)}
 
 
 def _moments(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -185,76 +154,20 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _experts_of_a_rank(root: str) -> dict[str, Tensor]:
-    """Checkpoints of split experts; returns this rank's weights by names among all."""
-
-    def weights(chunk: ZeRO3DataParallel) -> dict[str, Tensor]:
-        return _tensors(chunk.state_dict_for_save_checkpoint())
-
-    with megatron_on_cpu(expert_parallel_size=2):
-        theirs = ddp(_with_experts(3))
-        before, after = _folder(root, "theirs"), _folder(root, "ours")
-        dist_checkpointing.save({"model": theirs.module.sharded_state_dict()}, before)
-        expected = _tensors(theirs.module.state_dict())
-        chunk, _ = _chunk(_with_experts(4))
-        loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, before)
-        load_model_state_dict(chunk.engine, loaded["model"])
-        _assert_same(weights(chunk), expected)
-        # As of a rank's file in Megatron's `torch` format.
-        chunk, _ = _chunk(_with_experts(4))
-        chunk.load_state_dict(expected)
-        _assert_same(weights(chunk), expected)
-        chunk, optimizer = _chunk(_with_experts(4), clip=0.0)
-        optimizer.reload_model_params({"model": expected})
-        _assert_same(weights(chunk), expected)
-        with pytest.raises(NotImplementedError, match="use outer='zero1'"):
-            _chunk(_with_experts(4), zero3_size=1, outer="replicate")
-
-        loss_of(chunk, batch(0)).backward()
-        optimizer.step()
-        dist_checkpointing.save(_both(chunk, optimizer, False), after)
-        checkpoint.save(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
-        back = ddp(_with_experts(5)).module
-        _load_plain(back, after)
-        _assert_same(_tensors(back.state_dict()), weights(chunk))
-        other = _loaded_experts(after)
-        _assert_same(_everything(*other), _everything(chunk, optimizer))
-        return _everything(chunk, optimizer)
-
-
-def _loaded_experts(folder: str) -> tuple[ZeRO3DataParallel, ZeRO3Optimizer]:
-    chunk, optimizer = _chunk(_with_experts(6), clip=0.0)
-    loaded = dist_checkpointing.load(_both(chunk, optimizer, True), folder)
-    load_model_state_dict(chunk.engine, loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    return chunk, optimizer
-
-
-def _everything(chunk: ZeRO3DataParallel, optimizer: ZeRO3Optimizer) -> dict[str, Tensor]:
-    """Weights and state of the optimizer by names among all experts."""
-    weights = checkpoint.get_model_state_dict(chunk.engine, full=True)
-    return {**_tensors(weights), **_moments(chunk.engine, optimizer.optimizer)}
-
-
-def _experts_of_all(root: str, expected: dict[str, Tensor]) -> None:
-    with megatron_on_cpu():
-        chunk, optimizer = _loaded_experts(f"{root}/ours")
-        _assert_same(_everything(chunk, optimizer), expected)
-        # Megatron has a group of its own for experts that other ranks do not have.
-        with pytest.raises(CheckpointError, match="mixes parameters of saved groups"):
-            checkpoint.load(f"{root}/layerzero", chunk.engine, optimizer.optimizer)
-        for parameter in chunk.parameters():
-            nn.init.zeros_(parameter)
-        checkpoint.load(f"{root}/layerzero", chunk.engine)
-        _assert_same(_everything(chunk, optimizer), expected)
-
-
-@pytest.mark.slow
-def test_experts_split_over_ranks_are_saved_as_megatron_does_and_load_at_other_splits(
-    tmp_path: Path,
-) -> None:
-    of_ranks = run_ranks(2, _experts_of_a_rank, str(tmp_path), timeout=120)
-    run_ranks(1, _experts_of_all, str(tmp_path), {**of_ranks[0], **of_ranks[1]}, timeout=120)
+Make = Callable[..., GPTModel]
+_GATED = dict(gated_linear_unit=True, add_bias_linear=False)
+_BY_NAME = dict(untied=True, hetereogenous_dist_checkpoint=True, **_GATED)
+_EXPERTS = dict(num_moe_experts=2, moe_ffn_hidden_size=24, **_GATED)
+MODELS: dict[str, tuple[int, Make, dict[str, Any]]] = {
+    "tied": (1, gpt, dict(zero3_size=1)),
+    "untied, gated, layers by name": (
+        *(1, functools.partial(gpt, **_BY_NAME)),
+        dict(zero3_size=1, outer="replicate"),
+    ),
+    "experts": (1, functools.partial(gpt, **_EXPERTS), {}),
+    "experts of a rank": (2, _with_experts, {}),
+}
+"""Over how many ranks experts are split, what makes the model, and options of the engine."""
 
 
 def _num_written(entries: dict[str, Any]) -> int:
@@ -268,7 +181,6 @@ def _num_written(entries: dict[str, Any]) -> int:
 
 
 def _described(folder: str) -> dict[str, Any]:
-    """What a checkpoint holds: names, shapes and dtypes."""
     found = load_sharded_metadata(folder)
     return {
         name: (each.global_shape, each.dtype) if isinstance(each, ShardedTensor) else None
@@ -281,25 +193,32 @@ def test_a_checkpoint_of_megatrons_own_data_parallelism_loads_and_the_other_way_
     tmp_path: Path,
 ) -> None:
     root = str(tmp_path)
-    with megatron_on_cpu():
-        for kind, (options, engine_options) in MODELS.items():
-            theirs = ddp(gpt(seed=3, **options)).module
+    for kind, (split, make, options) in MODELS.items():
+        with megatron_on_cpu(expert_parallel_size=split):
+            theirs = ddp(make(seed=3)).module
+            expected = _tensors(theirs.state_dict())
             before, after = _folder(root, kind), _folder(root, f"{kind} ours")
             dist_checkpointing.save({"model": theirs.sharded_state_dict()}, before)
-            model = zero3(gpt(seed=5, **options), **engine_options)
-            loaded = dist_checkpointing.load({"model": sharded_state_dict(model)}, before)
-            load_model_state_dict(model, loaded["model"])
-            _assert_same(_full(model), _full(theirs))
-            model = zero3(gpt(seed=5, **options), **engine_options)
-            entries = sharded_state_dict(model)
-            assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
+            chunk, _ = _chunk(make(seed=5), **options)
+            loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, before)
+            load_model_state_dict(chunk.engine, loaded["model"])
+            assert_same_state(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
+            entries = chunk.sharded_state_dict()
+            if split == 1:
+                assert _num_written(entries) == sum(p.numel() for p in theirs.parameters())
             dist_checkpointing.save({"model": entries}, after)
             assert _described(after) == _described(before)
-            back = ddp(gpt(seed=4, **options)).module
+            back = ddp(make(seed=4)).module
             _load_plain(back, after)
-            _assert_same(_full(back), _full(model))
-            load_model_state_dict(model, theirs.state_dict())  # full tensors
-            _assert_same(_full(model), _full(theirs))
+            assert_same_state(_tensors(back.state_dict()), expected)
+            # As of a rank's file in Megatron's `torch` format.
+            for way in ("chunk", "optimizer"):
+                chunk, optimizer = _chunk(make(seed=5), **options)
+                if way == "chunk":
+                    chunk.load_state_dict(expected)
+                else:
+                    optimizer.reload_model_params({"model": expected})
+                assert_same_state(_tensors(chunk.state_dict_for_save_checkpoint()), expected)
 
 
 @on_ranks(2)
@@ -383,15 +302,13 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
             for seed, resumed in ((0, model), (1, zero3(gpt(seed=1, **options)))):
                 again = optimizer if seed == 0 else make(resumed, lr=1.0)
                 _resume(resumed, again, folder, loading)
-                _assert_same(_full(resumed), parameters)
+                assert_same_state(_full(resumed), parameters)
                 if steps:
-                    _assert_same(_moments(resumed, again), moments)
+                    assert_same_state(_moments(resumed, again), moments)
                 assert train(resumed, again, range(steps, steps + 2)) == losses
 
 
 class _Megatrons:
-    """Megatron's own data parallelism and optimizer."""
-
     def __init__(self, seed: int, is_distributed: bool, bf16: bool = False) -> None:
         module = gpt(seed=seed, bf16=bf16)
         self.model = module
@@ -486,11 +403,11 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
             _resume(model, optimizer, folder)
             main, average = expected.values()
             assert any(not value.equal(_narrowed(main)[name]) for name, value in main.items())
-            _assert_same(_without_prefix(_full(model)), _narrowed(main))
+            assert_same_state(_without_prefix(_full(model)), _narrowed(main))
             assert load_main_parameters(model, folder)
-            _assert_same(_without_prefix(_full(model)), main)
+            assert_same_state(_without_prefix(_full(model)), main)
             moments = _without_prefix(_moments(model, optimizer))
-            _assert_same({name: moments[f"{name}/exp_avg"] for name in main}, average)
+            assert_same_state({name: moments[f"{name}/exp_avg"] for name in main}, average)
             assert {float(v) for name, v in moments.items() if name.endswith("/step")} == {2.0}
             train(model, optimizer, range(2, 3))
 
@@ -499,22 +416,29 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
         assert not load_main_parameters(model, folder)
         narrow = gpt(seed=5, bf16=True).bfloat16()
         _load_plain(narrow, folder)
-        _assert_same(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
+        assert_same_state(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
 
 
-def _train_and_save(root: str) -> dict[str, Tensor]:
+def _train_and_save(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with megatron_on_cpu():
         model = zero3(gpt())
         optimizer = _adamw(model)
         train(model, optimizer, range(2))
         dist_checkpointing.save(_entries(model, optimizer), _folder(root, "2"))
-        return {**_full(model), **_moments(model, optimizer)}
+        values = _everything(model, optimizer)
+    with megatron_on_cpu(expert_parallel_size=2):
+        chunk, own = _chunk(_with_experts(3), clip=0.0)
+        train(chunk, own, range(1))
+        dist_checkpointing.save(_both(chunk, own, False), _folder(root, "experts"))
+        with pytest.raises(NotImplementedError, match="use outer='zero1'"):
+            _chunk(_with_experts(4), zero3_size=1, outer="replicate")
+        return values, _everything(chunk.engine, own.optimizer)
 
 
 def _resize(root: str, expected: dict[str, Tensor]) -> None:
     with megatron_on_cpu():
         for way in (dict(zero3_size=2), dict(zero3_size=2, outer="replicate")):
-            _assert_same(_loaded_values(f"{root}/2", **way), expected)
+            assert_same_state(_loaded_values(f"{root}/2", **way), expected)
     for axis in ("tensor_parallel_size", "pipeline_size"):
         with megatron_on_cpu(**{axis: 2}):
             model = zero3(gpt(seed=1))
@@ -522,7 +446,7 @@ def _resize(root: str, expected: dict[str, Tensor]) -> None:
             _resume(model, optimizer, f"{root}/2")
             plain = gpt(seed=2)
             _load_plain(plain, f"{root}/2")
-            _assert_same(_full(model), _full(plain))
+            assert_same_state(_full(model), _full(plain))
             dist_checkpointing.save(_entries(model, optimizer), _folder(root, axis))
 
 
@@ -530,22 +454,29 @@ def _loaded_values(folder: str, **way: Any) -> dict[str, Tensor]:
     model = zero3(gpt(seed=1), **way)
     optimizer = _adamw(model, lr=1.0)
     _resume(model, optimizer, folder)
-    return {**_full(model), **_moments(model, optimizer)}
+    return _everything(model, optimizer)
 
 
-def _load_on_one_rank(root: str, expected: dict[str, Tensor]) -> None:
+def _load_on_one_rank(root: str, expected: dict[str, Tensor], experts: dict[str, Tensor]) -> None:
     with megatron_on_cpu():
         for name in ("2", "tensor_parallel_size", "pipeline_size"):
-            _assert_same(_loaded_values(f"{root}/{name}"), expected)
+            assert_same_state(_loaded_values(f"{root}/{name}"), expected)
+        chunk, own = _chunk(_with_experts(6), clip=0.0)
+        loaded = dist_checkpointing.load(_both(chunk, own, True), f"{root}/experts")
+        load_model_state_dict(chunk.engine, loaded["model"])
+        own.load_state_dict(loaded["optimizer"])
+        assert_same_state(_everything(chunk.engine, own.optimizer), experts)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_at_other_sizes_of_data_tensor_and_pipeline_parallel_groups(
+def test_a_checkpoint_loads_at_other_sizes_of_data_tensor_pipeline_and_expert_parallel_groups(
     tmp_path: Path,
 ) -> None:
-    expected = run_ranks(2, _train_and_save, str(tmp_path))[0]
-    run_ranks(4, _resize, str(tmp_path), expected)
-    run_ranks(1, _load_on_one_rank, str(tmp_path), expected)
+    of_ranks = run_ranks(2, _train_and_save, str(tmp_path))
+    values, _ = of_ranks[0]
+    experts = {name: value for _, each in of_ranks for name, value in each.items()}
+    run_ranks(4, _resize, str(tmp_path), values)
+    run_ranks(1, _load_on_one_rank, str(tmp_path), values, experts, timeout=120)
 
 
 class _Odd(nn.Linear):
@@ -658,7 +589,7 @@ def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
         assert {group["lr"] for group in its_optimizer.param_groups} == {1e-2}
         assert train(again, its_optimizer, range(2, 4)) == expected
         checkpoint.load(tmp_path, again.engine)
-        _assert_same(_full(again.engine), weights)
+        assert_same_state(_full(again.engine), weights)
         its_optimizer.load_state_dict(own)
         assert train(again, its_optimizer, range(2, 4)) == expected
         chained = ChainedOptimizer([optimizer, optimizer])

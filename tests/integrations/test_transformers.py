@@ -452,12 +452,6 @@ def _nameless() -> Any:
     return model
 
 
-def _quantized() -> Any:
-    model = build("llama")
-    model.is_quantized = True
-    return model
-
-
 @on_ranks(2, timeout=60)
 def test_arguments_reach_the_engine_or_are_refused_with_what_to_use(tmp_path: Path) -> None:
     as_if_launched(False)
@@ -465,14 +459,15 @@ def test_arguments_reach_the_engine_or_are_refused_with_what_to_use(tmp_path: Pa
         ZeRO3Trainer(build("llama"), arguments(tmp_path))
     as_if_launched(True)
     fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
-    model = build("llama")
+    model, quantized = build("llama"), build("llama")
+    quantized.is_quantized = True
     for given, changes, options, message in (
         (model, {"optim": "adafactor"}, {}, "expected an element-wise one.*WholeTensorOptimizer"),
         (model, {"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
         (model, {"bf16_full_eval": True}, {}, "use bf16=True"),
         (model, fsdp, {}, "leave fsdp and fsdp_config out, and pass options as zero3="),
         (nn.Linear(2, 2), {}, {}, "pass auto_wrap_policy"),
-        (_quantized(), {}, {}, "is quantized"),
+        (quantized, {}, {}, "is quantized"),
         (fully_shard(build("llama")), {}, {}, "fully_shard has sharded it; pass it as it was bef"),
         (_nameless(), {}, {}, r"which match no module; .* in zero3={...} of a trainer"),
         (shard(model), {}, {"zero3": {"forward_prefetch": 2}}, "is sharded already"),

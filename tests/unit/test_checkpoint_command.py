@@ -11,46 +11,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from layerzero import ZeRO3
 from layerzero.checkpoint import save
 from layerzero.checkpoint.__main__ import main
 from layerzero.checkpoint.source import open_source
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, TiedAcrossUnits
 from tests.harness.ranks import run_ranks
+from tests.harness.saved_models import build, train
 
-VOCABULARY = 40
 
-
-class Tied(nn.Module):
-    """A tied pair, a unit, an integer buffer."""
-
+class Tied(TiedAcrossUnits):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
         self.register_buffer("count", torch.tensor(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.embed(x)))
 
 
 def _save_twice(root: Path) -> None:
-    model = ZeRO3(Tied(), auto_wrap_policy={Block})
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = build(Tied)
     for step in (4, 8):
-        model(torch.arange(6)).square().mean().backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         extra = {"random": torch.get_rng_state(), "rank": dist.get_rank()}
-        save(root, model, optimizer, step=step, extra=extra, max_file_size="1KB")
+        save(root, model, optimizer, step=step, extra=extra, max_file_size="300B")
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints that two ranks wrote."""
     root = tmp_path_factory.mktemp("written") / "run"
     run_ranks(2, _save_twice, root)
     return root
@@ -58,7 +43,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def latest(written: Path, tmp_path: Path) -> Path:
-    """The latest checkpoint, in a copy to damage."""
     return shutil.copytree(written, tmp_path / "run") / "step-00000008"
 
 
@@ -67,10 +51,10 @@ def test_inspect_tells_what_is_there(latest: Path, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     assert (found["path"], found["step"], found["world_size"]) == (str(latest), 8, 2)
     assert found["files"].keys() == {p.name for p in latest.iterdir()} - {"checkpoint.json"}
-    assert found["tensors"]["model"]["block.up.weight"] == f"F32 [7, {WIDTH}]"
+    assert found["tensors"]["model"]["blocks.1.up.weight"] == f"F32 [7, {WIDTH}]"
     assert found["tensors"]["model"]["count"] == "I64 []"
-    assert "block.up.weight/exp_avg_sq" in found["tensors"]["optimizer"]
-    assert found["aliases"] == {"head.weight": "embed.weight"}
+    assert "blocks.1.up.weight/exp_avg_sq" in found["tensors"]["optimizer"]
+    assert found["aliases"] == {"blocks.2.up.weight": "blocks.0.up.weight"}
     assert found["optimizer_groups"][0]["options"]["weight_decay"] == 0.01
     assert [each["rank"] for each in found["extras"]] == [0, 1]
     assert len(found["extras"][0]["random"]["$tensor"][2]) == 300, "long texts are cut"

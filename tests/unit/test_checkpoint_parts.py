@@ -298,18 +298,15 @@ def test_a_checkpoint_that_was_being_replaced_is_still_found(
 def test_a_place_without_a_checkpoint_is_refused_with_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         folder.resolve(tmp_path / "nowhere")
-    (tmp_path / "weights.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"found weights\.pt$"):
-        folder.resolve(tmp_path)
-    (tmp_path / ".metadata").touch()
-    with pytest.raises(CheckpointError, match=r"load that by torch\.distributed\.checkpoint"):
-        folder.resolve(tmp_path)
-    (tmp_path / "latest").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match=r"expected a name such as"):
-        folder.resolve(tmp_path)
-    (tmp_path / "latest").write_text("step-00000009")
-    with pytest.raises(CheckpointError, match="names step-00000009, which does not exist"):
-        folder.resolve(tmp_path)
+    for name, content, text in (
+        ("weights.pt", "", r"found weights\.pt$"),
+        (".metadata", "", r"load that by torch\.distributed\.checkpoint"),
+        ("latest", "../elsewhere", "expected a name such as"),
+        ("latest", "step-00000009", "names step-00000009, which does not exist"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(CheckpointError, match=text):
+            folder.resolve(tmp_path)
 
 
 def test_a_copy_of_a_tensor_of_one_rank_is_one_too() -> None:
