@@ -90,7 +90,7 @@ def install(
     def forward(*args: Any, **kwargs: Any) -> Any:
         module = module_ref()
         method = own or functools.partial(getattr(type(module), name), module)
-        if unit.shows_unsharded and (unit.depth or not is_entry):
+        if (unit.shows_unsharded or not unit.handles) and (unit.depth or not is_entry):
             return method(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _call_uncompiled(unit, method, args, kwargs, casts)

@@ -172,41 +172,18 @@ def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
     assert_bitwise(*outputs)
 
 
-class Nested(nn.Module):
-    """A block in which another unit runs between two layers of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.inside = Block()
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.inside(torch.tanh(self.first(x)))))
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(Nested() for _ in range(2)))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.parts(x)))
-
-
 @on_ranks(2, timeout=90)
 def test_a_unit_inside_a_compiled_module_runs_between_two_graphs() -> None:
-    """A graph ends before a unit inside it, and another goes on after; evaluation too."""
+    """A graph ends before a unit inside it, and another goes on after; evaluation too. The module
+    is a unit that has no parameters itself."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, plain = ZeRO3(seeded(Outer), auto_wrap_policy={Nested, Block}), seeded(Outer)
-    for part in model.module.parts:
-        part.compile(backend=counter)
+    model, plain = zero3(Mlp, Block, nn.Linear), seeded(Mlp)
+    for block in model.module.blocks:
+        block.compile(backend=counter)
     assert_trains_alike(model, plain, batches())
     warm = counter.frame_count
-    # The two halves of a part. (The first part is compiled for an input without a gradient, too.)
-    assert warm >= 2
+    assert warm >= 2, "what a block computes between its two layers, and after them"
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_trains_alike(model, plain, batches())
     assert counter.frame_count == warm
@@ -294,8 +271,8 @@ def test_a_step_that_is_compiled_as_a_whole_runs_the_engine_as_it_is() -> None:
         return loss
 
     # In float64: a compiled optimizer rounds otherwise.
-    plain, batches = seeded(Outer).double(), [torch.ones(n, WIDTH).double() for n in range(2, 6)]
-    model = ZeRO3(copy.deepcopy(plain), auto_wrap_policy={Nested, Block}, verify="always")
+    plain, batches = seeded(Mlp).double(), [torch.ones(n, WIDTH).double() for n in range(2, 6)]
+    model = ZeRO3(copy.deepcopy(plain), auto_wrap_policy={Block, nn.Linear}, verify="always")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     with torch._dynamo.config.patch(recompile_limit=2):
         compiled = torch.compile(step, backend="eager")
