@@ -11,22 +11,11 @@ from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
-from tests.harness.compare import (
-    Shared,
-    assert_same_gradients,
-    assert_trains_alike,
-    sharded,
-    zero3,
-)
+from tests.harness.compare import Shared, assert_same_gradients, assert_trains_alike, sharded, zero3
 from tests.harness.internals import WaitingGradient
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import (
-    full_nbytes,
-    gathered,
-    gradient_nbytes,
-    recorded_operations,
-)
+from tests.harness.recording import full_nbytes, gathered, gradient_nbytes, recorded_operations
 from tests.harness.reference import (
     Terms,
     backward_of_all_ranks,

@@ -17,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero import GradScaler, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.models import (
-    WIDTH,
-    Block,
-    Mlp,
-    loss_of,
-)
+from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, full_parameters, seeded
 

@@ -15,12 +15,7 @@ from layerzero.checkpoint import ParameterShard
 from tests.harness.compare import assert_same_values
 from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import (
-    backward_of_all_ranks,
-    batches_of,
-    forward_backward,
-    seeded,
-)
+from tests.harness.reference import backward_of_all_ranks, batches_of, forward_backward, seeded
 
 
 def refuses(error: type[Exception], pattern: str, module: nn.Module | None = None, **options):

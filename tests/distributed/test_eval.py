@@ -10,12 +10,7 @@ from torch import Tensor, nn
 import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
-from tests.harness.compare import (
-    assert_same_gradients,
-    assert_trains_alike,
-    sharded,
-    zero3,
-)
+from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, plain, seeded

@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
-from tests.harness.compare import (
-    assert_trains_alike,
-    sharded,
-    trained_alike,
-    zero3,
-)
+from tests.harness.compare import assert_trains_alike, sharded, trained_alike, zero3
 from tests.harness.models import (
     CASES,
     WIDTH,

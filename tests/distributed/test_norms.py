@@ -16,12 +16,7 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
-from tests.harness.compare import (
-    assert_clips,
-    assert_same_gradients,
-    sharded,
-    zero3,
-)
+from tests.harness.compare import assert_clips, assert_same_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import (

@@ -17,12 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
-from tests.harness.compare import (
-    assert_same_gradients,
-    assert_same_values,
-    trained_alike,
-    zero3,
-)
+from tests.harness.compare import assert_same_gradients, assert_same_values, trained_alike, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks

@@ -281,6 +281,7 @@ def test_arguments_are_checked_and_padding_is_logged() -> None:
     for bad in ("row", "rows()", "rows(0)", "rows(2", "Rows", 2, None, True):
         with pytest.raises(ValueError, match="expected 'elements', 'rows', or 'rows\\(32\\)'"):
             sharded(case, layout=bad)
+
     with pytest.raises(ValueError, match="arguments differ between ranks"):
         sharded(case, layout=LAYOUTS[dist.get_rank()])
     with logged("layerzero") as texts:

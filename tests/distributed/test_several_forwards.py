@@ -13,26 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
-from tests.harness.compare import (
-    Shared,
-    assert_trains_alike,
-    sharded,
-    trained_alike,
-)
-from tests.harness.models import (
-    CASES,
-    WIDTH,
-    Block,
-    Mlp,
-    loss_of,
-)
+from tests.harness.compare import Shared, assert_trains_alike, sharded, trained_alike
+from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import (
-    backward_of,
-    in_turn,
-    micro_batches_of,
-    seeded,
-)
+from tests.harness.reference import backward_of, in_turn, micro_batches_of, seeded
 
 
 def one_forward_one_backward(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:

@@ -25,12 +25,7 @@ from tests.harness.compare import assert_same_values, sharded
 from tests.harness.models import CASES
 from tests.harness.pages import DOCS
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.reference import (
-    batches_of,
-    forward_backward,
-    full_parameters,
-    seeded,
-)
+from tests.harness.reference import batches_of, forward_backward, full_parameters, seeded
 
 STEPS = 2
 FLAGS = (

@@ -24,10 +24,7 @@ from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
 from tests.harness.reference import forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
-from tests.harness.stream_uses import (
-    train,
-    wrapped,
-)
+from tests.harness.stream_uses import train, wrapped
 
 LAYERS: dict[str, dict[str, Any]] = {
     "one group": {},

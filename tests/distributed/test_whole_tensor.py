@@ -17,13 +17,7 @@ from benchmarks.memory import live_bytes
 from layerzero import GradScaler, ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.compare import assert_same_values, follow
-from tests.harness.models import (
-    CASES,
-    Case,
-    Transformer,
-    TransformerBlock,
-    loss_of,
-)
+from tests.harness.models import CASES, Case, Transformer, TransformerBlock, loss_of
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import seeded

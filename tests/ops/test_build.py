@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from layerzero import ops
-from layerzero.ops import (
-    Segments,
-    missing_kernels,
-    native_status,
-    ordered_sum_,
-    pack_,
-    reference,
-)
+from layerzero.ops import Segments, missing_kernels, native_status, ordered_sum_, pack_, reference
 from layerzero.ops.native import load, ops_revision
 from tests.harness.processes import run_script
 from tests.ops.truth import concatenate, library
