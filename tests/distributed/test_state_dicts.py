@@ -47,7 +47,7 @@ from tests.harness.saved_models import State, build, train
 
 
 class Tagged(Mlp):
-    """With a buffer that is saved, one that is not, and state of its own making."""
+    """With a buffer that is saved, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
