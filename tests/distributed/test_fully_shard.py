@@ -436,17 +436,19 @@ def _all_sync(model: Any) -> None:
 def test_units_may_differ_in_synchronization() -> None:
     plans = (_first_waits, _others_wait, _root_waits, _first_waits, _all_sync)
     assert_alike(Transformer, by_blocks, lambda m: _with_flags(m, plans), "flags of some units")
-    # `zero_grad` drops what waits of one unit, too.
-    model: Any = by_blocks(layerzero, seeded(Transformer))
+    # What waits is dropped by `zero_grad`, of one unit too, and after a step that failed.
     batch = batches(1)[0][dist.get_rank()]
-    _first_waits(model)
-    model(batch).backward()
-    model.zero_grad()
-    _all_sync(model)
-    model(batch).backward()
     fresh = by_blocks(layerzero, seeded(Transformer))
     fresh(batch).backward()
-    assert_same_parameters(gradients(model), gradients(fresh), what="gradient of")
+    for wait, drop in ((_first_waits, "zero_grad"), (_others_wait, "reset_iter_state")):
+        model: Any = by_blocks(layerzero, seeded(Transformer))
+        wait(model)
+        model.layers[0].set_requires_gradient_sync(False)
+        model(batch).backward()
+        getattr(model, drop)()
+        _all_sync(model)
+        model(batch).backward()
+        assert_same_parameters(gradients(model), gradients(fresh), what=f"{drop}: gradient of")
 
 
 @on_ranks(2)
