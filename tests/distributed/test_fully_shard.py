@@ -418,17 +418,19 @@ def with_flags(*changes: str) -> Step:
 def test_units_may_differ_in_synchronization() -> None:
     run = with_flags("first waits", "others wait", "root waits", "first waits", "all sync")
     assert_alike(Transformer, by_blocks, run, "flags of some units")
-    # `zero_grad` drops what waits of one unit, too.
-    model: Any = by_blocks(layerzero, seeded(Transformer))
+    # What waits is dropped by `zero_grad`, of one unit too, and after a step that failed.
     batch = batches(1)[0][dist.get_rank()]
-    FLAGS["first waits"](model)
-    model(batch).backward()
-    model.zero_grad()
-    FLAGS["all sync"](model)
-    model(batch).backward()
     fresh = by_blocks(layerzero, seeded(Transformer))
     fresh(batch).backward()
-    assert_same_parameters(full_gradients(model), full_gradients(fresh), what="gradient of")
+    for wait, drop in (("first waits", "zero_grad"), ("others wait", "reset_iter_state")):
+        model: Any = by_blocks(layerzero, seeded(Transformer))
+        FLAGS[wait](model)
+        model.layers[0].set_requires_gradient_sync(False)
+        model(batch).backward()
+        getattr(model, drop)()
+        FLAGS["all sync"](model)
+        model(batch).backward()
+        assert_same_parameters(full_gradients(model), full_gradients(fresh), what=f"{drop}: of")
 
 
 @on_ranks(2)

@@ -4,94 +4,162 @@ In float64, so that the order of sums does not matter: what differs is an error.
 """
 
 import contextlib
-from collections.abc import Callable
+import copy
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from layerzero import OffloadPolicy, ZeRO3
-from tests.harness.checks import assert_within, named
+from layerzero import MixedPrecision, OffloadPolicy
+from tests.harness.checks import Sum, assert_bitwise, assert_within, named
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.random_models import Branches
 from tests.harness.random_programs import ACTIONS, STEPS, Run
 from tests.harness.ranks import run_ranks
-from tests.harness.reference import Terms
 from tests.harness.simulated_device import simulated_device
 
 
-class _UnderAutocast(Run):
-    def train_under_autocast(self, others: list[str]) -> None:
-        """From equal weights in each step, because a rounding in a weight may become one in a cast.
+class _Rounded(Run):
+    """A program in low precision: one autocast around it, or units that compute in bfloat16.
 
-        Both compute the same bits then, apart from the order of sums in float32.
-        """
+    Each step begins with equal weights, because a rounding in a weight may become one in a cast.
+    Both compute the same bits then, apart from the order in which gradients add up.
+    """
+
+    def __init__(self, seed: int, precision: MixedPrecision | None) -> None:
+        self._precision, self._num_backwards = precision, 0
+        # In float32 native and whole-tensor optimizers have nothing to compare with.
+        given = {"memory_budget": None, "verify": None, "mixed_precision": precision}
+        super().__init__(seed, torch.float32, **given)
         if self._steps_in_backward:
             self._model.step_in_backward(None)  # Each step has several backwards.
             self._steps_in_backward = False
-        for _ in range(STEPS):
+
+    def _unsharded(self, seed: int) -> nn.Module:
+        model = super()._unsharded(seed)
+        for buffer in model.buffers() if self._precision is not None else ():
+            buffer.data = buffer.data.to(torch.bfloat16)
+        return model
+
+    def train(self, actions: list[str], steps: int = STEPS) -> None:
+        for _ in range(steps):
             self._zero_grad()
-            getattr(self, f"_{self.rng.choice(others)}", lambda: None)()
+            action = self.rng.choice(actions)
+            self.log.append(action)
+            getattr(self, f"_{action}", lambda: None)()
             with self._model.summon_full_params(writeback=False), torch.no_grad():
                 full = dict(self._model.named_parameters())
                 for name, parameter in self._twin.named_parameters():
                     parameter.copy_(full[name])
-            for parameter in (*self._model.parameters(), *self._twin.parameters()):
+            for parameter in self._model.parameters():
                 parameter.grad = None
-            self._step_under_autocast()
-            self._ran.clear()
+            self._step()
             for optimizer in self._optimizers:
                 optimizer.step()
 
-    def _step_under_autocast(self) -> None:
+    def _step(self) -> None:
         Branches.uses_all = self.rng.random() < 0.7
-        passes = self.rng.choices(["no_grad", "wait", "backward", "no_sync"], k=3)
-        batches = [self._batches() for _ in range(len(passes) + 1)]
-        rank = dist.get_rank()
-        _run_under_autocast(self._model, passes, [each[rank] for each in batches], 1)
-        terms = Terms()
-        with terms.collected(list(self._twin.parameters()), 1.0):
-            for index in range(dist.get_world_size()):
-                parts = [each[index] for each in batches]
-                _run_under_autocast(self._twin, passes, parts, self._divisor)
-        bounds = terms.bounds(self._twin)
-        sharded_params = dict(self._model.named_parameters())
-        for name, parameter in self._twin.named_parameters():
-            gradient = sharded_params[name].grad
-            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if gradient is None:
-                assert not expected.any(), f"{name} has no gradient after {passes}"
-                continue
-            own = slice(*sharded_params[name].layerzero.range)
-            bound = torch.as_tensor(bounds[name]).expand_as(expected).reshape(-1)[own]
-            expected = expected.view(-1)[own]
-            assert_within(gradient.reshape(-1), expected, bound, f"{name} after {passes}")
+        ways = [*self.rng.choices(["no_grad", "wait", "backward", "no_sync"], k=3), "backward"]
+        self.log.append((ways, Branches.uses_all))
+        passes = list(zip(ways, (self._batches() for _ in ways), strict=True))
+        losses = self._run(self._model, [(way, each[self._rank]) for way, each in passes], 1)
+        plain = self._plain()
+        with self._added_up(plain) as sums:
+            for rank in range(self._world):
+                own = [(way, each[rank]) for way, each in passes]
+                expected = self._run(plain, own, self._divisor)
+                if rank == self._rank:
+                    for loss, other in zip(losses, expected, strict=True):
+                        assert_bitwise(loss, other * self._divisor, f"loss after {ways}")
+        self._compare_gradients(sums)
 
+    def _plain(self) -> nn.Module:
+        """What computes the twin's gradients: in bfloat16 a copy, with its hooks."""
+        if self._precision is None:
+            return self._twin
+        low = copy.deepcopy(self._twin).to(self._precision.param_dtype)
+        for one, other in zip(self._twin.parameters(), low.parameters(), strict=True):
+            for hook in (one._backward_hooks or {}).values():
+                other.requires_grad_(True).register_hook(hook)
+            other.requires_grad_(one.requires_grad)
+        return low
 
-def _run_under_autocast(
-    model: nn.Module, passes: list[str], batches: list[torch.Tensor], divisor: int
-) -> None:
-    """Forwards and backwards inside one autocast, the last of which synchronizes gradients.
+    def _run(
+        self, model: nn.Module, passes: list[tuple[str, Tensor]], divisor: int
+    ) -> list[Tensor]:
+        """Forwards and backwards, the last of which synchronizes gradients; their losses."""
+        is_sharded, waiting, losses = model is self._model, list[Tensor](), list[Tensor]()
+        precision = self._precision
+        casts = precision is not None and not (is_sharded and precision.cast_forward_inputs)
+        # Units cast a weight at each use, as plain torch does without its cache.
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=precision is None, cache_enabled=is_sharded
+        ):
+            for way, batch in passes:
+                batch = batch.to(torch.bfloat16) if casts else batch
+                if way == "no_grad":
+                    with torch.no_grad():
+                        model(batch)
+                    continue
+                loss = model(batch).float().square().mean() / divisor
+                losses.append(loss.detach())
+                waiting += [loss] if loss.requires_grad else []
+                if way == "wait" or not waiting:
+                    continue
+                with self._no_sync(way == "no_sync") if is_sharded else contextlib.nullcontext():
+                    # Of the twin, so that each is a term of the sum, one after the other.
+                    for each in [torch.stack(waiting).sum()] if is_sharded else waiting:
+                        each.backward()
+                waiting = []
+                self._num_backwards += 1
+        return losses
 
-    Units cast a weight at each use, as plain torch does without its cache.
-    """
-    waiting: list[torch.Tensor] = []
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=isinstance(model, ZeRO3)):
-        for way, batch in zip([*passes, "backward"], batches, strict=True):
-            if way == "no_grad":
-                with torch.no_grad():
-                    model(batch)
+    @contextlib.contextmanager
+    def _added_up(self, model: nn.Module) -> Iterator[dict[str, Sum]]:
+        """The sum in float32 of each parameter's gradients of the backwards inside."""
+        sums: dict[str, Sum] = {}
+        latest: dict[str, int] = {}
+        self._roundings = Counter[str]()
+
+        def add(name: str, gradient: Tensor) -> None:
+            # Parts of one backward add up in the parameter's dtype: those of several forwards, and
+            # those of each reentrant recomputation.
+            self._roundings[name] += latest.get(name) == self._num_backwards
+            latest[name] = self._num_backwards
+            value = gradient.detach().float()
+            zero = torch.zeros_like(value)
+            before = sums.get(name, Sum(zero, zero, 0))
+            magnitudes = before.magnitudes + value.abs()
+            sums[name] = Sum(before.value + value, magnitudes, before.count + 1)
+
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        hooks = [p.register_hook(functools.partial(add, name)) for name, p in trainable]
+        try:
+            yield sums
+        finally:
+            for hook in hooks:
+                hook.remove()
+            model.zero_grad()
+
+    def _compare_gradients(self, sums: dict[str, Sum]) -> None:
+        low = torch.finfo(torch.float32 if self._precision is None else torch.bfloat16).eps
+        sent = self._precision and (self._precision.reduce_dtype or torch.bfloat16)
+        rounds = torch.finfo(sent or torch.float32).eps / torch.finfo(torch.float32).eps
+        for name, parameter in self._model.named_parameters():
+            gradient, sum_ = parameter.grad, sums.get(name)
+            if gradient is None or sum_ is None:
+                assert gradient is None or not gradient.any(), name
+                assert sum_ is None or not sum_.value.any(), name
                 continue
-            loss = model(batch).float().square().mean() / divisor
-            waiting += [loss] if loss.requires_grad else []
-            if way == "wait" or not waiting:
-                continue
-            adds_up = way == "no_sync" and isinstance(model, ZeRO3)
-            with model.no_sync() if adds_up else contextlib.nullcontext():
-                torch.stack(waiting).sum().backward()
-            waiting = []
+            bound = rounds * sum_.bound + self._roundings[name] * low * sum_.magnitudes
+            own = slice(*parameter.layerzero.range)
+            expected, bound = (each.reshape(-1)[own] for each in (sum_.value, bound))
+            assert_within(gradient.reshape(-1), expected, bound, name)
 
 
 def _run_on(
@@ -103,51 +171,64 @@ def _run_on(
         run_ranks(world_size, train, range(first, min(first + 16, stop)), timeout=240)
 
 
-def _train_under_autocast(seeds: range) -> None:
+def _train(seeds: range, make: Callable[[int], Run], actions: list[str]) -> None:
     for seed in seeds:
-        with named(seed):
-            # In float32 native and whole-tensor optimizers have nothing to compare with.
-            run = _UnderAutocast(seed, torch.float32, memory_budget=None, verify=None)
-            run.train_under_autocast(["nothing", "raise", "freeze"])
+        with named("seed", seed):
+            run = make(seed)
+            with named(run.log):
+                run.train(actions)
 
 
-def test_random_models_under_autocast_train_as_one_process(
-    pytestconfig: pytest.Config,
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+PRECISIONS = [
+    None,
+    BF16,
+    dataclasses.replace(BF16, reduce_dtype=torch.float32),
+    dataclasses.replace(BF16, reduce_dtype=torch.float32, cast_forward_inputs=False),
+]
+"""None: under autocast."""
+
+
+def _train_rounded(seeds: range) -> None:
+    actions = ["nothing", "freeze", "unshard", "reshards", "gather"]
+    for seed in seeds:
+        precision = PRECISIONS[seed % len(PRECISIONS)]
+        casts = precision is None or precision.cast_forward_inputs
+        make = functools.partial(_Rounded, precision=precision)
+        _train(range(seed, seed + 1), make, [*actions, *["raise"] * casts])
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(300, 308)), (4, range(500, 502))])
+def test_random_models_in_low_precision_train_as_one_process(
+    world_size: int, seeds: range, pytestconfig: pytest.Config
 ) -> None:
-    _run_on(pytestconfig, 2, _train_under_autocast, range(300, 305))
+    _run_on(pytestconfig, world_size, _train_rounded, seeds)
 
 
-def _train(seeds: range) -> None:
-    for seed in seeds:
-        run = Run(seed)
-        try:
-            run.train(ACTIONS)
-        except Exception as error:
-            error.add_note(f"seed {seed}: {run.log}")
-            raise
+def _train_exact(seeds: range) -> None:
+    _train(seeds, Run, ACTIONS)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (4, range(100, 104))])
 def test_random_models_train_like_one_process(
     world_size: int, seeds: range, pytestconfig: pytest.Config
 ) -> None:
-    _run_on(pytestconfig, world_size, _train, seeds)
+    _run_on(pytestconfig, world_size, _train_exact, seeds)
 
 
 def _train_on_a_device(seeds: range) -> None:
     group = make_plain_group(timedelta(seconds=60))
     for seed in seeds:
-        with named(seed), simulated_device() as device:
-            offload = OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0)
-            Run(
-                seed,
-                start="given",
-                process_group=group,
-                offload=offload,
-                memory_budget=None,
-                arena=False,
-            ).train(["nothing", "raise", "freeze"])
-            assert device.findings == []
+        with simulated_device() as device:
+            given = {
+                "process_group": group,
+                "offload": OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0),
+                "memory_budget": None,
+                "arena": False,
+            }
+            make = functools.partial(Run, start="given", **given)
+            _train(range(seed, seed + 1), make, ["nothing", "raise", "freeze"])
+            assert device.findings == [], seed
 
 
 def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:

@@ -52,10 +52,15 @@ def _without_gradients(part: Branches, x: Tensor) -> Tensor:
     return x + y
 
 
+def _in_either_order(part: Branches, x: Tensor) -> Tensor:
+    return part.once(x) if Branches.uses_all else part.linear(part.inner(x))
+
+
 WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
     "plain": Branches.once,
     "residual": lambda part, x: x + part.once(x),
     "sometimes": lambda part, x: x + part.once(x) if Branches.uses_all else x * 2,
+    "either order": _in_either_order,
     "twice": lambda part, x: part.once(part.once(x) * 0.5),
     "recomputed": lambda part, x: x + recompute(part.once, x, use_reentrant=False),
     "reentrant": lambda part, x: x + recompute(part.once, x, use_reentrant=True),

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +32,9 @@ from torch.distributed.fsdp.wrap import (
 import layerzero
 from layerzero import (
     BackwardPrefetch,
+    CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ReductionPolicy,
     ZeRO3,
@@ -44,7 +46,9 @@ from layerzero import (
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_close_in_float64
+from tests.harness.internals import inner_units
 from tests.harness.random_models import WIDTH, Branches, Tied, on_meta, random_model
+from tests.harness.ranks import of_all_ranks
 
 STEPS = 6
 Rng = random.Random
@@ -134,12 +138,23 @@ def _draw(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
     return drawn
 
 
+def _draw_in_place(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
+    """Of `fully_shard`; what differs by module is drawn there."""
+    offload = rng.choice([None, None, CPUOffloadPolicy(pin_memory=False)])
+    return {"copies": world_size == 4 and rng.random() < 0.5, "offload": offload}
+
+
 class Boom(Exception):
     pass
 
 
 class Run:
-    """One model, sharded, and its twin that is not."""
+    """One model, sharded, and its twin that is not.
+
+    Args:
+        start: one of `STARTS`; None: any.
+        given: arguments of `ZeRO3` that are not drawn.
+    """
 
     def __init__(
         self, seed: int, dtype: torch.dtype = torch.float64, start: str | None = None, **given: Any
@@ -148,10 +163,10 @@ class Run:
         self._dtype = dtype
         self._start, self._given = start, given
         self.log: list[Any] = []
-        self._twin = random_model(seed, dtype)
+        self._twin = self._unsharded(seed)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._hooked: set[str] = set()
-        self._ran: set[str] = set()
+        self._scaled: list[Any] = []
         self._build()
         self._kind = self.rng.choice(OPTIMIZERS)
         self._make_optimizers()
@@ -163,21 +178,28 @@ class Run:
 
     # What the model is
 
+    def _unsharded(self, seed: int) -> nn.Module:
+        return random_model(seed, self._dtype)
+
     def _build(self) -> None:
         rng = self.rng
-        self._way = rng.choice(WAYS) if not self._given else "zero3"
-        settings = _draw(rng, self._twin, self._world) | self._given
+        is_simulated = "process_group" in self._given
+        self._way = "zero3" if is_simulated else rng.choice(WAYS)
+        draw = _draw_in_place if self._way == "fully_shard" else _draw
+        self._settings = draw(rng, self._twin, self._world) | self._given
         start = rng.choice(STARTS) if self._start is None else self._start
-        self.log.append([self._way, start, settings])
-        self._settings = settings
-        self._is_mean = settings["gradient_reduction"] == "mean" or self._way == "fully_shard"
+        self.log.append([self._way, start, self._settings])
+        self._is_mean = self._settings.get("gradient_reduction") != "sum"
+        while self._scaled:
+            self._scaled.pop().remove()
         self._model: Any = self._sharded(start)
         if self._settings.get("memory_budget") is None:
             self._set_lists()
-        compiles = rng.random() < 0.15 and self._settings.get("memory_budget") is None
-        if compiles and "process_group" not in self._given:  # Of a simulated device.
-            self._compile()
-        if rng.random() < 0.2:
+            if rng.random() < 0.15 and not is_simulated:
+                self._compile()
+        if self._way == "fully_shard":
+            self._set_by_unit()
+        elif rng.random() < 0.2:
             self._try(self._register_hook)
 
     @property
@@ -221,17 +243,11 @@ class Run:
         settings = self._settings | more
         optional = [parts[names[id(part)]] for part in settings.pop("optional_modules", ())]
         if self._way == "nested":
-            chosen = [
-                name
-                for name, part in module.named_modules()
-                if isinstance(part, Branches) and self.rng.random() < 0.5
-            ]
-            chosen = [name for name in chosen if _is_closed(module, [module.get_submodule(name)])]
-            inner = {
-                k: v
-                for k, v in settings.items()
-                if k not in ("optional_modules", "arena", "memory_budget")
-            }
+            chosen = [name for name, part in parts.items() if isinstance(part, Branches)]
+            chosen = [name for name in chosen if self.rng.random() < 0.5]
+            chosen = [name for name in chosen if _is_closed(module, [parts[name]])]
+            of_root = ("arena", "memory_budget")
+            inner = {key: value for key, value in settings.items() if key not in of_root}
             for name in reversed(chosen):
                 around, _, own = name.rpartition(".")
                 found = self._try(lambda part=parts[name]: ZeRO3(part, **inner))
@@ -242,7 +258,7 @@ class Run:
             built = self._try(lambda: ZeRO3(module, **settings))
         if built is not None:
             return built
-        kept = ("gradient_reduction", "param_init_fn", "sync_module_states")
+        kept = ("gradient_reduction", "param_init_fn", "sync_module_states", *self._given)
         self._settings = {name: settings[name] for name in kept if name in settings}
         return ZeRO3(module, **self._settings)
 
@@ -252,21 +268,25 @@ class Run:
         if is_meta:
             module = on_meta(twin)
         mesh = None
-        if self._world > 2 and self._world % 2 == 0 and rng.random() < 0.5:
+        if self._settings["copies"]:
             mesh = init_device_mesh("cpu", (2, self._world // 2), mesh_dim_names=("r", "s"))
-        divisor = 2 if self._world % 2 == 0 else 1
-        values = [None, True, False] + ([divisor, self._world] if mesh is None else [])
+        values = [None, True, False] + ([2, self._world] if mesh is None else [])
+        policies = {"offload_policy": self._settings["offload"]}
+        if (precision := self._settings.get("mixed_precision")) is not None:
+            policies["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype,
+                cast_forward_inputs=precision.cast_forward_inputs,
+            )
         named = [name for name, part in module.named_modules() if name and rng.random() < 0.4]
 
         def shard(what: Any) -> None:
-            fully_shard(what, mesh=mesh, reshard_after_forward=rng.choice(values))
+            fully_shard(what, mesh=mesh, reshard_after_forward=rng.choice(values), **policies)
 
         for name in reversed(named):
-            part = module.get_submodule(name)
-            siblings = [part]
+            siblings = [module.get_submodule(name)]
             if rng.random() < 0.3:
-                around = module.get_submodule(name.rpartition(".")[0])
-                siblings = [*around.children()]
+                siblings = [*module.get_submodule(name.rpartition(".")[0]).children()]
             siblings = [each for each in siblings if not isinstance(each, FSDPModule)]
             if any(isinstance(module.get_submodule(each), FSDPModule) for each in _above(name)):
                 continue
@@ -294,8 +314,7 @@ class Run:
             value = action()
         except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
             text = f"{type(error).__name__}: {error}"
-        texts: list[Any] = [None] * self._world
-        dist.all_gather_object(texts, text)
+        texts = of_all_ranks(text)
         assert (texts[0] is None) == (text is None), texts
         if text is not None:
             self.log.append(("refused", text))
@@ -319,8 +338,6 @@ class Run:
             self.rng.choice(parts).compile(backend="eager")
 
     def _register_hook(self) -> None:
-        if not isinstance(self._model, ZeRO3):
-            return
         divisor = self._divisor
 
         def hook(state: object, sent: Tensor, *chunk: Tensor) -> None:
@@ -331,6 +348,32 @@ class Run:
 
         self._model.register_comm_hook(None, hook)
         self.log.append("hook")
+
+    def _set_by_unit(self) -> None:
+        """What `fully_shard` sets for each unit: the factor that sums are divided by, and code that
+        reduces, or follows a reduction."""
+        twins = dict(self._twin.named_parameters())
+        for unit in (unit for unit in inner_units(self._model) if unit.handles):
+            module: Any = unit.module
+            ways = {way for way in ("factor", "instead", "after") if self.rng.random() < 0.2}
+            self.log.append((unit.label, ways))
+            scale = 0.5 ** len(ways - {"instead"})
+            if "factor" in ways:
+                module.set_gradient_divide_factor(2.0 * self._world)
+            if "instead" in ways:
+                module.set_custom_reduce_scatter(_ByAllReduce())
+            if "after" in ways:
+                module.set_all_reduce_hook(lambda chunk: chunk.mul_(0.5))
+            names = {name for handle in unit.handles for name in handle.fqns}
+            for name in names if scale != 1.0 else ():
+                self._scale(twins[name], scale)
+
+    def _scale(self, parameter: nn.Parameter, scale: float) -> None:
+        """Multiply the gradients that it gets from now on, also if it is frozen now."""
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._scaled.append(parameter.register_hook(lambda gradient: gradient * scale))
+        parameter.requires_grad_(requires_grad)
 
     @property
     def _inner(self) -> nn.Module:
@@ -379,9 +422,6 @@ class Run:
                 self._hooked.add(name)
                 for parameter in (sharded_param, twins[name]):
                     parameter.register_hook(lambda gradient: gradient * 0.5)
-                sharded_param.register_post_accumulate_grad_hook(
-                    lambda _, name=name: self._ran.add(name)
-                )
 
     def _set_lists(self) -> None:
         """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
@@ -418,6 +458,7 @@ class Run:
             # None: explicitly unsharded, and no pass has used it or gone backward since.
             own = whole if info is None else whole[slice(*info.range)]
             assert (sharded_params[name] if info is None else info).shape == parameter.shape
+            assert info is None or info.fqn == name
             assert_close_in_float64(sharded_params[name].detach().reshape(-1), own, name)
 
     def _zero_grad(self) -> None:
@@ -437,7 +478,15 @@ class Run:
             with self._model.no_sync():
                 yield
         else:
-            self._model.set_requires_gradient_sync(False)
+            sharded = [part for part in self._model.modules() if isinstance(part, FSDPModule)]
+            some = self.rng.sample(sharded, self.rng.randint(1, len(sharded)))
+            recurse, hops = self.rng.random() < 0.5, self.rng.random() < 0.3
+            self.log.append(("wait", len(some), recurse, hops))
+            for part in some if self.rng.random() < 0.5 else [self._model]:
+                waits_for = (
+                    part.set_requires_all_reduce if hops else part.set_requires_gradient_sync
+                )
+                waits_for(False, recurse=recurse or part is self._model)
             try:
                 yield
             finally:
@@ -458,7 +507,7 @@ class Run:
             several = [self._batches() for _ in range(1 if way == "one" else 2)]
             offload = self._settings.get("offload")
             # A copy to the device may still read weights on the host (migrating.md).
-            if writes and way == "one" and not (offload and offload.params):
+            if writes and way == "one" and not getattr(offload, "params", offload):
                 self._write_inside_next_forward(self._some_names())
             with self._no_sync(waits and not is_last):
                 self._pass(self._model, [each[self._rank] for each in several], flipped, way, 1)
@@ -479,7 +528,6 @@ class Run:
                 self._pass(self._twin, [each], set(), "one", self._divisor)
             self._model.reduce_gradients()
         self._clip()
-        self._fill_in_unused()
         self._run_optimizers()
 
     def _pass(
@@ -509,6 +557,13 @@ class Run:
         assert_close_in_float64(norm, twin_norm, "norm")
 
     def _run_optimizers(self) -> None:
+        # Where our gradient is zeros and the twin's is None, its optimizer steps as well.
+        ours = dict(self._model.named_parameters())
+        for name, parameter in self._twin.named_parameters():
+            gradient = ours[name].grad
+            if parameter.grad is None and gradient is not None:
+                assert not gradient.any(), name
+                parameter.grad = torch.zeros_like(parameter)
         if self._steps_in_backward and not self._went_back:
             return
         for optimizer in self._twin_optimizers:
@@ -561,16 +616,6 @@ class Run:
         if way == "all":
             self._zero_grad()
 
-    def _fill_in_unused(self) -> None:
-        """Where our gradient is zeros and the twin's is None, let its optimizer step as well."""
-        sharded_params = dict(self._model.named_parameters())
-        self._ran.clear()
-        for name, parameter in self._twin.named_parameters():
-            gradient = sharded_params[name].grad
-            if parameter.grad is None and gradient is not None:
-                assert not gradient.any(), name
-                parameter.grad = torch.zeros_like(parameter)
-
     # Actions between steps
 
     def _evaluate(self) -> None:
@@ -614,18 +659,20 @@ class Run:
 
     def _raise(self) -> None:
         self._fail()
+        if isinstance(self._model, FSDPModule) and self.rng.random() < 0.5:
+            self._model.reset_iter_state()
         self._zero_grad()
 
     def _freeze(self) -> None:
-        sharded_params, twins = (
-            dict(self._model.named_parameters()),
-            dict(self._twin.named_parameters()),
-        )
-        name = self.rng.choice(sorted(sharded_params))
-        is_alone = sum(twin.requires_grad for twin in twins.values()) == 1
-        requires_grad = not twins[name].requires_grad or is_alone
-        sharded_params[name].requires_grad_(requires_grad)
-        twins[name].requires_grad_(requires_grad)
+        """Freeze or thaw a parameter, or a part of the model; some parameter stays trainable."""
+        ours, twins = (dict(each.named_parameters()) for each in (self._model, self._twin))
+        name = self.rng.choice(sorted(twins))
+        names = {name} if self.rng.random() < 0.5 else _beside(name, twins)
+        requires_grad = not twins[name].requires_grad
+        rest = any(twin.requires_grad for other, twin in twins.items() if other not in names)
+        for each in names if requires_grad or rest else ():
+            for parameters in (ours, twins):
+                parameters[each].requires_grad_(requires_grad)
 
     def _summon(self) -> None:
         """Full parameters, of which some are written."""
@@ -679,7 +726,6 @@ class Run:
         _backward(dict(self._model.named_modules())[name](batches[self._rank]))
         for batch in batches:
             _backward(self._twin.get_submodule(name)(batch), self._divisor)
-        self._fill_in_unused()
         self._run_optimizers()
         self._compare()
         self._zero_grad()
@@ -699,7 +745,6 @@ class Run:
                 if loss.requires_grad:
                     loss.backward(retain_graph=True)
                     loss.backward()
-        self._fill_in_unused()
         self._run_optimizers()
         self._compare()
         self._zero_grad()
@@ -719,18 +764,15 @@ class Run:
         with layerzero.join(self._model, *self._optimizers, divide_by_initial_world_size=divides):
             for step in range(counts[self._rank]):
                 _backward(self._model(batches[step][self._rank]))
-                had.append(
-                    {name for name, p in self._model.named_parameters() if p.grad is not None}
-                )
+                named = self._model.named_parameters()
+                had.append({name for name, p in named if p.grad is not None})
                 if self._clips:
                     self._model.clip_grad_norm_(0.5)
                 if not self._steps_in_backward:
                     for optimizer in self._optimizers:
                         optimizer.step()
                 self._model.zero_grad(set_to_none=True)
-        everyones: list[Any] = [None] * self._world
-        dist.all_gather_object(everyones, had)
-        named_of = max(everyones, key=len)
+        named_of = max(of_all_ranks(had), key=len)
         self._twin.zero_grad(set_to_none=True)
         for step, of_step in enumerate(batches):
             present = [rank for rank in range(self._world) if counts[rank] > step]
@@ -747,13 +789,12 @@ class Run:
             for optimizer in self._twin_optimizers:
                 optimizer.step()
             self._twin.zero_grad(set_to_none=True)
-        self._ran.clear()
         self._compare()
 
     def _not_finite(self) -> None:
         """On one rank; with `on_nonfinite` the step is none."""
         way = self._settings.get("on_nonfinite")
-        if way is None or self._way == "fully_shard" or self._steps_in_backward:
+        if way is None or self._steps_in_backward:
             return
         batch = self._batches()[self._rank]
         factor = float("nan") if self._rank == self._world - 1 else 1.0
@@ -767,7 +808,6 @@ class Run:
             loss.backward()
             for optimizer in self._optimizers:
                 optimizer.step()
-        self._ran.clear()
         self._zero_grad()
         self._clear_alike()
 
@@ -797,11 +837,10 @@ class Run:
                 allowed = "modified by an inplace operation", "freed before its backward"
                 assert any(each in str(error) for each in allowed)
                 raised.append(True)
-        if raised == [False, True] and not self._hooked:
+        if raised == [False, True] and not self._hooked and not self._scaled:
             for (name, p), other in zip(self._full(), before.parameters(), strict=True):
                 if other.grad is not None and p is not None:
                     assert_close_in_float64(p, other.grad * self._world, name)
-        self._ran.clear()
         self._zero_grad()
 
     def _full(self) -> list[tuple[str, Tensor | None]]:
@@ -920,6 +959,27 @@ ACTIONS = [
 ]
 BETWEEN = ["fail", "fail", "evaluate", "unshard", "phase", "gather"]
 """Actions between micro-batches, while gradients may wait for a reduction."""
+
+
+class _ByAllReduce:
+    """As torch's `ReduceScatter`."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **_: Any
+    ) -> None:
+        dist.all_reduce(input_tensor, group=group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+def _beside(name: str, names: Iterable[str]) -> set[str]:
+    """Names of the parameters of one module, and of those inside it."""
+    prefix = name.rpartition(".")[0]
+    return {each for each in names if each.startswith(prefix)}
 
 
 def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
