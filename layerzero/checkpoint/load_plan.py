@@ -228,6 +228,7 @@ class LoadPlan:
     ) -> StatePart:
         parameter_name, key = split_state_name(name)
         saved = self._source.tensors[OPTIMIZER][name].entry
+        is_scalar = is_scalar and not saved.shape  # It may be a tensor for other parameters.
         # `like` only selects the place: that of a scalar, or that of the parameter.
         like = torch.empty(()) if is_scalar else parameter.detach()
         if is_whole:

@@ -137,10 +137,10 @@ class SavePlan:
         self.transfers = []
         for entry in self._entries:
             key = (entry.kind, entry.name)
-            if key not in places:
+            if key not in places or (entry.is_whole and key not in self._writers):
                 raise CheckpointError(
                     f"{entry.name} is on this rank, but the rank with the first element of its "
-                    "parameter has none; an optimizer has to keep the same state on every rank"
+                    "parameter has none like it; an optimizer has to keep the same on every rank"
                 )
             writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
             if writes and entry.tensor.numel():
@@ -193,4 +193,7 @@ def _merge_groups(everyone: Sequence[list[dict[str, Any]] | None]) -> list[dict[
             own = {key: value for key, value in group.items() if key != "params"}
             into = merged.setdefault(json.dumps([number, own]), {**own, "params": []})
             into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
+    names = [name for group in merged.values() for name in group["params"]]
+    if len(names) != len(set(names)):
+        raise CheckpointError("options of optimizer groups differ between ranks; set them alike")
     return list(merged.values())

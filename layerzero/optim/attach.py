@@ -142,7 +142,8 @@ def _has_sharded_param(group: dict[str, Any]) -> bool:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    if WAITING in optimizer.__dict__:
+    # One that wraps another and is not initialised (timm's Lookahead) leaves all to the one inside.
+    if WAITING in optimizer.__dict__ or "_optimizer_state_dict_post_hooks" not in vars(optimizer):
         return
     while _before_first:
         _before_first.pop()()

@@ -6,6 +6,7 @@ a model under `fully_shard` load here, and vice versa.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ def get_optimizer_state_dict(
     names = Names(model)
     members = names_in_groups(names, optimizer)
     groups = [
-        {**options_of(group), "params": params}
+        {**copy.deepcopy(options_of(group)), "params": params}
         for group, params in zip(optimizer.param_groups, members, strict=True)
     ]
     held: Any = optimizer.state  # Keyed by parameters; torch's annotation says tensors.

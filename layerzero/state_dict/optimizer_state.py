@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some
-from layerzero.optim.decay import original_ndim
+from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import group_text
 from layerzero.state_dict.optimizers import keeps_whole_states, on_device, optimizer_inside
@@ -106,23 +107,28 @@ def refuse_other_class(
     if len(groups) != len(optimizer.param_groups):
         return  # torch's `load_state_dict` raises.
     inside = optimizer_inside(optimizer)
-    ndim_of = original_ndim if keeps_whole_states(optimizer) else torch.Tensor.dim
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        given = {p: set(states[p]) for p in group["params"] if states.get(p)}
-        with_options = {**group, **options, "params": [*given]}
+        with_options = {**options_of(group), **options_of(options)}
         if "capturable" in with_options:
             with_options["capturable"] = False  # Fails on some devices; the keys are the same.
-        try:
-            first = _first_states(inside, [with_options] if given else [], ndim_of)
-        except Exception:
-            continue  # The step needs a closure, sparse gradients, ...
         has_other_options = _option_names(group) != _option_names(options)
-        held: Any = optimizer.state
-        for parameter, keys in given.items():
-            made = set(first.get(parameter, ()))
-            unknown = sorted(keys - made - set(held.get(parameter, ())))
-            missing = sorted(made - keys)
-            if (unknown and missing) or (has_other_options and (unknown or missing)):
+        for parameter in [p for p in group["params"] if states.get(p)]:
+            keys, made = set(states[parameter]), set[str]()
+            info = get_info(parameter) if keeps_whole_states(optimizer) else None
+            shape = parameter.shape if info is None else info.shape
+            small = (2,) * len(shape) if len(shape) > 1 else (1,)
+            # Some classes choose the keys by the size: the real one counts if a small one misfits.
+            for tried in (small, shape):
+                alone = {**with_options, "params": [parameter]}
+                try:
+                    made = set(_first_states(inside, [alone], tried).get(parameter, ()))
+                except Exception:
+                    break  # The step needs a closure, sparse gradients, ...
+                unknown = sorted(keys - made - set(optimizer.state.get(parameter, ())))
+                missing = sorted(made - keys)
+                if not ((unknown and missing) or (has_other_options and (unknown or missing))):
+                    break
+            else:
                 raise CheckpointError(
                     f"the optimizer state of {name_of(parameter)} has {some(sorted(keys))}, but "
                     f"{type(inside).__name__} keeps {some(sorted(made))}: it was saved by "
@@ -139,25 +145,23 @@ def _option_names(group: Mapping[str, Any]) -> set[str]:
 def _first_states(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
-    ndim_of: Callable[[nn.Parameter], int] = lambda parameter: 1,
+    shape: Sequence[int] = (1,),
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state that a first step with these groups creates, for small stand-ins of parameters."""
-    stand_ins = {p: _stand_in(p, ndim_of(p)) for group in groups for p in group["params"]}
+    """The state that a first step with these groups creates, for stand-ins of this shape."""
+    stand_ins = {p: nn.Parameter(p.new_zeros(shape)) for g in groups for p in g["params"]}
+    for stand_in in stand_ins.values():
+        stand_in.grad = torch.zeros_like(stand_in)
     twin = copy.copy(optimizer)
     twin.state = collections.defaultdict(dict)
-    twin.param_groups = [{**g, "params": [stand_ins[p] for p in g["params"]]} for g in groups]
+    own_groups = [{**g, "params": [stand_ins[p] for p in g["params"]]} for g in groups]
+    # A class may count its steps in a tensor of the group.
+    twin.param_groups = copy.deepcopy(own_groups, {id(each): each for each in stand_ins.values()})
     twin._optimizer_step_pre_hooks = collections.OrderedDict()
     twin._optimizer_step_post_hooks = collections.OrderedDict()
     # `step` of the class: a scheduler may have put a counting one on the instance.
     type(optimizer).step(twin)
     made: Any = twin.state
     return {p: made[stand_in] for p, stand_in in stand_ins.items() if made.get(stand_in)}
-
-
-def _stand_in(parameter: nn.Parameter, ndim: int) -> nn.Parameter:
-    stand_in = nn.Parameter(parameter.new_zeros((2,) * ndim if ndim > 1 else (1,)))
-    stand_in.grad = torch.zeros_like(stand_in)
-    return stand_in
 
 
 def _zeros(value: Any, parameter: nn.Parameter) -> Any:

@@ -175,14 +175,15 @@ def check_optimizer(optimizer: Any, what: str) -> torch.optim.Optimizer:
         )
     checked: torch.optim.Optimizer = optimizer
     inside = optimizer_inside(checked)
-    if type(inside).state_dict is not torch.optim.Optimizer.state_dict:
-        keys = set(inside.state_dict())
-        if not isinstance(inside, WholeTensorOptimizer) and keys != {"state", "param_groups"}:
-            raise ValueError(
-                f"{what}: expected state_dict() of {type(inside).__name__} to have 'state' and "
-                f"'param_groups', got {sorted(map(str, keys))}: what else it has belongs to no "
-                "parameter, and could not be split for other ranks. Keep such tensors in "
-                "optimizer.state[parameter]; or pass the optimizer that it wraps, and its numbers "
-                "in extra="
-            )
+    has_own = type(inside).state_dict is not torch.optim.Optimizer.state_dict
+    given = inside.state_dict() if has_own else {"state": inside.state, "param_groups": ()}
+    keys = set(given) | {key for key in inside.state if not isinstance(key, torch.Tensor)}
+    is_usual = keys == {"state", "param_groups"} and len(given["state"]) == len(inside.state)
+    if not (is_usual or isinstance(inside, WholeTensorOptimizer)):
+        raise ValueError(
+            f"{what}: expected state of {type(inside).__name__} to have parameters as keys, and "
+            f"state_dict() to have it and 'param_groups', got {sorted(map(str, keys))}: what else "
+            "there is could not be split for other ranks. Keep it in optimizer.state[parameter]; "
+            "or pass the optimizer that it wraps, and its numbers in extra="
+        )
     return checked

@@ -1,6 +1,7 @@
 """save and load of several optimizers by name, and of whole states of any shape."""
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,21 @@ class Lookahead(torch.optim.SGD):
 
     def _params(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
+
+
+class Around(torch.optim.Optimizer):
+    """Around another one, and not initialised, as timm's Lookahead."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = OrderedDict()
+        self.inside, self.state = inside, {}
+        self.param_groups, self.defaults = inside.param_groups, inside.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inside.state_dict()
 
 
 class Odd(Mlp):
@@ -333,3 +349,40 @@ def test_an_optimizer_with_a_state_dict_of_its_own_is_refused(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"of Lookahead to have .* \['base', 'slow'\]"):
         get_optimizer_state_dict(model, whole, full=True)
     assert not Path(tmp_path, "own").exists()
+
+
+@on_ranks(2)
+def test_states_that_could_not_be_put_together_are_refused_by_the_save(tmp_path: Path) -> None:
+    model = _wrapped()
+    sgd = torch.optim.SGD(model.parameters())
+    group, parameters = sgd.param_groups[0], list(model.parameters())
+    odd: list[tuple[dict[Any, Any], dict[str, Any], str]] = [
+        ({"k": torch.ones(())}, {}, r"as keys, .* got \['k', "),
+        ({p: {"buffers": {0.9: p.clone()}} for p in parameters}, {}, "in a container for a shard"),
+        (
+            {p: {"first": p.clone() if p.numel() else p.new_zeros(())} for p in parameters},
+            *({}, "has none like it"),
+        ),
+        ({}, {"d": dist.get_rank()}, "options of optimizer groups differ between ranks"),
+    ]
+    for state, options, words in odd:
+        sgd.state.clear()
+        sgd.state.update(state)
+        group.update(options)
+        with pytest.raises((CheckpointError, ValueError), match=words):
+            save(f"{tmp_path}/odd", model, sgd)
+    around = Around(torch.optim.SGD(parameters, momentum=0.9))
+    _train(model, {"": around}, iter((0,)))
+    with pytest.raises(ValueError, match="pass the optimizer that it wraps"):
+        save(f"{tmp_path}/around", model, around)
+    # A number of one parameter may be a tensor of another.
+    del group["d"]
+    sgd.state.clear()
+    vectors = {p for p in parameters if p.layerzero.ndim < 2}
+    states = {p: {"first": p.new_ones(()) if p in vectors else p.clone()} for p in parameters}
+    sgd.state.update(states)
+    save(f"{tmp_path}/mixed", model, sgd)
+    again = torch.optim.SGD(parameters)
+    load(f"{tmp_path}/mixed", model, again)
+    for parameter, state in states.items():
+        assert_bitwise(again.state[parameter]["first"], state["first"], "first")

@@ -17,10 +17,16 @@ class Shampoo(Optimizer):
         super().__init__(params, {"lr": lr, "every": every})
         self.num_steps = 0
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """With a learning rate that is a tensor, on which torchao's classes insist in a step."""
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.as_tensor(self.param_groups[-1]["lr"])
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.num_steps += 1
         for group in self.param_groups:
+            assert isinstance(group["lr"], Tensor)
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:

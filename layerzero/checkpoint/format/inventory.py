@@ -189,16 +189,16 @@ def optimizer_parts(optimizers: Optimizers, names: Names) -> OptimizerParts:
                 where = f"optimizer state {key!r} of {owner}"
                 is_tensor = isinstance(value, torch.Tensor)
                 _check_key(key, where)
-                # Containers of shards cannot be put together for other ranks.
-                rest, tensors = take_tensors(value, key) if is_whole or is_tensor else (value, {})
+                rest, tensors = take_tensors(value, key)
+                if not is_whole:
+                    for tensor in tensors.values():
+                        _check_shape(tensor, parameter, where, is_tensor)
+                    rest, tensors = value, tensors if is_tensor else {}
                 if not is_tensor:
                     parts.values.setdefault(owner, {})[key] = encode(rest, where)
                 for own_key, tensor in tensors.items():
                     name = (f"{owner}{_STATE_SEPARATOR}{own_key}",)
-                    if is_whole:
-                        _check_key(own_key, where)
-                    else:
-                        _check_shape(tensor, parameter, where)
+                    _check_key(own_key, where)
                     parts.entries.append(
                         entry_of(names, OPTIMIZER, name, parameter, tensor, index, is_whole)
                     )
@@ -215,12 +215,12 @@ def _check_key(key: Any, where: str) -> None:
         raise CheckpointError(f"{where}: expected a name without {_STATE_SEPARATOR!r}, got {key!r}")
 
 
-def _check_shape(tensor: torch.Tensor, parameter: nn.Parameter, where: str) -> None:
-    if tensor.ndim and tensor.shape != parameter.shape:
+def _check_shape(tensor: torch.Tensor, parameter: nn.Parameter, where: str, alone: bool) -> None:
+    if tensor.ndim and not (alone and tensor.shape == parameter.shape):
         raise CheckpointError(
-            f"{where}: shape {tuple(tensor.shape)} for a shard of shape {tuple(parameter.shape)}; "
-            "expected a scalar or the shape of the shard, as element-wise optimizers keep. "
-            "layerzero.optim.WholeTensorOptimizer keeps states of any shape"
+            f"{where}: shape {tuple(tensor.shape)}{'' if alone else ' in a container'} for a shard "
+            f"of shape {tuple(parameter.shape)}; expected a scalar or the shape of the shard, as "
+            "element-wise optimizers keep. layerzero.optim.WholeTensorOptimizer keeps any shape"
         )
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
+from layerzero.notices import warn_once
 from layerzero.optim.checks import refuse_in_graph
 from layerzero.optim.whole_tensor import arguments, inner, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
@@ -102,8 +103,15 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self.owned = {}
         prototype, self._limit = self._agree_on(given, bucket_bytes)
         super().__init__(given.groups, prototype.defaults)
-        self._extend(given, self.param_groups, prototype)
+        self._extend(given, self.param_groups)
         self._is_made = True
+        owner = next(iter(given.owners.values()))
+        if owner.placement.num_main_shards > 1 and self._factory.couples_tensors():
+            text = (
+                f"{_NAME}: {optimizer_class.__name__} uses gradients of several tensors at once. "
+                "A rank has those that it owns, so it trains differently than unsharded"
+            )
+            warn_once(text, is_first=owner.issues_warnings)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
         """The data-parallel rank that owns the whole tensor of a sharded parameter.
@@ -151,18 +159,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         assert prototype is not None, "else there is an error"
         return prototype, limit
 
-    def _extend(
-        self,
-        given: arguments.Given,
-        groups: Sequence[Group],
-        prototype: torch.optim.Optimizer,
-    ) -> None:
+    def _extend(self, given: arguments.Given, groups: Sequence[Group]) -> None:
         """Give the parameters of new groups owners, and owners the values. Collective."""
         root = given.root
         assert root is not None, "checked"
-        for group, like in zip(groups, prototype.param_groups, strict=True):
-            for key, value in options_of(like).items():
-                group.setdefault(key, value)
         parameters = [p for group in groups for p in group["params"]]
         added = choose_owners(root, parameters, self._cost, self._groups)
         self._buckets.clear()
@@ -196,6 +196,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         else:
             for group in whole:
                 self._inner.add_param_group(group)
+        for group, own in zip(groups, self._inner.param_groups[-len(groups) :], strict=True):
+            group.update(options_of(own))  # A class may have converted them.
         self.inner = self._inner if self.owned else None
         self._show_state()
 
@@ -205,11 +207,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         given = arguments.read([param_group])
-        prototype, _ = self._agree_on(given, self._limit)
+        self._agree_on(given, self._limit)
         super().add_param_group(given.groups[0])
         before = dict(self._members), dict(self.owned)
         try:
-            self._extend(given, self.param_groups[-1:], prototype)
+            self._extend(given, self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             self._members, self.owned = before
