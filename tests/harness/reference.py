@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.harness.checks import Sum
-from tests.harness.models import Case, Mlp, loss_of
+from tests.harness.models import WIDTH, Case, Mlp, loss_of
 
 RunFn = Callable[[nn.Module, Any], Tensor]
 
@@ -52,6 +52,12 @@ def batches_of(case: Case, world_size: int, steps: int, seed: int = 0) -> list[l
     """Batches as [step][rank], the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [[case.batch(generator) for _ in range(world_size)] for _ in range(steps)]
+
+
+def own_batch(number: int = 0, rows: int = 3) -> Tensor:
+    """[rows, WIDTH], of this rank alone."""
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return torch.randn(rows, WIDTH, generator=generator)
 
 
 def micro_batches_of(
