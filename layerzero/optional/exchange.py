@@ -44,14 +44,14 @@ class Exchange:
         self._groups = groups
 
     def __call__(self, row: Sequence[float], what: str) -> list[list[float]]:
-        """Every rank's row, in rank order; as many numbers on every rank.
+        """Every rank's row, in one order on all ranks; as many numbers on every rank.
 
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        # Of float64, which also has all integers that are sent.
-        own = torch.tensor([self._rank, *row], dtype=torch.float64)
-        return [row[1:] for row in sorted(self._gather(own, what).tolist())]
+        own = torch.tensor(row, dtype=torch.float64)  # Which has all integers that are sent, too.
+        rows: list[list[float]] = self._gather(own, what).tolist()
+        return rows
 
     def counts(self, flags: Sequence[bool], what: str) -> list[int]:
         """For each flag, the number of ranks that set it; as many flags on every rank."""

@@ -70,8 +70,8 @@ class RunningJoin(Extension):
         rows = self._exchange(own, "a join")
         if any(row != rows[0] for row in rows):
             raise ValueError(
-                "join: optimizers differ between ranks; pass the same to each. By rank, with their "
-                f"number and that of options in their groups: {rows}"
+                "join: optimizers differ between ranks; pass the same to each. On each, the number "
+                f"of them, and of them and the options in their groups: {rows}"
             )
         root.join = self
         root.extensions.add(self)

@@ -358,6 +358,7 @@ def test_torchs_join_may_be_off() -> None:
     for enable, plan in ((True, PLAN), (False, _counts(1, 1))):
         with Join([ours.model], enable=enable, optimizers=[ours.optimizer]):
             ours.train(plan)
+            assert (root.join is not None) == enable
         assert root.join is None and root.scheduler.agreed is None
         theirs.train_here(plan)
     _same_weights(ours.model, theirs.model)
