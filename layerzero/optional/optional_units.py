@@ -16,7 +16,7 @@ from layerzero.step.extension import Extension
 from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
-from layerzero.step.unit import Hold, ShardState, Unit
+from layerzero.step.unit import BACKWARD, Hold, ShardState, Unit
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -184,7 +184,9 @@ class OptionalUnits(Agreement, Extension):
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
         again. Its gradients stay until the pass ends."""
         passes = self._reached_by[unit]
-        if len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
+        # Else the pass did not come to it, and brings what waits of earlier micro-batches.
+        is_run = unit.training_state is BACKWARD
+        if is_run and len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
             passes.clear()
             unit.free(_OPTIONAL)
 

@@ -32,6 +32,16 @@ def _go(seed, group):
         note('--- forward of', unit.label or 'root', 'reached', {u.label: len(p) for u,p in self._reached_by.items()})
         return bf(self, unit, fp)
     O.OptionalUnits.before_forward=before_forward
+    of=Unit.free
+    def free(self, *a, **k):
+        if self.label=='slots.1.regions.1': note('FREE', a, k, self.state.name, self.holds, [f'{f.name}:{f.lineno}' for f in traceback.extract_stack()[-8:-1]])
+        return of(self,*a,**k)
+    Unit.free=free
+    orr=Unit.reshard
+    def reshard(self, *a, **k):
+        if self.label=='slots.1.regions.1': note('RESHARD', a, k, self.state.name, self.holds, [f'{f.name}:{f.lineno}' for f in traceback.extract_stack()[-8:-1]])
+        return orr(self,*a,**k)
+    Unit.reshard=reshard
     given = {} if group == "named" else {"process_group": make_plain_group(R.TIMEOUT)}
     try:
         R._train(seed, **given)
