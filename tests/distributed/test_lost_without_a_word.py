@@ -1,7 +1,6 @@
 """What plain torch allows and sharding would drop in silence is refused, or told once."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -179,7 +178,7 @@ def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
     assert not told
 
 
-def _initialised(how: str, options: dict[str, object]) -> list[str]:
+def _initialised(through_data: bool, options: dict[str, object]) -> list[str]:
     """Warnings of the first two steps of a model that is initialised after it was wrapped. Each
     rank has more of each weight than torch draws one by one."""
 
@@ -189,12 +188,8 @@ def _initialised(how: str, options: dict[str, object]) -> list[str]:
     model, x = wrapped(build, auto_wrap_policy={nn.Linear}, **options), torch.ones(3, 24)
     torch.manual_seed(1)
     with mock.patch.object(notices, "_issued", set()), recorded_warnings() as told:
-        with model.summon_full_params() if how == "full" else nullcontext():
-            for module in model.module if how != "not" else ():
-                if how == "data":
-                    module.weight.data.normal_()
-                else:
-                    nn.init.normal_(module.weight)
+        for module in model.module:
+            nn.init.normal_(module.weight.data if through_data else module.weight)
         with torch.no_grad():
             model(x)  # An evaluation before does not count as the first forward.
         for _ in range(2):
@@ -207,14 +202,13 @@ def test_equal_numbers_drawn_for_unequal_parts_warn_once() -> None:
     """In all modes that split the weights."""
     low = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     alone, replicas = ({"zero3_size": 1, "outer": outer} for outer in ("shard", "replicate"))
-    cases = [(how, mode) for mode in ({}, low, alone, replicas) for how in ("normal_", "data")]
-    for how, options in (*cases, ("full", {}), ("not", {})):
-        told = _initialised(how, options)
-        is_drawn = how in ("normal_", "data") and options is not replicas
-        warns = is_drawn and dist.get_rank() == 0
-        assert len(told) == warns, (how, options, told)
-        for text in told:
-            assert "begin with the same numbers" in text and "summon_full_params" in text
+    for options in ({}, low, alone, replicas):
+        for through_data in (False, True):
+            told = _initialised(through_data, options)
+            warns = options is not replicas and dist.get_rank() == 0
+            assert len(told) == warns, (through_data, options, told)
+            for text in told:
+                assert "begin with the same numbers" in text and "summon_full_params" in text
 
 
 class Regular(nn.Module):
