@@ -63,6 +63,9 @@ class OptionalUnits(Agreement, Extension):
         self._gathered_in: WeakKeyDictionary[ForwardPass, set[Unit]] = WeakKeyDictionary()
         self._reached_by = {self._units[index]: WeakSet[ForwardPass]() for index in region_of}
         """Forwards whose backward may reach a unit on this rank."""
+        self._written: set[Unit] = set()
+        """Units not gathered since weights may have changed. The scheduler calls the compute shard
+        stale on those ranks alone that keep no full parameters for another backward."""
         self._runs_again: set[Unit] = set()
         """Those whose forward a reentrant checkpoint runs in backward, perhaps several times."""
 
@@ -82,6 +85,8 @@ class OptionalUnits(Agreement, Extension):
         self._free_unreachable()
         self._makes_graph = torch.is_grad_enabled()
         self._gathered = set()
+        if not self._reducer.kept.adds_up:
+            self._written = {*self._reached_by}
         self.places.begin((unit.index, self._makes_graph, unit.module.training))
         self._open = forward_pass
 
@@ -116,6 +121,9 @@ class OptionalUnits(Agreement, Extension):
         for unit, region in self._request_of.items():
             if region == request:
                 self._gathered.add(unit)
+                for handle in unit.handles if unit in self._written else ():
+                    handle.mark_stale()
+                self._written.discard(unit)
                 gather_with_others(unit, is_used)
 
     def exit_call(self, call: ForwardCall, outputs: object, is_outermost: bool) -> None:
