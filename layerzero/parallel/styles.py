@@ -174,8 +174,6 @@ OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
     # For the module where sequences are split.
     "split_sequence": lambda: PlaceHidden(_WHOLE, _PART, as_dtensor=False),
     "rowwise_to_parts": lambda: RowwiseParallel(output_layouts=_PART),
-    "split_input_to_parts": lambda: RowwiseParallel(input_layouts=_WHOLE, output_layouts=_PART),
-    "whole": lambda: Whole(_WHOLE),
     "norm_that_gathers": lambda: InOrder(
         SequenceParallel(sequence_dim=SEQUENCE_DIM),
         PrepareModuleOutput(output_layouts=_PART, desired_output_layouts=_WHOLE),

@@ -30,19 +30,6 @@ _BY_HEADS = {
     "mlp.down_proj": "rowwise",
 }
 """Projections of Llama, Qwen and Gemma."""
-_ALL_HEADS = _BY_HEADS | {
-    **dict.fromkeys(
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise_gather_output"
-    ),
-    "self_attn.o_proj": "rowwise_split_input",
-}
-"""Of Olmo2: its norms of q and k span all heads, so every rank computes all of them."""
-_PACKED = {
-    **dict.fromkeys(("self_attn.qkv_proj", "mlp.gate_up_proj"), "colwise_gather_output"),
-    **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise_split_input"),
-}
-"""Of Phi3: q, k and v are rows of one matrix, which its forward cuts without regard to ranks."""
-_TO_PARTS = {"rowwise": "rowwise_to_parts", "rowwise_split_input": "split_input_to_parts"}
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _NORMS = (
     "input_layernorm",
@@ -246,7 +233,7 @@ def _llama(model: nn.Module, own: Mapping[str, str], sequence_parallel: bool) ->
         _refuse_experts(model)
         raise ValueError(
             f"Llama's tensor-parallel plan does not fit {type(model).__name__}: it has no module "
-            f"with `layers` that all have {list(_BY_HEADS)} or {list(_PACKED)}; {instead}"
+            f"with `layers` that all have {list(_BY_HEADS)}; {instead}"
         )
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
@@ -269,7 +256,7 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_layer(layer: nn.Module) -> bool:
     names = {name for name, _ in layer.named_modules()}
-    return names.issuperset(_BY_HEADS) or names.issuperset(_PACKED)
+    return names.issuperset(_BY_HEADS)
 
 
 def _decoder_styles(
@@ -300,25 +287,20 @@ def _decoder_styles(
 def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
     """Names of styles of one layer, keyed by names relative to it."""
     inside = dict(layer.named_modules())
-    head_norms = "replicated_with_grad_allreduce"
-    if not inside.keys() >= _BY_HEADS.keys():
-        styles = _PACKED
-    elif _spans_heads(inside):
-        styles, head_norms = _ALL_HEADS, "whole"
-    else:
-        styles = _BY_HEADS
-    styles = styles | dict.fromkeys(_HEAD_NORMS, head_norms)
-    around = "shared_input"
+    styles, around = _BY_HEADS, "shared_input"
+    if not _spans_heads(inside):  # Else the norm is one that no style covers.
+        styles = styles | dict.fromkeys(_HEAD_NORMS, "replicated_with_grad_allreduce")
     if sequence_parallel:
         around = "shared_input_of_parts"
-        styles = {name: _TO_PARTS.get(style, style) for name, style in styles.items()}
+        rows = [name for name, style in styles.items() if style == "rowwise"]
+        styles = styles | dict.fromkeys(rows, "rowwise_to_parts")
         styles |= dict.fromkeys(_NORMS, "sequence_parallel")
-    styles |= dict.fromkeys(("self_attn", "mlp"), around)
+    styles = styles | dict.fromkeys(("self_attn", "mlp"), around)
     return {name: style for name, style in styles.items() if name in inside}
 
 
 def _spans_heads(modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the norm of q is as wide as q; else, it is as wide as one head."""
+    """Whether the norm of q is as wide as q (Olmo2); else, it is as wide as one head."""
     norm, projection = modules.get("self_attn.q_norm"), modules["self_attn.q_proj"]
     widths = [len(getattr(module, "weight", ())) for module in (norm, projection)]
     return widths[0] == widths[1]
