@@ -30,7 +30,6 @@ _BY_HEADS = {
     "mlp.down_proj": "rowwise",
 }
 """Projections of Llama, Qwen and Gemma."""
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -255,8 +254,7 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_layer(layer: nn.Module) -> bool:
-    names = {name for name, _ in layer.named_modules()}
-    return names.issuperset(_BY_HEADS)
+    return {name for name, _ in layer.named_modules()}.issuperset(_BY_HEADS)
 
 
 def _decoder_styles(
@@ -289,7 +287,8 @@ def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
     inside = dict(layer.named_modules())
     styles, around = _BY_HEADS, "shared_input"
     if not _spans_heads(inside):  # Else the norm is one that no style covers.
-        styles = styles | dict.fromkeys(_HEAD_NORMS, "replicated_with_grad_allreduce")
+        norms = ("self_attn.q_norm", "self_attn.k_norm")
+        styles = styles | dict.fromkeys(norms, "replicated_with_grad_allreduce")
     if sequence_parallel:
         around = "shared_input_of_parts"
         rows = [name for name, style in styles.items() if style == "rowwise"]
@@ -302,8 +301,7 @@ def _layer_styles(layer: nn.Module, sequence_parallel: bool) -> dict[str, str]:
 def _spans_heads(modules: Mapping[str, nn.Module]) -> bool:
     """Whether the norm of q is as wide as q (Olmo2); else, it is as wide as one head."""
     norm, projection = modules.get("self_attn.q_norm"), modules["self_attn.q_proj"]
-    widths = [len(getattr(module, "weight", ())) for module in (norm, projection)]
-    return widths[0] == widths[1]
+    return len(getattr(norm, "weight", ())) == len(getattr(projection, "weight", ()))
 
 
 def _check_known(where: str, layer: nn.Module, known: Container[str], instead: str) -> None:
