@@ -191,9 +191,9 @@ class OptionalUnits(Agreement, Extension):
     def _free_finished(self, unit: Unit) -> None:
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
         again. Its gradients stay until the pass ends."""
-        passes, has_run = self._reached_by[unit], unit.training_state is BACKWARD
+        passes, is_run = self._reached_by[unit], unit.training_state is BACKWARD
         # Else the pass did not come to it, and brings what waits of earlier micro-batches.
-        if has_run and len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
+        if is_run and len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
             passes.clear()
             unit.free(_OPTIONAL)
 
