@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import layerzero
-from layerzero.optim import WholeTensorOptimizer, decay_groups
+from layerzero.optim import decay_groups
 from tests.harness.checks import recorded_warnings
 from tests.harness.compare import assert_same_values, zero3
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
@@ -28,14 +28,6 @@ class Signed(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
-
-
-class Clipping(torch.optim.SGD):
-    """Clips by the norm over all its tensors."""
-
-    def step(self, closure: Any = None) -> Any:
-        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
-        return super().step(closure)
 
 
 class Renamed(torch.optim.AdamW):
@@ -111,10 +103,6 @@ def test_what_takes_shards_for_whole_parameters_warns_once_or_is_refused() -> No
     signed = Signed(model.parameters())
     _expect(_steps(signed), "Signed", "more than one element", whole, "AdamW or SGD")
     _expect(_steps(Signed(model.parameters())))  # once
-    with recorded_warnings() as told:
-        WholeTensorOptimizer(model.parameters(), torch.optim.Adafactor)
-        WholeTensorOptimizer(model.parameters(), Clipping)
-    _expect(told, "WholeTensorOptimizer: Clipping uses gradients of several tensors at once")
     plain = nn.Linear(3, 3)
     plain(torch.ones(3)).sum().backward()
     _expect(_steps(Signed(plain.parameters())))

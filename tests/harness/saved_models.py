@@ -100,6 +100,12 @@ def everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Whole:
     return Whole(full, get_optimizer_state_dict(model, optimizer, full=True))
 
 
+def values_and_states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
+    """What this rank has in full, where ranks have other experts. Collective."""
+    values, state = everything(model, optimizer)
+    return values, {f"{n}: {k}": v for n, own in state["state"].items() for k, v in own.items()}
+
+
 def assert_same(actual: tuple[State, State], expected: tuple[State, State], what: str = "") -> None:
     assert_same_state(actual[0], expected[0], what)
     assert_same_optimizer(actual[1], expected[1], what)

@@ -3,7 +3,6 @@ without a gradient, which every optimizer skips: all ranks have the same groups,
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,22 +87,6 @@ class Factory(NamedTuple):
                 "make one WholeTensorOptimizer for each of its groups"
             )
         return made
-
-    def couples_tensors(self) -> bool:
-        """Whether one tensor's gradients change what steps do to another, tried on small ones."""
-        ends = []
-        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=[]):
-            for factor in (1.0, -64.0):
-                pair = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-                torch.manual_seed(0)
-                with contextlib.suppress(Exception):
-                    tried = self.cls(pair, **self.options)
-                    for step in range(5):
-                        gradient = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).roll(step)
-                        pair[0].grad, pair[1].grad = gradient, gradient * factor**step
-                        tried.step()
-                ends.append(pair[0])
-        return not torch.allclose(ends[0], ends[1], rtol=0.0, atol=0.0, equal_nan=True)
 
     def make_prototype(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
         """The optimizer over tensors without memory: for its checks, defaults and options.

@@ -21,7 +21,6 @@ from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
-from layerzero.notices import warn_once
 from layerzero.optim.checks import refuse_in_graph
 from layerzero.optim.whole_tensor import arguments, inner, stepping
 from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
@@ -105,13 +104,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         super().__init__(given.groups, prototype.defaults)
         self._extend(given, self.param_groups)
         self._is_made = True
-        owner = next(iter(given.owners.values()))
-        if owner.placement.num_main_shards > 1 and self._factory.couples_tensors():
-            text = (
-                f"{_NAME}: {optimizer_class.__name__} uses gradients of several tensors at once. "
-                "A rank has those that it owns, so it trains differently than unsharded"
-            )
-            warn_once(text, is_first=owner.issues_warnings)
 
     def owner_of(self, parameter: nn.Parameter) -> int:
         """The data-parallel rank that owns the whole tensor of a sharded parameter.
