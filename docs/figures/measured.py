@@ -39,7 +39,7 @@ def read_steps(text: str) -> dict[str, dict[str, Row]]:
         ValueError: an engine is missing from a table.
     """
     tables: dict[str, dict[str, Row]] = {}
-    begin = r"^([\d.]+ M parameters)(?:, 2 ranks, 2 x 128)?;[^\n]*\n"
+    begin = r"^([\d.]+ M parameters), bf16, 2 ranks, 2 x 128;[^\n]*\n"
     for title, table in re.findall(begin + r"(.*?)^(?:```|$)", text, re.S | re.M):
         tables[title] = {}
         for engine in SHARDED:
@@ -53,7 +53,7 @@ def read_steps(text: str) -> dict[str, dict[str, Row]]:
 def read_peaks(text: str) -> dict[str, dict[int, dict[str, float]]]:
     """For each model and batch, number of ranks and engine, the peak in MB."""
     found: dict[str, dict[int, dict[str, float]]] = {}
-    begin = r"^([\d.]+ M parameters), (\d+) ranks, ([\dx ]+);[^\n]*peak[^\n]*\n"
+    begin = r"^([\d.]+ M parameters), bf16, (\d+) ranks, ([\dx ]+);[^\n]*peak[^\n]*\n"
     for model, ranks, batch, table in re.findall(begin + r"(.*?)^$", text, re.S | re.M):
         rows = re.findall(r"^(\w+) .*?([\d.]+)$", table, re.M)
         by_ranks = found.setdefault(f"{model}, {batch} tokens", {})
