@@ -58,8 +58,9 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     while waiting:
         waiting[0](optimizer)
         waiting.pop(0)  # After the call: a function that raises does so at each step.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
     for root in [each for each in live_roots if each.join is not None]:
-        root.join.before_step(optimizer, closure=(*args, None)[1] or kwargs.get("closure"))
+        root.join.before_step(optimizer, closure)
 
 
 @attach.on_sharded_params
