@@ -112,11 +112,15 @@ def refuse_other_class(
         if "capturable" in with_options:
             with_options["capturable"] = False  # Fails on some devices; the keys are the same.
         has_other_options = _option_names(group) != _option_names(options)
+        right: set[object] = set()  # Parameters alike are tried once.
         for parameter in [p for p in group["params"] if states.get(p)]:
             keys, made = set(states[parameter]), set[str]()
             info = get_info(parameter) if keeps_whole_states(optimizer) else None
             shape = parameter.shape if info is None else info.shape
             small = (2,) * len(shape) if len(shape) > 1 else (1,)
+            alike = small, frozenset(keys), frozenset(optimizer.state.get(parameter, ()))
+            if alike in right:
+                continue
             # Some classes choose the keys by the size: the real one counts if a small one misfits.
             for tried in (small, shape):
                 alone = {**with_options, "params": [parameter]}
@@ -127,6 +131,8 @@ def refuse_other_class(
                 unknown = sorted(keys - made - set(optimizer.state.get(parameter, ())))
                 missing = sorted(made - keys)
                 if not ((unknown and missing) or (has_other_options and (unknown or missing))):
+                    if tried == small:
+                        right.add(alike)
                     break
             else:
                 raise CheckpointError(
