@@ -37,7 +37,7 @@ from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
 from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
 
 _STATE = "_layerzero_fully_shard"
-_MICRO_BATCHES = int(Hold.MICRO_BATCHES)
+_AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
 T = TypeVar("T")
 """A module, or a list of modules."""
 
@@ -323,7 +323,7 @@ class FSDPModule(UnitMethods):
         """False: keep units full from their forward on, until a forward with changed weights."""
         for state in self._chosen(recurse):
             unit = state.unit
-            (unit.end_hold if reshard_after_backward else unit.hold)(_MICRO_BATCHES)
+            (unit.end_hold if reshard_after_backward else unit.hold)(_AFTER_BACKWARD)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
@@ -377,29 +377,14 @@ class FSDPModule(UnitMethods):
         begin_first_values(self, recurse)
         return self
 
-    def summon_full_params(
-        self,
-        *,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Show full parameters of this module and those inside; see `ZeRO3.summon_full_params`.
-
-        torch has no such method.
-        """
+    def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
+        """Show full parameters of this module and those inside. torch has no such method; see
+        `ZeRO3.summon_full_params`."""
         from layerzero.state_dict.summon import SummonOptions, summon
 
         root, inside = root_of(self._layerzero_unit), {state.unit for state in _states(self)}
         chosen = [unit for unit in root.units if unit in inside]
-        options = SummonOptions(
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-        return summon(root, chosen, options)
+        return summon(root, chosen, SummonOptions(**options))
 
     # Nothing depends on these here; arguments as in torch.
 

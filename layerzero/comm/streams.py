@@ -10,8 +10,9 @@ On CPU with gloo two streams also have a thread (gloo/threads.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Waitable(Protocol):
 ChainedCollectives = Callable[[Callable[[], None]], None]
 """Runs dependent collectives in order. It receives a callback, and calls it once the first
 collective has finished reading its input."""
+
+
+NOTHING: Any = type("_Nothing", (), dict.fromkeys(("__enter__", "__exit__"), "".format))()
+"""A context that runs no Python: `"".format` is of C, takes anything, and returns ""."""
 
 
 class _Done:
@@ -101,9 +106,7 @@ class DeviceStream:
         self._module = module = stream_interface(device)
         self._index = device.index
         self._stream = stream = _new_stream(module, device, is_urgent)
-        # torch's own streams are contexts themselves, and entered without a call of Python code.
-        # Such a context may be used again, but not inside itself.
-        self._context = stream if hasattr(stream, "__enter__") else module.stream(stream)
+        self._context = _entered(stream, module)
         self._events = event_pool(module, device)
         self._entered = entered
         self.events_before: tuple[PooledEvent, ...] = ()
@@ -162,6 +165,12 @@ class DeviceStream:
         return _OnStream(self, pending.wait() or self.record_event(), pending)
 
 
+def _entered(stream: Any, module: Any) -> AbstractContextManager[object]:
+    """A context in which the stream is current. It may be used again, but not inside itself."""
+    # torch's own streams are contexts themselves, and entered without a call of Python code.
+    return stream if hasattr(stream, "__enter__") else module.stream(stream)
+
+
 def _new_stream(module: Any, device: torch.device, is_urgent: bool) -> Any:
     if is_urgent:
         with suppress(TypeError):  # Of devices whose streams have no priorities.
@@ -176,8 +185,9 @@ class _OnStream(NamedTuple):
     event: PooledEvent
     pending_keepalive: Waitable | None
 
-    def wait(self) -> None:
-        self.event.wait(self.stream.current_stream())
+    def wait(self, stream: Any = None) -> None:
+        """`stream`: the current one, where the caller has looked it up."""
+        self.event.wait(stream or self.stream.current_stream())
 
 
 CommStream = InlineStream | DeviceStream
@@ -202,7 +212,10 @@ class Streams:
     ) -> None:
         """`unshard`, `reduce`: on CPU, streams with a thread; None: without."""
         self._module: Any = None
-        self._index = device.index
+        self.current: Callable[[], Any] = type(None)
+        """The stream on which the program computes now; on CPU None."""
+        self.main: Any = None
+        """The stream on which the last pass of the model began; packs gradients, owns `.grad`."""
         self.is_capturing: Callable[[], bool] = bool
         """Whether a graph records what is queued on the current stream; on CPU never."""
         self._entered: list[DeviceStream] = []
@@ -214,6 +227,7 @@ class Streams:
             self.offload: CommStream = InlineStream()
         else:
             self._module = stream_interface(device)
+            self.current = partial(self._module.current_stream, device.index)
             self.is_capturing = getattr(self._module, "is_current_stream_capturing", bool)
             self._events = event_pool(self._module, device)
             # Compute waits for what these three do, and fills the device meanwhile: at the priority
@@ -248,11 +262,37 @@ class Streams:
             if isinstance(stream, InlineStream):
                 stream.wait_until_idle()
 
-    def record_compute_event(self) -> Event:
-        """Record an event on the compute stream, after all work queued there; None on CPU."""
+    def record_compute_event(self, stream: Any = None) -> Event:
+        """Record an event on the compute stream, after all work queued there; None on CPU.
+        `stream`: the current one, where the caller has looked it up."""
         if self._module is None:
             return None
-        return self._events.record(self._module.current_stream(self._index))
+        return self._events.record(stream or self.current())
+
+    def begin_pass(self) -> None:
+        """A forward or backward of the model begins on the current stream."""
+        self.main = self.current()
+
+    def on_main(self, used_on: Sequence[Any] | None = None) -> AbstractContextManager[object]:
+        """A context in which `main` is current, and comes after what is queued on these streams of
+        the program, by default the current one; they come after it in turn. Nothing on CPU."""
+        if self._module is None:
+            return NOTHING
+        current = self.current()
+        self.main = current if self.main is None else self.main
+        others = [each for each in used_on or [current] if each != self.main]
+        return self._on_main(current, others) if others or current != self.main else NOTHING
+
+    @contextmanager
+    def _on_main(self, current: Any, others: Sequence[Any]) -> Iterator[None]:
+        for each in others:
+            self._events.record(each).wait(self.main)
+        try:
+            with NOTHING if current == self.main else _entered(self.main, self._module):
+                yield
+        finally:
+            for each in others:
+                self._events.record(self.main).wait(each)
 
     def record_event(self) -> Event:
         """Record an event on the stream of these that is entered, else as above."""

@@ -221,6 +221,7 @@ class Backward:
     def _begin_pass(self, graph_task: int, order: Order, makes_graph: bool) -> BackwardPass:
         is_recorded = False
         if not self._passes:
+            self._context.streams.begin_pass()
             self._reducer.begin_backward()
             for unit in self._units:
                 # Since the forward, parameters may have been frozen and thawed for another one.
@@ -322,6 +323,10 @@ class Backward:
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
         """Finish the units that are left; after the outermost pass, deliver all gradients."""
+        with self._context.streams.on_main():
+            self._finish_pass(ended)
+
+    def _finish_pass(self, ended: BackwardPass) -> None:
         first = None
         if self._passes[0] is ended and not self._reducer.requires_sync:
             # Before the loop below, which would free it: see Note [The first unit stays between

@@ -10,23 +10,19 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from layerzero.comm import collectives
-from layerzero.comm.streams import Event, Streams
+from layerzero.comm.streams import NOTHING, Event, Streams
 from layerzero.config import GatherBudget
 from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
 _logger = logging.getLogger(__name__)
-
-
-_NOTHING: Any = type("_Nothing", (), dict.fromkeys(("__enter__", "__exit__"), "".format))()
-"""A context that runs no Python: `"".format` is of C, takes anything, and returns ""."""
 
 
 class Transport:
@@ -127,23 +123,28 @@ class RuntimeContext:
         for weights_written in self.extensions.weights_written:
             weights_written()
 
-    def before_free(self) -> None:
-        """Order the unshard stream, which owns full buffers, after their last use on compute.
+    def before_free(self, used_on: Sequence[Any] = ()) -> None:
+        """Order the unshard stream, which owns full buffers, after their last use on compute: on
+        these streams, or by default the current one.
 
         Before they are freed, and not only before the next all-gather: memory that leaves the pool
         of its stream (`empty_cache`, a retry after out of memory, expandable segments,
         `cudaMallocAsync`) is given back as soon as *that* stream is done with it.
         """
-        self.streams.unshard.wait(self.streams.record_compute_event())
+        if self.streams.are_apart:
+            for stream in used_on or [self.streams.current()]:
+                self.streams.unshard.wait(self.streams.record_compute_event(stream))
 
-    def before_deletion(self) -> None:
-        """Order the streams that own memory of the model after all that is queued on any of them.
+    def before_deletion(self, used_on: Sequence[Any] = ()) -> None:
+        """Order the streams that own memory of the model after all that is queued on any of them,
+        and on these of the program.
 
         `before_free` for an object that is deleted with its memory in use. Does not block the host.
         """
         streams = self.streams
         if not streams.are_apart or sys.is_finalizing():
             return  # On CPU a wait would block the host until peers take part.
+        self.before_free(used_on)
         streams.join()
         streams.fork()
 
@@ -163,7 +164,7 @@ class RuntimeContext:
         """
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
-        inner: AbstractContextManager[object] = _NOTHING
+        inner: AbstractContextManager[object] = NOTHING
         if self._profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
         if self.extensions.begin_action:

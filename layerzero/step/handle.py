@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from itertools import repeat
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from layerzero.step.context import RuntimeContext
 class FlatParamHandle(FlatParam):
     """One flat parameter, with the collectives that unshard it."""
 
-    _pending: Waitable | None = None
+    _pending: Any = None
     """Gather that compute waits for before it reads the full buffer."""
 
     def reset_sharded_params(self, unit: str) -> bool:
@@ -143,10 +144,12 @@ class FlatParamHandle(FlatParam):
             gather = context.transport.all_gather(self.gathered, shard, group, operation)
             return stream.enqueue_wait(gather)
 
-    def wait_for_unshard(self) -> None:
-        """Order compute after the gather. Blocks the host only on devices without streams."""
+    def wait_for_unshard(self, *stream: Any) -> None:
+        """Order compute after the gather. Blocks the host only on devices without streams.
+
+        `stream`: the current one, if there are streams and the caller has looked it up."""
         if self._pending is not None:
-            self._pending.wait()
+            self._pending.wait(*stream)
 
     def reshard(self) -> None:
         """Free the full buffer, after `RuntimeContext.before_free`."""

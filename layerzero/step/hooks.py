@@ -18,6 +18,7 @@ Note [A cast belongs to one call]
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import OrderedDict
 from types import GeneratorType
@@ -37,8 +38,9 @@ from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
 from layerzero.step.unit import SUMMON_FULL_PARAMS, Unit
 
-_LAZY = frozenset({GeneratorType, map, filter, zip})
-"""Types of results that run the module's code after its forward has returned."""
+_OF_ITERTOOLS = (each for each in vars(itertools).values() if isinstance(each, type))
+_LAZY = frozenset({GeneratorType, map, filter, zip, enumerate, *_OF_ITERTOOLS})
+"""Types of results that may run the module's code after its forward has returned."""
 
 
 def install_on_calls(module: nn.Module, unit: Unit, casts: bool = True) -> None:

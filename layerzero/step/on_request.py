@@ -55,14 +55,15 @@ def reduce_waiting(root: RootState) -> None:
     reducer.kept.hide()
     syncs = reducer.requires_sync
     reducer.set_requires_sync(True)
+    on_main = root.streams.on_main()
     try:
         # A fixed order, because no backward gives one that all ranks share.
         for unit in reversed(root.units):
             if unit.is_trainable:
                 reducer.reduce(unit)
-        with root.context.profile("deliver", "model"):
+        with on_main, root.context.profile("deliver", "model"):
             reducer.deliver()
-        reducer.commit()
+            reducer.commit()
     except BaseException as error:
         root.abort(error)
         raise

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.comm.streams import NOTHING
 from layerzero.flat.gradients import Gradient
 from layerzero.flat.parameter_hooks import accumulate_with_hooks
 from layerzero.step.context import RuntimeContext
@@ -101,7 +102,11 @@ class GradientReducer:
             return torch.no_grad()(self.reduce)(unit)
         if self.agreed is not None and not self.agreed.before_reduction(unit):
             return None
-        with self._context.profile("reduce", unit.label):
+        on_main = self._context.streams.on_main(unit.used_on)
+        # Gradients that other streams own live until these come after their packing.
+        handles = [] if on_main is NOTHING else unit.handles
+        _keepalive = [unsharded.grad for each in handles for unsharded in each.unsharded_params]
+        with self._context.profile("reduce", unit.label), on_main:
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
                 self._complete_oldest()

@@ -95,7 +95,7 @@ class Reduction:
         if comes_back:
             gradients.allocate_buffer()
         result = self._allocate_chunk(in_shards)
-        collected = context.streams.record_compute_event()
+        collected = context.streams.record_compute_event(context.streams.main)
         with context.streams.reduce as stream:
             stream.wait(collected)  # The buffers are allocated and filled on the compute stream.
             if comes_back:
@@ -131,7 +131,7 @@ class Reduction:
     def start_offload(self) -> None:
         """Start copying the incomplete unsharded sum to the host. Not collective."""
         gradients, streams = self.handle.gradients, self._context.streams
-        collected = streams.record_compute_event()
+        collected = streams.record_compute_event(streams.main)
         with streams.offload as offload:
             offload.wait(collected)
             gradients.send_to_host(gradients.sum)

@@ -216,6 +216,7 @@ class RootState:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transform(unit.label)
         self._start = self.clock
+        self.streams.begin_pass()
         self.reducer.kept.give_up_if_cleared()
         self.structure.check("forward")
         for before_forward in self.extensions.before_forward:

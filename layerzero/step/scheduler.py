@@ -35,7 +35,8 @@ from layerzero.step.exec_order import ExecOrderRecorder, Order
 from layerzero.step.unit import BACKWARD, GATHERING, SHARDED, UNSHARDED, Hold, Unit
 
 # Plain ints: arithmetic on enum members runs Python code, and these are used in every call.
-_LAST, _FIRST, _POLICY, _EXPLICIT, _MICRO_BATCHES, _DOUBLE_BACKWARD, _OPTIONAL = map(int, Hold)
+_LAST, _FIRST, _POLICY, _EXPLICIT, _MICRO_BATCHES, _DOUBLE_BACKWARD, _OPTIONAL, _ = map(int, Hold)
+_OVER_PASSES = _MICRO_BATCHES | int(Hold.AFTER_BACKWARD)
 _OF_A_FORWARD = _LAST | _POLICY
 _OF_A_STEP = _LAST | _POLICY | _FIRST | _EXPLICIT
 
@@ -107,7 +108,7 @@ class UnshardScheduler:
                 continue  # A backward may come that reaches it, and no rank gathers it there.
             # What an earlier forward left unsharded may be older than the weights. It stays only
             # under one of these holds, and only if the weights are the same.
-            stays = other.is_held(_EXPLICIT | _FIRST | _MICRO_BATCHES)
+            stays = other.is_held(_EXPLICIT | _FIRST | _OVER_PASSES)
             if not stays or other.is_stale or other.takes_over_data():
                 other.reshard()
                 if self.holds_for_graph:
@@ -284,9 +285,9 @@ class UnshardScheduler:
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:
             if other.state is SHARDED and other.may_prefetch:
-                # The limiter cannot save memory for units held for micro-batches: they all end up
+                # The limiter cannot save memory for units held over passes: they all end up
                 # resident. Otherwise stop here: a later unit must not take the room of this one.
-                if not (limiter.admits(other.nbytes) or other.is_held(_MICRO_BATCHES)):
+                if not (limiter.admits(other.nbytes) or other.is_held(_OVER_PASSES)):
                     with context.profile("budget_full", other.label):  # an empty range, as a mark
                         return
                 with context.profile("prefetch", other.label):

@@ -1,7 +1,7 @@
 """Finds and replaces tensors inside the inputs and outputs of modules.
 
 Containers are tuples (also named ones), lists, mappings and dataclasses, nested in any way. Other
-objects are opaque, except that `find_tensors` searches the attributes in their `__dict__`.
+objects are opaque, except that `find_tensors` searches their attributes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
     elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
         for item in getattr(value, "__dict__", {}).values():
             yield from find_tensors(item, depth - 1)
+        for name in chain.from_iterable(map(_slots_of, type(value).__mro__)):
+            yield from find_tensors(getattr(value, name, None), depth - 1)
+
+
+def _slots_of(cls: type) -> Iterable[str]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

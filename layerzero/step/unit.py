@@ -73,6 +73,8 @@ class Hold(enum.IntFlag):
     """A graph of the backward (`create_graph`) reads it again."""
     OPTIONAL = 64
     """Ranks may skip it, and the backward of a forward that used it is still to come."""
+    AFTER_BACKWARD = 128
+    """`set_reshard_after_backward(False)`: kept until a forward with changed weights."""
 
 
 # Names of their own: Python 3.11 takes 1,000 instructions to read a member off its enum, and a call
@@ -109,8 +111,9 @@ def names_of(holds: Hold) -> str:
 
 _UNIT = "_layerzero_unit"
 _requires_grad_of = attrgetter("requires_grad")
-_OF_THE_MODEL = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD)
-"""Holds that are set on all units at once, and survive a reshard and the next gather."""
+_AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
+_LASTING = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD) | _AFTER_BACKWARD
+"""Holds that survive a reshard and the next gather: of all units at once, or of the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,8 @@ class Unit:
     """Whether it may be gathered before it is needed."""
     tied_owners: tuple[Unit, ...] = ()
     """Units that hold tied parameters which modules inside this unit use, too."""
+    used_on: list[Any]
+    """Streams of the program that its calls compute on, since it was gathered; on CPU [None]."""
     _is_watched = False
     """Whether gradients of its unsharded parameters are reported from outside its forward, too."""
     state_dict_hooks: list[RemovableHandle]
@@ -199,6 +204,7 @@ class Unit:
         self.may_prefetch = bool(handles)
         self.state_dict_hooks = []
         self.open_starts = set()
+        self.used_on = []
         self.move_to(module)
         self._owner_refs: list[weakref.ref[nn.Module]] = []
         self._forms = self.sharded_params, [p for h in handles for p in h.unsharded_params]
@@ -217,7 +223,7 @@ class Unit:
     def __del__(self) -> None:
         # Its memory returns to the pools of several streams, whatever is still queued on others.
         if self.has_joined:
-            self.context.before_deletion()
+            self.context.before_deletion(self.used_on)
 
     @property
     def module(self) -> nn.Module:
@@ -350,6 +356,7 @@ class Unit:
             if may_be_assigned and handle.reset_sharded_params(self.label):
                 context.note_weights()
         self._set_shard_state(GATHERING)
+        self.used_on = []
         # Ranks may differ in optional units, and prefetch alike.
         self._is_counted = not self.is_optional
         if self._is_counted:
@@ -359,11 +366,17 @@ class Unit:
                 handle.unshard(context, self.label, behind_reductions)
 
     def wait_for_unshard(self) -> None:
-        """Order compute after the gather. Blocks the host only on devices without streams."""
+        """Order compute, on the current stream, after the gather. Blocks the host only on devices
+        without streams."""
+        stream = self.context.streams.current()
+        if self.state is SHARDED or stream in self.used_on:
+            return
+        with self.context.profile("wait_for_unshard", self.label):
+            known = () if stream is None else (stream,)
+            for handle in self.handles:
+                handle.wait_for_unshard(*known)
+        self.used_on.append(stream)
         if self.state is GATHERING:
-            with self.context.profile("wait_for_unshard", self.label):
-                for handle in self.handles:
-                    handle.wait_for_unshard()
             self._set_shard_state(UNSHARDED)
 
     def reshard(self, regathered_this_step: bool = False) -> None:
@@ -372,19 +385,20 @@ class Unit:
         Args:
             regathered_this_step: the same weights will be gathered again.
         """
-        self._holds &= _OF_THE_MODEL
+        self._holds &= _LASTING
         if self.state is SHARDED:
             return
         if self.shows_unsharded:
             self.show_sharded()
-        if self.state is GATHERING:
-            self.wait_for_unshard()
+        if self._is_watched or self.state is GATHERING:
+            self.wait_for_unshard()  # The program may have used it outside of calls.
         context = self.context
         with context.profile("reshard", self.label):
             if regathered_this_step and self.options.reshard_after_forward == "compute_shard":
-                for handle in self.handles:
-                    handle.keep_shard()
-            context.before_free()
+                with context.streams.on_main(self.used_on):
+                    for handle in self.handles:
+                        handle.keep_shard()
+            context.before_free(self.used_on)
             for handle in self.handles:
                 handle.reshard()
         if self._is_counted:
@@ -481,7 +495,7 @@ class Unit:
     def reset(self) -> None:
         """Return to the state between steps, after an error; sums of earlier micro-batches stay."""
         self.depth = 0
-        self._holds = 0
+        self._holds &= _AFTER_BACKWARD
         for handle in self.handles:
             handle.gradients.undo()
             handle.drop_post_forward_shard()

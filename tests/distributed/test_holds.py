@@ -1,21 +1,23 @@
 """Why a unit stays full is written on it, and it is freed when no reason is left."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero import Hold, ZeRO3, units
+from layerzero import Hold, fully_shard, units
 from layerzero.step.unit import ShardState
 from tests.harness.compare import zero3
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
+from tests.harness.reference import seeded
 
 
 def _held(model: nn.Module) -> dict[str, Hold]:
-    """Units that are full, and why; freed ones hold nothing."""
+    """Units that are full, and why; freed ones hold nothing but what the user set."""
     for unit in units(model):
-        assert unit.state is ShardState.UNSHARDED or unit.holds == 0, unit
+        assert unit.state is ShardState.UNSHARDED or not unit.holds & ~Hold.AFTER_BACKWARD, unit
     return {unit.fqn: unit.holds for unit in units(model) if unit.state is not ShardState.SHARDED}
 
 
@@ -23,7 +25,7 @@ def _batch() -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def _names(model: ZeRO3) -> list[str]:
+def _names(model: nn.Module) -> list[str]:
     return [unit.fqn for unit in units(model) if unit.num_parameters]
 
 
@@ -68,6 +70,23 @@ def test_all_units_stay_while_micro_batches_run() -> None:
     model(_batch())
     assert len(_held(model)) == 1
     root.scheduler.free_all()
+    assert _held(model) == {}
+
+
+@on_ranks(2)
+def test_what_the_user_keeps_stays_kept_after_an_error() -> None:
+    model = seeded(Mlp)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    model.set_reshard_after_backward(False)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, WIDTH + 1))
+    assert _held(model) == {}
+    model(_batch()).sum().backward()
+    root_state(model).scheduler.free_all()  # As after the micro-batches of a pipeline.
+    assert _held(model) == dict.fromkeys(_names(model), Hold.AFTER_BACKWARD)
+    model.set_reshard_after_backward(True)
+    model(_batch()).sum().backward()
     assert _held(model) == {}
 
 

@@ -11,13 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from layerzero import BackwardPrefetch
+from layerzero import BackwardPrefetch, ZeRO3
 from layerzero.comm import collectives, exchanges, streams
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import Streams
 from layerzero.flat.placement import ShardGroup
 from layerzero.optim import WholeTensorOptimizer
+from layerzero.step import hooks
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
 from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
@@ -215,6 +217,99 @@ def test_no_operation_of_a_step_blocks_the_host() -> None:
     assert run_fake_ranks((0,), 2, _steady_whole_tensors) == [[]]
 
 
+class _OnStream(torch.autograd.Function):
+    """A product whose backward runs as autograd runs a node: on the stream of its forward, after
+    its gradient. What it used stays until all streams have met."""
+
+    @staticmethod
+    def forward(ctx: Any, device: Any, used: list[Any], x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.device, ctx.used, ctx.stream = device, used, device.current_stream(1)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.used += x, gradient
+        ctx.stream.wait_stream(ctx.device.current_stream(1))
+        with ctx.device.stream(ctx.stream):
+            return None, None, gradient @ weight, gradient.t() @ x
+
+
+class _Tower(nn.Module):
+    def __init__(self, device: Any, used: list[Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.args = device, used
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OnStream.apply(*self.args, x, self.weight)
+
+
+class _Towers(nn.Module):
+    """Two units compute on streams of their own, and meet."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self.device, self.used = device, []
+        self.towers = nn.ModuleList(_Tower(device, self.used) for _ in range(3))
+        self.streams = [device.Stream(torch.device("cuda", 1)) for _ in range(2)]
+
+    def meet(self) -> Any:
+        compute = self.device.current_stream(1)
+        for stream in self.streams:
+            compute.wait_stream(stream)
+            stream.wait_stream(compute)
+        self.used.clear()
+        return compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = self.meet()
+        for tower, stream in zip(self.towers, self.streams, strict=False):
+            with self.device.stream(stream):
+                self.used += (tower(x),)
+        for stream in self.streams:
+            compute.wait_stream(stream)
+        return self.towers[2](self.used[0] + self.used[1])
+
+
+def _train_towers(arguments: dict[str, Any]) -> list[str]:
+    begin_backward = hooks._begin_backward
+
+    def on_the_stream_of_forward(calls: list[Any], gradient: Tensor) -> None:
+        """As autograd calls hooks of a node."""
+        number = calls[0].unit.fqn[-1:]
+        stream = model.streams[int(number)] if number in ("0", "1") else model.compute
+        stream.wait_stream(device.current_stream(1))
+        with device.stream(stream):
+            begin_backward(calls, gradient)
+
+    with simulated_device(on_current_stream=True) as device:
+        model = ZeRO3(_Towers(device), auto_wrap_policy={_Tower}, **arguments)
+        model.compute = device.current_stream(1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(4):
+            with (
+                mock.patch.object(hooks, "_begin_backward", on_the_stream_of_forward),
+                model.no_sync() if step == 1 else nullcontext(),
+            ):
+                model(torch.randn(3, WIDTH)).sum().backward()
+            model.meet()
+            optimizer.step()
+            optimizer.zero_grad()
+    return device.findings
+
+
+@as_fake_ranks((0,), 4)
+def test_units_may_compute_on_streams_of_their_own() -> None:
+    settings = (
+        *({}, {"reshard_after_forward": False}, {"zero3_size": 2}, {"accumulation": "sharded"}),
+        {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
+    )
+    for arguments in settings:
+        assert _train_towers(arguments) == [], arguments
+
+
 def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]:
     """For each block in backward, whether it waits for the reduction that was queued last."""
     waits: list[bool] = []
@@ -325,7 +420,8 @@ class _Stream:
 
 
 class _Module:
-    stream = current_stream = None
+    stream = None
+    current_stream = staticmethod(lambda index: None)
 
     def __init__(self, has_priorities: bool) -> None:
         self.Stream = _Stream if has_priorities else lambda device: _Stream(device)

@@ -168,18 +168,14 @@ def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[obj
 
 def with_the_current_device() -> AbstractContextManager[object]:
     """Not the model's: the stream of another device, where nothing is queued."""
-
-    def record_compute_event(streams: Streams) -> object:
-        return streams._module.current_stream().record_event()
-
-    return mock.patch.object(Streams, "record_compute_event", record_compute_event)
+    return _with_stream(lambda each: setattr(each, "current", each._module.current_stream))
 
 
 def with_waits_of_the_current_device() -> AbstractContextManager[object]:
-    def current_stream(stream: DeviceStream) -> Any:
-        return stream._module.current_stream()
+    def wait(pending: _OnStream, stream: Any = None) -> None:
+        pending.event.wait(pending.stream._module.current_stream())
 
-    return mock.patch.object(DeviceStream, "current_stream", current_stream)
+    return mock.patch.object(_OnStream, "wait", wait)
 
 
 def _completing(waits: bool) -> AbstractContextManager[object]:

@@ -36,7 +36,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Mapping):
         inside = value.values()
     elif dataclasses.is_dataclass(value):
-        inside = vars(value).values()
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
     return [tensor for item in inside for tensor in tensors_of(item)]
 
 
@@ -349,7 +349,7 @@ class NoParameters(nn.Module):
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)  # Without a `__dict__`.
 class Record:
     hidden: Tensor
     logits: list[Tensor]
