@@ -104,8 +104,9 @@ class GradientReducer:
             return None
         on_main = self._context.streams.on_main(unit.used_on)
         # Gradients that other streams own live until these come after their packing.
-        handles = [] if on_main is NOTHING else unit.handles
-        _keepalive = [unsharded.grad for each in handles for unsharded in each.unsharded_params]
+        _keepalive = on_main is not NOTHING and [
+            unsharded.grad for each in unit.handles for unsharded in each.unsharded_params
+        ]
         with self._context.profile("reduce", unit.label), on_main:
             # Complete the oldest, until the others may be in flight beside the unit's.
             while self._in_flight and not self._fits(unit):
