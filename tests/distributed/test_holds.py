@@ -1,15 +1,15 @@
 """Why a unit stays full is written on it, and it is freed when no reason is left."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from layerzero import Hold, ZeRO3, units
 from layerzero.step.unit import ShardState
 from tests.harness.compare import zero3
 from tests.harness.internals import root_state
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
+from tests.harness.reference import own_batch
 
 
 def _held(model: nn.Module) -> dict[str, Hold]:
@@ -17,10 +17,6 @@ def _held(model: nn.Module) -> dict[str, Hold]:
     for unit in units(model):
         assert unit.state is ShardState.UNSHARDED or unit.holds == 0, unit
     return {unit.fqn: unit.holds for unit in units(model) if unit.state is not ShardState.SHARDED}
-
-
-def _batch() -> torch.Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 def _names(model: ZeRO3) -> list[str]:
@@ -34,7 +30,7 @@ def test_units_stay_until_their_backward_for_a_reason() -> None:
         ({"reshard_after_forward": False}, dict.fromkeys(_names(zero3(Mlp, Block)), Hold.POLICY)),
     ):
         model = zero3(Mlp, Block, **options)
-        output = model(_batch())
+        output = model(own_batch())
         assert _held(model) == held
         (unit,) = (unit for unit in units(model) if unit.fqn == "")
         assert f"held: {held[''].name}" in repr(unit)
@@ -47,7 +43,7 @@ def test_units_stay_until_their_backward_for_a_reason() -> None:
     unit.reshard()
     assert _held(model) == {}
     unit.unshard()
-    model(_batch()).sum().backward()
+    model(own_batch()).sum().backward()
     assert _held(model) == {}
 
 
@@ -56,7 +52,7 @@ def test_all_units_stay_while_micro_batches_run() -> None:
     model = zero3(Mlp, Block)
     root = root_state(model)
     root.scheduler.hold_micro_batches(True)
-    outputs = [model(_batch()) for _ in range(2)]
+    outputs = [model(own_batch()) for _ in range(2)]
     assert all(holds & Hold.MICRO_BATCHES for holds in _held(model).values())
     assert set(_held(model)) == set(_names(model))
     with model.no_sync():
@@ -65,7 +61,7 @@ def test_all_units_stay_while_micro_batches_run() -> None:
     root.scheduler.hold_micro_batches(False)
     outputs.pop().sum().backward()
     assert _held(model) == {}
-    model(_batch())
+    model(own_batch())
     assert len(_held(model)) == 1
     root.scheduler.free_all()
     assert _held(model) == {}
@@ -74,7 +70,7 @@ def test_all_units_stay_while_micro_batches_run() -> None:
 @on_ranks(2)
 def test_all_units_stay_for_a_second_backward() -> None:
     model = zero3(Mlp, Block)
-    x = _batch().requires_grad_()
+    x = own_batch().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
     held = _held(model)
     assert set(held) == set(_names(model))
