@@ -204,7 +204,6 @@ def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
 
 @on_ranks(4)
 def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
-    """With a loss scale, float16 and micro-batches: an overflow in any of them skips the step."""
     low = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     for accumulation in ("sharded", "unsharded"):
         model = _linears(mixed_precision=low, accumulation=accumulation, zero3_size=2)

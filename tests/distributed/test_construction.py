@@ -15,14 +15,7 @@ import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
-from tests.harness.models import (
-    CASES,
-    WIDTH,
-    Block,
-    Mlp,
-    NoParameters,
-    OddShapes,
-)
+from tests.harness.models import CASES, WIDTH, Block, Mlp, NoParameters, OddShapes
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,

@@ -97,7 +97,6 @@ def test_registered_methods_gather_parameters_and_have_gradients() -> None:
 
 @on_ranks(3)
 def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
-    """Any number of forwards on each rank while all parameters are there."""
     plain, model = seeded(Mlp).eval(), zero3(Mlp, Block).eval()
     own = [torch.full((2, WIDTH), float(index)) for index in range(3 * dist.get_rank())]
     with model.summon_full_params(writeback=False), torch.no_grad():

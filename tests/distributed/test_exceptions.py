@@ -113,7 +113,6 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
 
 @on_ranks(2)
 def test_zero_grad_gives_a_failed_step_up() -> None:
-    """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
     for gives_up in ("model", "optimizer", "flat"):
         model, optimizer = start()
         if gives_up == "flat":
@@ -178,7 +177,6 @@ def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
 
 @on_ranks(2)
 def test_another_backward_may_follow_a_failed_one() -> None:
-    """After a failed backward another graph's backward may come first, without a forward."""
     model, _ = start()
     good = model(own_batch(0)).square().sum()
     bad = model(own_batch(1)).square().sum()

@@ -20,11 +20,7 @@ from layerzero.optim import AdamW
 from layerzero.optim import norm as norm_module
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.parameter_shard import ParameterShard
-from tests.harness.checks import (
-    HAS_FMA,
-    assert_bitwise,
-    assert_same_on_all_ranks,
-)
+from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, UnusedParts
 from tests.harness.ranks import on_ranks

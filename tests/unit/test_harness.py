@@ -30,6 +30,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    in_turn,
     seeded,
 )
 
@@ -236,22 +237,18 @@ def test_a_norm_may_be_summed_in_any_order(norm_type: float) -> None:
             assert_norm(wrong, [values], norm_type)
 
 
-def _in_turn(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([forward_backward(model, batch) for batch in batches])
-
-
 def _reversed(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
-    return _in_turn(model, batches[::-1]).flip(0)
+    return in_turn(model, batches[::-1]).flip(0)
 
 
 def _without_the_last(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
-    losses = _in_turn(model, batches[:-1])
+    losses = in_turn(model, batches[:-1])
     with torch.no_grad():
         return torch.cat([losses, loss_of(model(batches[-1]).requires_grad_()).view(1)])
 
 
 def _scaled(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
-    losses = _in_turn(model, batches)
+    losses = in_turn(model, batches)
     next(model.parameters()).grad.mul_(1.001)
     return losses
 
@@ -261,15 +258,15 @@ def test_training_alike_forgives_an_order_and_no_gradient() -> None:
     """One plain model beside another: passes in another order, and wrong gradients."""
     each = batches_of(CASES["mlp"], world_size=4, steps=3)
     batches = [[step] for step in each]
-    alike = functools.partial(assert_trains_alike, batches=batches, reference_run=_in_turn)
+    alike = functools.partial(assert_trains_alike, batches=batches, reference_run=in_turn)
     for reference in (seeded(Mlp), Shared(seeded(Mlp)), Shared(seeded(Mlp))):
         alike(seeded(Mlp), reference, run=_reversed, regrouped=True)
-    alike(seeded(Mlp), seeded(Mlp), run=_in_turn)
+    alike(seeded(Mlp), seeded(Mlp), run=in_turn)
     for run, regrouped in ((_reversed, False), (_without_the_last, True), (_scaled, True)):
         with pytest.raises(AssertionError, match="step 0: gradient of"):
             alike(seeded(Mlp), seeded(Mlp), run=run, regrouped=regrouped)
     with pytest.raises(AssertionError, match="before the first step: parameter"):
-        alike(seeded(Mlp), seeded(Mlp, seed=1), run=_in_turn)
+        alike(seeded(Mlp), seeded(Mlp, seed=1), run=in_turn)
 
 
 @on_ranks(1)
