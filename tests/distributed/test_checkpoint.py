@@ -503,7 +503,6 @@ def test_offloaded_and_resident_weights_share_checkpoints(tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) -> None:
-    """Shards that are taken for a device's; each rank's threads write through small windows."""
     window, runtime = 1 << 15, FakeRuntime()
     make = functools.partial(nn.Linear, 300, 150)
     torch.manual_seed(0)

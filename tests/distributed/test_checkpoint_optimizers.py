@@ -28,7 +28,7 @@ from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import full_parameters
-from tests.harness.saved_models import Shampoo
+from tests.harness.whole_optimizers import Shampoo
 
 
 class Unchecked(torch.optim.SGD):

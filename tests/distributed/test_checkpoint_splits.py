@@ -30,7 +30,7 @@ from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, 
 from tests.harness.checks import assert_bitwise
 from tests.harness.ranks import KeptRanks
 from tests.harness.reference import forward_backward
-from tests.harness.saved_models import Shampoo
+from tests.harness.whole_optimizers import Shampoo
 
 Values = dict[str, Any]
 TENSOR_PARALLEL = "tensor-parallel"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from layerzero import ZeRO3, units
+from layerzero import ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.comm import collectives
 from layerzero.comm.collectives import reduce_scatter
@@ -32,7 +32,7 @@ from tests.harness.recording import (
     recorded_operations,
     reduced,
 )
-from tests.harness.traffic import SentBytes
+from tests.harness.reference import own_batch
 
 DEPTH = 4
 
@@ -42,17 +42,13 @@ def wrapped(**options) -> ZeRO3:
     return ZeRO3(Mlp(DEPTH), auto_wrap_policy={Block}, **options)
 
 
-def batch() -> torch.Tensor:
-    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-
 @on_ranks(2)
 def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
     model = wrapped()
     num_units = DEPTH + 1
     for _ in range(3):
         with recorded_operations(model) as operations:
-            model(batch()).sum().backward()
+            model(own_batch(rows=5)).sum().backward()
         blocks = [f"blocks.{i}" for i in range(DEPTH)]
         assert gathered(operations) == ["the root unit", *blocks, *reversed(blocks)]
         assert len(gathered(operations)) == 2 * num_units - 1
@@ -63,7 +59,7 @@ def test_a_step_gathers_2u_minus_1_times_and_reduces_u_times() -> None:
     # A root without parameters costs nothing.
     model = ZeRO3(torch.nn.Sequential(*(Block() for _ in range(DEPTH))), auto_wrap_policy={Block})
     with recorded_operations(model) as operations:
-        model(batch()).sum().backward()
+        model(own_batch(rows=5)).sum().backward()
     assert len(gathered(operations)) == 2 * DEPTH - 1
     assert len(reduced(operations)) == DEPTH
 
@@ -73,29 +69,11 @@ def test_what_stays_full_or_has_no_backward_is_gathered_once() -> None:
     for kept in (False, True):
         model = wrapped(reshard_after_forward=not kept)
         with torch.set_grad_enabled(kept), recorded_operations(model) as operations:
-            loss = model(batch()).sum()
+            loss = model(own_batch(rows=5)).sum()
             if kept:
                 loss.backward()
         assert len(gathered(operations)) == DEPTH + 1
         assert set(full_nbytes(model).values()) == {0}, "nothing stays"
-
-
-@on_ranks(2)
-def test_the_payload_is_the_parameters_and_less_than_a_thousandth_padding() -> None:
-    torch.manual_seed(0)
-    width = 256
-    model = ZeRO3(
-        torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))),
-        auto_wrap_policy={torch.nn.Linear},
-    )
-    with SentBytes() as sent:
-        model(torch.randn(4, width)).sum().backward()
-    parameters = sum(unit.num_parameters for unit in units(model)) * 4
-    # Each rank sends its half of every gather, and half of every gradient.
-    gathers = parameters * (2 * 3 - 1) / 3 / 2
-    presence = 2 * 3
-    assert sent.nbytes >= gathers + parameters / 2
-    assert sent.nbytes - presence <= 1.001 * (gathers + parameters / 2)
 
 
 @on_ranks(2)
@@ -111,7 +89,7 @@ def test_full_parameters_and_gradients_are_freed_when_they_were_used() -> None:
 
     scheduler.unshard_for_call = watching
     for _ in range(3):
-        loss = model(batch()).sum()
+        loss = model(own_batch(rows=5)).sum()
         kept = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}
         assert kept == {""}, "only the last unit of the forward, the root, stays"
         loss.backward()
@@ -185,9 +163,9 @@ def test_the_profiler_shows_what_happens_to_which_unit() -> None:
 
 def _labels(model: ZeRO3) -> dict[str, Any]:
     """Events of a step that knows its order, by name."""
-    model(batch()).sum().backward()
+    model(own_batch(rows=5)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(batch()).sum().backward()
+        model(own_batch(rows=5)).sum().backward()
     return {event.name: event for event in profiler.events()}
 
 

@@ -117,7 +117,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @on_ranks(2, timeout=90)
 def test_policies_and_plans_look_through_wrappers_and_names_stay_clean() -> None:
-    """Policies look at the module inside wrappers; its names are those without them."""
     torch._dynamo.reset()
     for name, wrap in WRAPPERS.items():
         module, plain = seeded(Mlp), seeded(Mlp)

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,7 @@ import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
-from tests.harness.models import (
-    CASES,
-    WIDTH,
-    Block,
-    Mlp,
-    NoParameters,
-    OddShapes,
-)
+from tests.harness.models import CASES, WIDTH, Block, Mlp, NoParameters, OddShapes
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
@@ -47,6 +41,7 @@ def test_names_and_values_are_the_original_ones() -> None:
             assert own.dtype == other.dtype
         sharded_params = dict(model.named_parameters())
         with model.summon_full_params():
+            assert _names_by_parameter(model) == _names_by_parameter(plain), name
             full = dict(model.named_parameters())
             assert_same_parameters(full, dict(plain.named_parameters()), what=f"{name}: full")
             for key, parameter in full.items():
@@ -58,13 +53,21 @@ def test_names_and_values_are_the_original_ones() -> None:
         assert all(after[key] is sharded_params[key] for key in sharded_params), name
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def _names(model: nn.Module) -> dict[str, list[Any]]:
     return {
         "parameters": [name for name, _ in model.named_parameters()],
         "buffers": [name for name, _ in model.named_buffers()],
         "modules": [name for name, _ in model.named_modules()],
         "children": [name for name, _ in model.named_children()],
+        "of one parameter": _names_by_parameter(model),
     }
+
+
+def _names_by_parameter(model: nn.Module) -> list[list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return list(found.values())
 
 
 @on_ranks(3)

@@ -16,13 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layerzero
-from layerzero import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-    ReductionPolicy,
-    ZeRO3,
-)
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.build import compare
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values

@@ -5,15 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import layerzero
-from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_gradients, assert_trains_alike, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import batches_of, forward_backward, plain, seeded
+from tests.harness.reference import batches_of, plain, seeded
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
@@ -46,10 +45,15 @@ def test_a_layer_of_a_unit_may_be_called_directly() -> None:
     ):  # Every rank has the same batch, so the mean gradient is this one's.
         each.blocks[1].down(x).square().sum().backward()
     assert_same_gradients(model, plain)
+    optimizers = []
     model.unshard()
     assert model.head.weight.shape == (3, WIDTH)
     assert model.blocks[0].up.weight.dim() == 1, "not of units inside"
+    for given in (model.parameters(), model.named_parameters()):
+        optimizers.append(torch.optim.SGD(given, lr=0.1))
     model.reshard()
+    for optimizer in optimizers:
+        assert optimizer.param_groups[0]["params"] == [*model.parameters()], "they get the shards"
     assert model.head.weight.dim() == 1
 
 
@@ -91,32 +95,8 @@ def test_registered_methods_gather_parameters_and_have_gradients() -> None:
     assert_trains_alike(model, plain, batches)
 
 
-@on_ranks(2)
-def test_a_wrapped_model_may_be_a_submodule() -> None:
-    """The wrapped model is part of a plain one, which is called."""
-
-    class Outer(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.inner(x))
-
-    model, plain = Outer(zero3(Mlp, Block)), Outer(seeded(Mlp))
-    step = batches_of(CASES["mlp"], 1, steps=1)[0]
-    own, expected = forward_backward(model, step[0]), forward_backward(plain, step[0])
-    assert_bitwise(own, expected, "loss")
-    assert isinstance(model.inner, ZeRO3)
-    assert_same_gradients(model.inner, plain.inner)
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in plain.named_parameters()
-    ]
-
-
 @on_ranks(3)
 def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
-    """Any number of forwards on each rank while all parameters are there."""
     plain, model = seeded(Mlp).eval(), zero3(Mlp, Block).eval()
     own = [torch.full((2, WIDTH), float(index)) for index in range(3 * dist.get_rank())]
     with model.summon_full_params(writeback=False), torch.no_grad():

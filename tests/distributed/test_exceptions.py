@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.reference import own_batch
 
 
 class Fragile(nn.Module):
@@ -41,11 +41,6 @@ class Fragile(nn.Module):
     def _maybe_raise(self, index: int) -> None:
         if self.fails_at == index:
             raise ValueError(f"told to, at {index}")
-
-
-def batch(step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator)
 
 
 def start() -> tuple[ZeRO3, torch.optim.Optimizer]:
@@ -79,12 +74,12 @@ def test_a_signal_in_a_pass_leaves_no_message_in_flight_and_no_hold() -> None:
     model, _ = start()
     units(model)[1].unshard()
     with mock.patch.object(Messages, "post", interrupted), pytest.raises(KeyboardInterrupt):
-        model(batch(0))
+        model(own_batch(0))
     assert not root_state(model).operations._detector.in_flight
     assert {(unit.state.name, unit.holds) for unit in units(model)} == {("SHARDED", 0)}
-    model(batch(0)).sum().backward()
+    model(own_batch(0)).sum().backward()
     clean, _ = start()
-    clean(batch(0)).sum().backward()
+    clean(own_batch(0)).sum().backward()
     assert_same_gradients(model, clean)
 
 
@@ -110,7 +105,7 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
     torch.manual_seed(0)
     model = ZeRO3(Forgiving(), auto_wrap_policy={Block})
     for number in range(3):
-        x = batch(number)
+        x = own_batch(number)
         assert torch.equal(model(x), plain(x))
         model(x).sum().backward()
     assert model.second.up.weight.grad is not None
@@ -118,7 +113,6 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
 
 @on_ranks(2)
 def test_zero_grad_gives_a_failed_step_up() -> None:
-    """`zero_grad` after a failed micro-batch drops the others, whoever it is called on."""
     for gives_up in ("model", "optimizer", "flat"):
         model, optimizer = start()
         if gives_up == "flat":
@@ -126,11 +120,11 @@ def test_zero_grad_gives_a_failed_step_up() -> None:
             optimizer = AdamW(model.parameters(), lr=0.01)
         clean, _ = start()
         with model.no_sync():
-            model(batch(0)).sum().backward()
-        fail(model, model(batch(1)).sum(), 1)
+            model(own_batch(0)).sum().backward()
+        fail(model, model(own_batch(1)).sum(), 1)
         (model if gives_up == "model" else optimizer).zero_grad()
-        model(batch(5)).sum().backward()
-        clean(batch(5)).sum().backward()
+        model(own_batch(5)).sum().backward()
+        clean(own_batch(5)).sum().backward()
         with named(gives_up):
             assert_same_gradients(model, clean)
 
@@ -138,21 +132,21 @@ def test_zero_grad_gives_a_failed_step_up() -> None:
 @on_ranks(2)
 def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
     model, _ = start()
-    model(batch(0)).sum().backward()
+    model(own_batch(0)).sum().backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     parameters = [*model.parameters()]
     hooks = [parameters[1].register_post_accumulate_grad_hook(lambda _: None)]
     hooks += [parameters[3].register_hook(lambda _: exec("raise ValueError('in a hook')"))]
     with pytest.raises(ValueError, match="in a hook"):
-        model(batch(1)).sum().backward()
+        model(own_batch(1)).sum().backward()
     for parameter, grad in zip(parameters, before, strict=True):
         assert torch.equal(parameter.grad, grad)
     for hook in hooks:
         hook.remove()
     clean, _ = start()
     for number in range(2):
-        clean(batch(number)).sum().backward()
-    model(batch(1)).sum().backward()
+        clean(own_batch(number)).sum().backward()
+    model(own_batch(1)).sum().backward()
     assert_same_gradients(model, clean)
 
 
@@ -160,10 +154,10 @@ def test_hooks_of_a_failed_pass_leave_no_gradient() -> None:
 def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
     model, optimizer = start()
     model.step_in_backward(optimizer)
-    model(batch(0)).sum().backward()
+    model(own_batch(0)).sum().backward()
     optimizer.zero_grad()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fail(model, model(batch(1)).sum(), 0)
+    fail(model, model(own_batch(1)).sum(), 0)
     assert all(map(torch.equal, before, model.parameters())), "nothing has stepped"
     steps = []
 
@@ -174,7 +168,7 @@ def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
 
     hook = optimizer.register_step_pre_hook(fail_in_third)
     with pytest.raises(ValueError, match="told to") as caught:
-        model(batch(1)).sum().backward()
+        model(own_batch(1)).sum().backward()
     hook.remove()
     if hasattr(caught.value, "__notes__"):
         assert "had stepped by then, which cannot be undone" in caught.value.__notes__[0]
@@ -183,14 +177,13 @@ def test_an_error_of_a_step_in_backward_says_what_has_stepped() -> None:
 
 @on_ranks(2)
 def test_another_backward_may_follow_a_failed_one() -> None:
-    """After a failed backward another graph's backward may come first, without a forward."""
     model, _ = start()
-    good = model(batch(0)).square().sum()
-    bad = model(batch(1)).square().sum()
+    good = model(own_batch(0)).square().sum()
+    bad = model(own_batch(1)).square().sum()
     fail(model, bad, 2)
     good.backward()
     clean, _ = start()
-    clean(batch(0)).square().sum().backward()
+    clean(own_batch(0)).square().sum().backward()
     assert_same_gradients(model, clean)
 
 
@@ -241,7 +234,7 @@ def micro_batch(
     model: ZeRO3, number: int, syncs: bool, after_forward: Callable[[], object] = lambda: None
 ) -> None:
     with contextlib.nullcontext() if syncs else model.no_sync():
-        loss = model(batch(number))
+        loss = model(own_batch(number))
         after_forward()
         loss.backward()
 

@@ -31,12 +31,7 @@ from tests.distributed.test_experts import (
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_where_present
 from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
-from tests.harness.reference import (
-    OPTIMIZERS,
-    backward_of_all_ranks,
-    forward_backward,
-    seeded,
-)
+from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, forward_backward, seeded
 from tests.harness.saved_models import values_and_states
 
 

@@ -14,24 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from layerzero import (
-    ParallelManager,
-    ShardingPlan,
-    ZeRO3,
-    global_norm,
-    shard_with_plan,
-)
+from layerzero import ParallelManager, ShardingPlan, ZeRO3, global_norm, shard_with_plan
 from tests.harness.checks import assert_close_in_float64, named
 from tests.harness.compare import assert_follows, assert_same_where_present
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
-from tests.harness.reference import (
-    backward_of_all_ranks,
-    forward_backward,
-    full_gradients,
-    seeded,
-)
+from tests.harness.reference import backward_of_all_ranks, forward_backward, full_gradients, seeded
 
 WIDTH, EXPERTS = 6, 4
 

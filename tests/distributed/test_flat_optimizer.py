@@ -20,15 +20,11 @@ from layerzero.optim import AdamW
 from layerzero.optim import norm as norm_module
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.parameter_shard import ParameterShard
-from tests.harness.checks import (
-    HAS_FMA,
-    assert_bitwise,
-    assert_same_on_all_ranks,
-)
+from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, UnusedParts
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import batches_of, forward_backward, seeded
+from tests.harness.reference import batches_of, forward_backward, own_batch, seeded
 
 needs_fma = pytest.mark.skipif(not HAS_FMA, reason="torch has other arithmetic on this processor")
 
@@ -64,11 +60,6 @@ def _same_weights(ours: nn.Module, theirs: nn.Module, what: str) -> None:
     pairs = zip(ours.named_parameters(), theirs.named_parameters(), strict=True)
     for (name, own), (_, other) in pairs:
         assert_bitwise(own.detach(), other.detach(), f"{what}: {name}")
-
-
-def _batch(step: int) -> torch.Tensor:
-    seed = 10 * step + dist.get_rank()
-    return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
 
 
 def _pair(**options: Any) -> tuple[ZeRO3, ZeRO3, Any, Any]:
@@ -135,7 +126,7 @@ def _clip() -> None:
     ours, theirs, optimizer, other = _pair()
     for step in range(3):
         for model in (ours, theirs):
-            forward_backward(model, _batch(step))
+            forward_backward(model, own_batch(step))
         if step == 1:  # Changed by hand, after they were delivered.
             for parameter in (*ours.parameters(), *theirs.parameters()):
                 parameter.grad.mul_(3.0)
@@ -150,12 +141,12 @@ def _clip() -> None:
         optimizer.clip_grad_norm_(0.01)
         for each in (optimizer, other):
             each.zero_grad()  # Drops the factor, too.
-    forward_backward(ours, _batch(0) * float("inf"))
+    forward_backward(ours, own_batch(0) * float("inf"))
     with pytest.raises(RuntimeError, match="norm of the gradients is"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     for norm_type in (1.0, float("inf")):
         optimizer.zero_grad()
-        forward_backward(ours, _batch(0))
+        forward_backward(ours, own_batch(0))
         norm = optimizer.clip_grad_norm_(1.0, norm_type)
         assert_norm_of_gradients(norm, ours, norm_type)
     ours.step_in_backward(optimizer)
@@ -216,7 +207,7 @@ def _two_optimizers() -> None:
     ]
     for step in range(4):
         for each, optimizers in ((model, own), (plain, theirs)):
-            forward_backward(each, _batch(step))
+            forward_backward(each, own_batch(step))
             if each is model:
                 norms = [optimizer.clip_grad_norm_(_HUGE).double() for optimizer in own]
                 both = (norms[0] ** 2 + norms[1] ** 2).sqrt().float()
@@ -235,7 +226,7 @@ def _dtypes() -> None:
             with pytest.raises(ValueError, match=r"'stem.weight' is float64"):
                 AdamW(model.parameters(), state="8bit")
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        forward_backward(model, _batch(0).to(dtype))
+        forward_backward(model, own_batch(0).to(dtype))
         optimizer.step()
         states = {each["exp_avg"].dtype for each in optimizer.state.values()}
         assert states == {torch.promote_types(dtype, torch.float32)}
@@ -253,7 +244,7 @@ def _scalers() -> None:
         for step in range(4):
             bad = step == 1 and dist.get_rank() == 0
             for model, scaler in zip((ours, theirs), scalers, strict=True):
-                loss = model(_batch(step)).square().mean() * (float("inf") if bad else 1.0)
+                loss = model(own_batch(step)).square().mean() * (float("inf") if bad else 1.0)
                 scaler.scale(loss).backward()
             if step == 3:
                 scalers[0].unscale_(optimizer)  # Allowed, and then nothing is left to unscale.
@@ -273,7 +264,7 @@ def _scalers() -> None:
             _same_weights(ours, theirs, f"{make} step {step}")
         assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
         assert float(optimizer.state[ours.head.weight]["step"]) == 3
-    forward_backward(ours, _batch(0))
+    forward_backward(ours, own_batch(0))
     disabled = layerzero.GradScaler("cpu", enabled=False)
     assert_bitwise(
         optimizer.clip_grad_norm_(1.0, scaler=disabled), optimizer.clip_grad_norm_(1.0), "disabled"
@@ -292,7 +283,7 @@ def _edited_states() -> None:
                     state.setdefault("max_exp_avg_sq", torch.zeros_like(state["exp_avg"]))
             if step == 3:
                 each.state[stem.weight]["exp_avg"].zero_()
-            forward_backward(model, _batch(step))
+            forward_backward(model, own_batch(step))
             if step == 4:
                 each.state[stem.weight]["exp_avg"] = torch.ones_like(stem.weight)
                 del each.state[stem.bias]
@@ -334,7 +325,7 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     output.register_hook(lambda _: optimizer.step())
     with pytest.raises(RuntimeError, match="inside a backward pass"):
         output.sum().backward()
-    forward_backward(model, _batch(0))
+    forward_backward(model, own_batch(0))
     for options in of_group[1:]:
         optimizer.param_groups[0].update(options)
         with pytest.raises(NotImplementedError, match=f"group 0 has {next(iter(options))}="):
@@ -352,7 +343,7 @@ def _loads_whole_states() -> None:
     model, plain = zero3(Mlp, Block), Mlp()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     whole = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    plain(_batch(0)).sum().backward()
+    plain(own_batch(0)).sum().backward()
     whole.step()
     optimizer.load_state_dict(whole.state_dict())  # Each rank takes its part.
 
@@ -378,7 +369,7 @@ def _huge_and_bad_gradients() -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2)
         scaler = layerzero.GradScaler("cpu", init_scale=1024.0)
         for step, value in enumerate((huge, float("nan"), float("inf"))):
-            scaler.scale(model(_batch(step).to(dtype)).square().mean()).backward()
+            scaler.scale(model(own_batch(step).to(dtype)).square().mean()).backward()
             if dist.get_rank() == 0:
                 next(each.grad for each in model.parameters() if each.numel())[0] = value
             weights = [each.detach().clone() for each in model.parameters()]
@@ -452,7 +443,7 @@ def _touch_all(late: bool, accumulates: bool) -> None:
     for step, touch in enumerate(_TOUCHES):
         what = f"touch {step} late={late} accumulates={accumulates}"
         for model, own in ((ours, optimizer), (theirs, other)):
-            forward_backward(model, _batch(step))
+            forward_backward(model, own_batch(step))
             if not late:
                 touch(model)
             if step % 2 == late:
@@ -488,7 +479,7 @@ def _with_hooks() -> None:
             parameter.register_post_accumulate_grad_hook(_quadruple)
             parameter.register_hook(lambda grad: grad * 2)
     for step in range(2):
-        forward_backward(model, _batch(step))
+        forward_backward(model, own_batch(step))
         assert_norm_of_gradients(optimizer.clip_grad_norm_(_HUGE), model, what="hooks")
         optimizer.zero_grad()
 
@@ -502,7 +493,7 @@ def _as_on_a_device() -> None:
     ):
         model = zero3(Mlp, Block)
         optimizer = AdamW(model.parameters(), lr=1e-2)
-        forward_backward(model, _batch(0))
+        forward_backward(model, own_batch(0))
         optimizer.clip_grad_norm_(1.0)
         # Of all gradients, and of what this rank's come to.
         assert (of_all.call_count, of_one.call_count) == (2, 0)

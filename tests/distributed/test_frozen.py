@@ -16,10 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
-from tests.harness.checks import (
-    assert_bitwise,
-    named,
-)
+from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
     assert_same_gradients,
     assert_same_values,

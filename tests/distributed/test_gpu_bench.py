@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 from benchmarks import bench_gpu_step as bench
 from benchmarks.gpu_expected import EXPECTED
-from benchmarks.gpu_trace import (
-    check_step,
-    collectives_of,
-    hidden_part,
-    load,
-    main,
-    read_steps,
-)
+from benchmarks.gpu_trace import check_step, collectives_of, hidden_part, load, main, read_steps
 from tests.gpu.link import Link
 from tests.harness.ranks import on_ranks, run_ranks
 

@@ -31,7 +31,6 @@ from tests.harness.reference import (
     OPTIMIZERS,
     backward_of,
     batches_of,
-    forward_backward,
     full_parameters,
     plain,
     seeded,
@@ -56,26 +55,6 @@ def test_every_toy_model_trains_bitwise_like_one_process(world_size: int, optimi
         batches = batches_of(case, world_size, steps=2)
         with named(name):
             assert_trains_alike(sharded(case), plain(case), batches, optimizer)
-
-
-@on_ranks(2)
-def test_inputs_get_their_gradient() -> None:
-    case = CASES["mlp"]
-    model, reference = sharded(case), seeded(case.build)
-    batch = batches_of(case, dist.get_world_size(), steps=1)[0][dist.get_rank()]
-    own, expected = batch.clone().requires_grad_(), batch.clone().requires_grad_()
-    forward_backward(model, own)
-    forward_backward(reference, expected)
-    assert own.grad is not None and expected.grad is not None
-    assert_bitwise(own.grad, expected.grad, "gradient of the input")
-    # The same through autograd.grad, which asks for no parameter's gradient.
-    model.zero_grad()
-    loss = model(own).square().sum()
-    (gradient,) = torch.autograd.grad(loss, own)
-    (expected_gradient,) = torch.autograd.grad(reference(expected).square().sum(), expected)
-    assert_bitwise(gradient, expected_gradient, "gradient of the input")
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert_trains_alike(model, reference)
 
 
 class Complex(nn.Module):
@@ -130,41 +109,7 @@ def test_a_parameter_unused_on_one_rank_counts_as_zero_there() -> None:
     trained_alike(_Optional, _OptionalBlock, batches=batches, optimizer="adamw")
 
 
-# Sizes that do not divide: parameters smaller than the group, ranks that own nothing, batches -----
-
-
-@on_ranks(3)
-def test_ranks_may_have_batches_of_other_sizes() -> None:
-    """The gradient is the mean of the ranks' gradients, also of a rank that has no rows."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        [torch.randn(rows, WIDTH, generator=generator) for rows in sizes]
-        for sizes in ((1, 2, 3), (2, 0, 1), (0, 4, 2))
-    ]
-    run = backward_of(lambda model, batch: model(batch).square().sum())
-    trained_alike(Mlp, Block, batches=batches, run=run)
-
-
 # A tied parameter stays one parameter: one name, one gradient, which is the sum over its uses -----
-
-
-@on_ranks(2)
-def test_a_tied_weight_has_the_names_of_the_plain_model_and_stays_tied() -> None:
-    for name in ("transformer", "tied_in_unit", "tied_across_units", "shared_module"):
-        model, plain = sharded(CASES[name]), seeded(CASES[name].build)
-        names = _names_by_parameter(plain)
-        assert len(names) < len(list(plain.named_parameters(remove_duplicate=False)))
-        assert _names_by_parameter(model) == names
-        with model.summon_full_params():
-            assert _names_by_parameter(model) == names
-        assert _names_by_parameter(model) == names
-
-
-def _names_by_parameter(model: nn.Module) -> list[list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return list(found.values())
 
 
 @on_ranks(2)

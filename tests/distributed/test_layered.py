@@ -35,6 +35,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    micro_batches_of,
     plain,
     seeded,
 )
@@ -94,28 +95,35 @@ def test_units_wrapped_by_hand_share_their_groups() -> None:
 @pytest.mark.parametrize(("world_size", "low"), [(4, True), (6, False)])
 @on_ranks(timeout=120)
 def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool) -> None:
-    """With clipping, whose norm is summed in one order too. On four ranks in every mode: the shard
-    group decides what is cast where, not what comes out."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    batches = batches_of(CASES["transformer"], world_size, steps=1) * 3
+    """With micro-batches, and clipping, whose norm is summed in one order too. On four ranks in
+    every mode: the shard group decides what is cast where, not what comes out."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    batches = micro_batches_of(CASES["transformer"], world_size, steps=1, count=2) * 3
 
-    def losses(zero3_size: int, mode: str) -> list[float]:
+    def losses(zero3_size: int, mode: str, accumulation: str) -> list[float]:
         options = {"deterministic": True, "mixed_precision": precision if low else None}
+        options["accumulation"] = accumulation
         model = _layered("transformer", zero3_size, mode, **options)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         found = []
         for step in batches:
             optimizer.zero_grad()
-            found.append(forward_backward(model, step[dist.get_rank()]).item())
+            first, last = step[dist.get_rank()]
+            with model.no_sync():
+                found.append(forward_backward(model, first).item())
+            found.append(forward_backward(model, last).item())
             model.clip_grad_norm_(1.0)
             optimizer.step()
         return found
 
-    expected = losses(world_size, "zero1")
-    assert expected[-1] < expected[0], "it does not train"
-    for size in (size for size in range(1, world_size) if world_size % size == 0):
-        for mode in MODES if world_size == 4 else ["zero1"]:
-            assert losses(size, mode) == expected, (size, mode)
+    for accumulation in ("sharded", "unsharded"):
+        expected = losses(world_size, "zero1", accumulation)
+        assert expected[-1] < expected[0], "it does not train"
+        # A rank that has whole parameters has no shards of sums.
+        sizes = range(1 + (accumulation == "sharded"), world_size)
+        for size in (size for size in sizes if world_size % size == 0):
+            for mode in MODES if world_size == 4 else ["zero1"]:
+                assert losses(size, mode, accumulation) == expected, (size, mode, accumulation)
 
 
 def _blocks_of_linears(**options: Any) -> ZeRO3:

@@ -18,15 +18,11 @@ from tests.harness.checks import assert_same_parameters, recorded_warnings
 from tests.harness.compare import trained_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp, Transformer
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import forward_backward, full_gradients, seeded
+from tests.harness.reference import forward_backward, full_gradients, own_batch, seeded
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
     return zero3(build, **{"auto_wrap_policy": {Block}, **options})
-
-
-def batch() -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 class Writes(nn.Module):
@@ -55,11 +51,11 @@ def _writes(how: str, name: str, verb: str) -> None:
     model = wrapped(lambda: Writes(how), auto_wrap_policy=None)
     before = [sharded_param.detach().clone() for sharded_param in model.parameters()]
     with pytest.raises(RuntimeError, match=rf"the forward {verb}.*{name!r}.*summon_full_params"):
-        model(batch())
+        model(own_batch())
     assert all(map(torch.equal, before, model.parameters()))
     model.module.how = "nothing"
     model.module.table.max_norm = None
-    model(batch()).sum().backward()  # the error left the model as it was
+    model(own_batch()).sum().backward()  # the error left the model as it was
     assert model.module.linear.weight.grad is not None
 
 
@@ -89,7 +85,7 @@ def test_a_forward_that_replaces_a_parameter_of_a_unit_that_it_calls_is_refused(
     before = [*model.parameters()]
     for use in (model, torch.no_grad()(model)):
         with pytest.raises(RuntimeError, match=r"the forward replaced 'block.up.weight'"):
-            use(batch())
+            use(own_batch())
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     model.block.up.weight = nn.Parameter(torch.zeros(1))
     with pytest.raises(RuntimeError, match=r"unshard: .* replaced block.up.weight"):
@@ -125,7 +121,7 @@ def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> 
 @on_ranks(1)
 def test_on_one_rank_parameters_are_whole_and_may_be_changed() -> None:
     model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
-    model(batch())
+    model(own_batch())
     assert model.module.linear.weight.abs().max() <= 0.01
 
 
@@ -134,14 +130,14 @@ def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> No
     model = wrapped()
     kept: list[torch.Tensor] = []
     hook = model.module.stem.register_forward_hook(lambda *each: kept.append(each[2]))
-    model(batch())
+    model(own_batch())
     kept[0].sum().backward()
     with pytest.raises(RuntimeError, match=r"gradients of 'stem\.weight'.*return that"):
-        model(batch())
+        model(own_batch())
     hook.remove()
-    model(batch()).sum().backward()
+    model(own_batch()).sum().backward()
     expected = wrapped()
-    expected(batch()).sum().backward()
+    expected(own_batch()).sum().backward()
     found = full_gradients(model)
     assert_same_parameters(found, full_gradients(expected), what="not what was dropped: gradient")
 
@@ -174,7 +170,7 @@ def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
     for sharded_param in model.parameters():
         sharded_param.register_hook(lambda gradient: gradient * 2)
     with recorded_warnings() as told:
-        model(batch()).sum().backward()
+        model(own_batch()).sum().backward()
     assert not told
 
 
@@ -292,7 +288,7 @@ def test_engines_that_would_mix_up_shards_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1 is a DistributedDataParallel.*put its \.module in"):
         ZeRO3(nn.Sequential(nn.Linear(8, 8), DistributedDataParallel(nn.Linear(8, 1))))
     with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
-        torch.func.vmap(model)(batch())
+        torch.func.vmap(model)(own_batch())
 
 
 @on_ranks(2)
@@ -303,7 +299,7 @@ def test_the_scaler_of_torch_warns_once() -> None:
         scaler = kind("cpu")
         with recorded_warnings() as told:
             for _ in range(2):
-                scaler.scale(model(batch()).sum()).backward()
+                scaler.scale(model(own_batch()).sum()).backward()
                 scaler.step(optimizer)
                 scaler.update()
         assert len(told) == (kind is torch.amp.GradScaler and dist.get_rank() == 0), told

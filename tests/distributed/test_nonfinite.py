@@ -16,10 +16,10 @@ from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.distributed import test_experts as experts
 from tests.harness.fault_at import differences, snapshot
 from tests.harness.internals import root_state
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import logged
-from tests.harness.reference import forward_backward
+from tests.harness.reference import forward_backward, own_batch
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -42,13 +42,8 @@ def build(make: Make, **arguments: Any) -> tuple[ZeRO3, torch.optim.Optimizer]:
     return model, make(model.parameters())
 
 
-def batch(number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator)
-
-
 def backward(model: ZeRO3, number: int, scale: float = 1.0) -> None:
-    (model(batch(number)).float().square().sum() * scale).backward()
+    (model(own_batch(number)).float().square().sum() * scale).backward()
 
 
 def bad_backward(model: ZeRO3, number: int, value: float = math.inf) -> None:
@@ -110,8 +105,8 @@ def _raises() -> None:
             backward(each, 1)  # `.grad` has something.
             with each.no_sync():
                 backward(each, 2)
-        model(batch(3))  # Its order is known.
-        clean(batch(3))
+        model(own_batch(3))  # Its order is known.
+        clean(own_batch(3))
         before = snapshot(model, optimizer)
         with pytest.raises(FloatingPointError, match=r"gradient of '[a-z0-9.]+' is not finite"):
             bad_backward(model, 3)
@@ -141,7 +136,7 @@ def _scales() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for number, factor in enumerate((1.0, math.inf, 1.0)):
         is_last = dist.get_rank() == dist.get_world_size() - 1
-        loss = model(batch(number)).square().sum() * (factor if is_last else 1.0)
+        loss = model(own_batch(number)).square().sum() * (factor if is_last else 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

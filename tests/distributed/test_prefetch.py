@@ -6,16 +6,16 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from layerzero import BackwardPrefetch, ZeRO3, units
+from layerzero import BackwardPrefetch, ShardingPlan, ZeRO3, shard_with_plan, units
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import zero3
 from tests.harness.internals import Unit, root_state
-from tests.harness.models import WIDTH, Block, Mlp, Routed
+from tests.harness.models import Block, Mlp, Routed
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations
+from tests.harness.reference import own_batch
 
 DEPTH = 5
 
@@ -23,10 +23,6 @@ DEPTH = 5
 def wrapped(**options) -> ZeRO3:
     torch.manual_seed(0)
     return ZeRO3(Routed(DEPTH), auto_wrap_policy={Block}, **options)
-
-
-def batch() -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 ALL = "0 1 2 3 4"
@@ -63,9 +59,9 @@ def test_forward_gathers_ahead_once_the_order_is_known() -> None:
         model = wrapped(forward_prefetch=depth)
         with torch.no_grad():
             with recorded_operations(model) as operations:
-                model(batch(), ALL)
+                model(own_batch(), ALL)
             with timeline() as seen:
-                model(batch(), ALL)
+                model(own_batch(), ALL)
         assert gathered(operations) == [f"blocks.{i}" for i in ALL.split()], "nothing is guessed"
         assert " ".join(seen) == expected
 
@@ -87,8 +83,8 @@ def test_backward_gathers_ahead_and_before_the_reduction_that_it_need_not_wait_f
     ):
         model = wrapped(backward_prefetch=mode)
         for _ in range(2):
-            model(batch(), ALL).sum().backward()
-        loss = model(batch(), ALL).sum()
+            model(own_batch(), ALL).sum().backward()
+        loss = model(own_batch(), ALL).sum()
         with timeline() as used, recorded_operations(model) as operations:
             loss.backward()
         assert " ".join(used) == uses, mode
@@ -110,16 +106,16 @@ def test_branches_never_gather_what_they_do_not_use() -> None:
     reference = Routed(DEPTH)
     for step, route in enumerate(routes * 2):
         with recorded_operations(model) as operations:
-            loss = model(batch(), route).sum()
+            loss = model(own_batch(), route).sum()
             loss.backward()
         if step >= len(routes):  # both branches and the long route are known
             expected = [*route.split(), *reversed(route.split()[:-1])]
             assert gathered(operations) == [f"blocks.{i}" for i in expected]
-        assert torch.equal(loss, reference(batch(), route).sum())
+        assert torch.equal(loss, reference(own_batch(), route).sum())
         with torch.no_grad():
             model.eval()
             with recorded_operations(model) as operations:
-                model(batch(), "4 0")
+                model(own_batch(), "4 0")
             assert gathered(operations) == ["blocks.4", "blocks.0"]
             model.train()
         model.zero_grad()
@@ -128,11 +124,12 @@ def test_branches_never_gather_what_they_do_not_use() -> None:
 @on_ranks(2)
 def test_all_units_may_be_gathered_before_a_forward() -> None:
     """Every unit is there before the first one runs, unused ones too; steps are the same."""
-    model, plain = wrapped(), wrapped()
-    root_state(model).scheduler.unshards_all_before_forward = True
+    plain, plan = wrapped(), ShardingPlan(apply_modules=["blocks.{*}"], pregather=True)
+    torch.manual_seed(0)
+    model = shard_with_plan(Routed(DEPTH), plan)
     for _ in range(2):
         with timeline() as seen:
-            losses = [each(batch(), "0 3 1").square().sum() for each in (model, plain)]
+            losses = [each(own_batch(), "0 3 1").square().sum() for each in (model, plain)]
         assert seen[:6] == ["g0", "g1", "g2", "g3", "g4", "u0"]
         assert torch.equal(*losses)
         for each, loss in zip((model, plain), losses, strict=True):
@@ -144,7 +141,7 @@ def test_all_units_may_be_gathered_before_a_forward() -> None:
         assert torch.equal(own, other)
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
     with torch.no_grad():
-        model(batch(), "4")
+        model(own_batch(), "4")
     assert {unit.state.name for unit in units(model)} == {"SHARDED"}
 
 
@@ -167,9 +164,9 @@ def _resident(limit: bool | int | str, most: int) -> None:
         counts.append(root.context.limiter.nbytes // nbytes)
 
     with torch.no_grad():
-        model(batch(), ALL)
+        model(own_batch(), ALL)
         with mock.patch.object(Unit, "unshard", counting):
-            model(batch(), ALL)
+            model(own_batch(), ALL)
     assert max(counts) == most
     assert root.context.limiter.nbytes == root.context.limiter.num_units == 0
 
@@ -187,7 +184,7 @@ def test_lists_of_modules_to_prefetch_are_followed() -> None:
     model = ZeRO3(module)
     for _ in range(2):
         with timeline() as seen:
-            loss = model(batch(), ALL).sum()
+            loss = model(own_batch(), ALL).sum()
         assert seen[:4] == ["g0", "g1", "g2", "g3"]
         with timeline() as seen:
             loss.backward()

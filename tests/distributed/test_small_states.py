@@ -142,7 +142,6 @@ def test_state_dicts_lose_no_bit() -> None:
 
 @on_ranks(2)
 def test_states_outlast_the_option_that_uses_them() -> None:
-    """A state whose option is off stays, through loads and steps, until the option is on again."""
     for state in ("float32", "bfloat16", "8bit"):
         for turned_off in (slice(0, 1), slice(0, 2)):
             model = _model()

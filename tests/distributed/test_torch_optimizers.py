@@ -25,7 +25,7 @@ from tests.harness.compare import assert_same_values, sharded
 from tests.harness.models import CASES
 from tests.harness.pages import DOCS
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.reference import batches_of, forward_backward, full_parameters, seeded
+from tests.harness.reference import batches_of, forward_backward, seeded
 
 STEPS = 2
 FLAGS = (
@@ -128,30 +128,6 @@ def _everything() -> None:
         warnings.filterwarnings("ignore", message=".*(deprecated|lr_scheduler).*")
         _same_bits()
     _refused()
-
-
-@pytest.mark.since_torch("2.13")  # whose dynamo traces a step: that of 2.11 fails an assertion
-@on_ranks(2, timeout=90)
-def test_a_step_may_have_hooks_and_be_compiled() -> None:
-    """Hooks of a step run and may read shards; a compiled step does what the step does."""
-    case = CASES["mlp"]
-    trained = []
-    for is_hooked, is_compiled in ((False, False), (True, False), (False, True)):
-        model = sharded(case)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        seen: list[str] = []
-        if is_hooked:
-            optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("pre"))
-            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("post"))
-        step = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
-        for batch in batches_of(case, 2, STEPS):
-            forward_backward(model, batch[torch.distributed.get_rank()])
-            step()
-            optimizer.zero_grad()
-        assert seen == ["pre", "post"] * STEPS * is_hooked
-        trained.append(full_parameters(model))
-    for other in trained[1:]:
-        torch.testing.assert_close(other, trained[0])
 
 
 def test_every_class_is_in_the_table() -> None:

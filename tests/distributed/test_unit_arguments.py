@@ -16,11 +16,7 @@ from tests.harness.compare import zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.reference import (
-    batches_of,
-    seeded,
-    train_rank,
-)
+from tests.harness.reference import batches_of, seeded, train_rank
 from tests.harness.saved_models import Whole, assert_same, everything
 
 
@@ -43,7 +39,6 @@ FP32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
 
 @on_ranks(2)
 def test_a_unit_with_arguments_of_its_own_is_as_one_with_a_wrapper_of_its_own() -> None:
-    """What a unit's own arguments do is what a `ZeRO3` of its own does."""
     full = {"mixed_precision": FP32, "reshard_after_forward": False}
     summed = {"gradient_reduction": "sum"}
     own = policy(block0=summed, block1=full)

@@ -21,6 +21,7 @@ from layerzero.flat.parameter_info import get_info
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
+from tests.harness.reference import added
 
 STEPS = 5
 WAYS = ("lost", "detached", "no_grad", "part")
@@ -445,12 +446,12 @@ class Run:
                     if rank == self._rank:
                         losses += [part.detach() for part in parts]
                     torch.stack(parts).sum().backward()
-                    own = list(map(_added, own, (p.grad for p in self.twin.parameters())))
+                    own = list(map(added, own, (p.grad for p in self.twin.parameters())))
                 of_ranks.append(own)
             for index, (name, _) in enumerate(self.twin.named_parameters()):
                 mean = self._mean([own[index] for own in of_ranks], name in self._optional)
                 if mean is not None:
-                    totals[index] = _added(totals[index], mean)
+                    totals[index] = added(totals[index], mean)
         for parameter, total in zip(self.twin.parameters(), totals, strict=True):
             parameter.grad = total
         return losses
@@ -480,12 +481,6 @@ class Run:
             info = get_info(self._sharded[name])
             assert info is not None
             check(own, expected.view(-1)[slice(*info.range)], text)
-
-
-def _added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return left if right is None else right
-    return left + right
 
 
 def _same_bits(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -164,8 +164,8 @@ def backward_of_all_ranks(
             losses.append(run(model, batch))
             gradients.append([parameter.grad for parameter in parameters])
     for parameter, old, *each in zip(parameters, before, *gradients, strict=True):
-        total = functools.reduce(_add, each)
-        parameter.grad = _add(old, None if total is None else total * scale)
+        total = functools.reduce(added, each)
+        parameter.grad = added(old, None if total is None else total * scale)
     return losses
 
 
@@ -203,7 +203,7 @@ def _full(model: nn.Module, with_grads: bool = False) -> AbstractContextManager[
     return nullcontext() if summon is None else summon(writeback=False, with_grads=with_grads)
 
 
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+def added(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return left if right is None else right
     return left + right

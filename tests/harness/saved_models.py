@@ -21,37 +21,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class Shampoo(torch.optim.Optimizer):
-    """A small one: states of n x n, in a list, a float, and counts, of a group in place; and a key
-    that depends on the size."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            rate = group["lr"] / group.setdefault("steps", torch.zeros(())).add_(1).item()
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["factors"] = [torch.eye(n, dtype=torch.float64) for n in gradient.shape]
-                    state["seen"], state["count"] = {"norm": torch.zeros(())}, 0
-                    state["small" if gradient.numel() <= 4 else "large"] = True
-                state["count"] += 1
-                update = gradient.double()
-                for dim, factor in enumerate(state["factors"]):
-                    flat = gradient.movedim(dim, 0).flatten(1).double()
-                    factor.add_(flat @ flat.T)
-                    update = torch.tensordot(torch.linalg.inv(factor), update, ([1], [dim]))
-                    update = update.movedim(0, dim)
-                state["seen"]["norm"] = update.norm().float()
-                parameter.sub_(update.to(parameter.dtype), alpha=rate)
-
-
 class Whole(NamedTuple):
     """Full state dicts of a model and its optimizer."""
 

@@ -43,12 +43,7 @@ from layerzero.step.context import RuntimeContext
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
 from tests.harness.simulated_graphs import Graph
-from tests.harness.simulated_memory import (
-    _ENGINE,
-    MemoryWatch,
-    Use,
-    allocated_by,
-)
+from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by
 from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
 
 __all__ = ["Event", "HostWait", "SimulatedDevice", "Stream", "simulated_device"]

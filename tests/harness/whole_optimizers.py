@@ -1,21 +1,17 @@
-"""Optimizers that need whole tensors, as users write them."""
+"""An optimizer that needs whole tensors, as users write them."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 
-class Shampoo(Optimizer):
-    """A preconditioner for each dimension, from its gradients' second moments.
+class Shampoo(torch.optim.Optimizer):
+    """A preconditioner of n x n for each dimension, in a list; beside them a float, a count, and a
+    key that depends on the size. Counts its steps in each group, in place."""
 
-    Counts its steps in each group, as many optimizers do, and in an attribute.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.01, every: int = 2) -> None:
-        super().__init__(params, {"lr": lr, "every": every})
-        self.num_steps = 0
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """With a learning rate that is a tensor, on which torchao's classes insist in a step."""
@@ -24,29 +20,25 @@ class Shampoo(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
         for group in self.param_groups:
             assert isinstance(group["lr"], Tensor)
-            group["step"] = group.get("step", 0) + 1
+            rate = (group["lr"] / group.setdefault("steps", torch.zeros(())).add_(1)).item()
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, group)
+                    self._step_one(parameter, rate)
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, rate: float) -> None:
         gradient, state = parameter.grad, self.state[parameter]
-        if parameter.ndim == 0 or not parameter.numel():
-            parameter.sub_(group["lr"] * gradient / group["step"])
-            return
         if not state:
-            state["moments"] = [torch.eye(n, dtype=parameter.dtype) * 1e-3 for n in parameter.shape]
-            state["roots"] = [torch.eye(n, dtype=parameter.dtype) for n in parameter.shape]
+            state["factors"] = [torch.eye(n, dtype=gradient.dtype) for n in gradient.shape]
+            state["seen"], state["count"] = {"norm": torch.zeros(())}, 0
+            state["small" if gradient.numel() <= 4 else "large"] = True
+        state["count"] += 1
         update = gradient
-        for dim in range(parameter.ndim):
-            rows = gradient.movedim(dim, 0).reshape(parameter.shape[dim], -1)
-            state["moments"][dim].addmm_(rows, rows.T)
-            if (group["step"] + self.num_steps) % (2 * group["every"]) == 0:
-                values, vectors = torch.linalg.eigh(state["moments"][dim].double())
-                root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-0.5 / parameter.ndim))
-                state["roots"][dim] = (root @ vectors.T).to(parameter.dtype)
-            update = torch.tensordot(update, state["roots"][dim], dims=([0], [0]))
-        parameter.sub_(group["lr"] * update)
+        for dim, factor in enumerate(state["factors"]):
+            flat = gradient.unsqueeze(-1).movedim(dim, 0).flatten(1)
+            factor.add_(flat @ flat.T)
+            update = torch.tensordot(torch.linalg.inv(factor), update, ([1], [dim]))
+            update = update.movedim(0, dim)
+        state["seen"]["norm"] = update.norm().float()
+        parameter.sub_(update, alpha=rate)

@@ -153,8 +153,6 @@ def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
 
 @on_ranks(2, timeout=120)
 def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path: Path) -> None:
-    """Moves and casts that change nothing, of a model that a trainer or `shard` made ready."""
-
     class Outer(torch.nn.Module):
         def __init__(self, inner: Any) -> None:
             super().__init__()
@@ -183,8 +181,6 @@ def test_a_sharded_model_is_moved_nested_and_given_to_a_second_trainer(tmp_path:
 
 @on_ranks(2, timeout=120)
 def test_bf16_has_float32_main_weights_whatever_the_models_dtype(tmp_path: Path) -> None:
-    """A model that is bfloat16, as transformers loads one: float32 main weights with bf16."""
-
     def low() -> Any:
         model = build("qwen2").bfloat16()
         model.model.layers[0].requires_grad_(False)

@@ -58,54 +58,32 @@ def test_what_changed_is_found_with_its_bits(
             assert bits(values) == bits(snapshot[changed])
 
 
-def test_the_search_stops_where_the_output_is_full_and_goes_on_there(implementation: str) -> None:
-    main = torch.randn(3000)
-    snapshot = main.bfloat16()
-    changed = torch.arange(5, 3000, 7)
-    snapshot[changed] += 1
-    for capacity in (1, 3, 64, len(changed), len(changed) + 1):
-        found: list[int] = []
-        start = 0
-        while start < 3000:
-            part, _, stop = run(implementation, main, snapshot, start, capacity)
-            assert stop == (part[-1] + 1 if len(part) == capacity else 3000)
-            found, start = found + part, stop
-        assert found == changed.tolist()
-    assert run(implementation, main, snapshot, 3000)[::2] == ([], 3000)
-
-
-def test_the_snapshot_takes_what_is_found_on_request(implementation: str) -> None:
-    main = torch.randn(2000)
-    snapshot = main.bfloat16()
-    snapshot[torch.rand(2000) < 0.1] += 1
-    before = snapshot.clone()
-    found, values, stop = run(implementation, main, snapshot, 0, 50)
-    assert torch.equal(snapshot, before)
-    run(implementation, main, snapshot, 0, 50, update=True)
-    before[found] = values
-    assert torch.equal(snapshot, before) and len(found) == 50
-    run(implementation, main, snapshot, stop, update=True)
-    assert torch.equal(snapshot, main.bfloat16())
-    assert not run(implementation, main, snapshot)[0]
-    assert main._version == 0, "it is only read"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_density_of_changes_fits_any_room(implementation: str, dtype: torch.dtype) -> None:
+def test_a_search_goes_on_where_its_room_was_full(implementation: str, dtype: torch.dtype) -> None:
+    """With any density of changes; the snapshot takes what is found, on request."""
     main = torch.randn(2100)
+    now = delta.cast(main, dtype)
     for share in (0.02, 0.3, 1.0):
-        was = delta.cast(main, dtype)
+        was = now.clone()
         was[torch.rand(2100) < share] += 1
-        differs = delta.bits_of(was) != delta.bits_of(delta.cast(main, dtype))
-        expected = differs.nonzero().view(-1)
+        expected = (delta.bits_of(was) != delta.bits_of(now)).nonzero().view(-1).tolist()
         # A kernel has a faster way for blocks of 512 that surely fit.
-        for capacity in (511, 512, 514, 515, 516, 1100, 2100, 2600):
+        for capacity in (7, 511, 512, 514, 515, 516, 1100, len(expected), 2100, 2600):
             snapshot = was.clone()
-            found, values, stop = run(implementation, main, snapshot, 0, capacity, update=True)
-            assert found == expected[:capacity].tolist()
-            changed = torch.where(torch.arange(2100) < stop, delta.cast(main, dtype), was)
-            assert bits(snapshot) == bits(changed)
-            assert bits(values) == bits(changed[found])
+            run(implementation, main, snapshot, 0, capacity)
+            assert bits(snapshot) == bits(was), "it is only read"
+            found: list[int] = []
+            stop = 0
+            while stop < 2100:
+                part, values, stop = run(implementation, main, snapshot, stop, capacity, True)
+                assert stop == (part[-1] + 1 if len(part) == capacity else 2100)
+                changed = torch.where(torch.arange(2100) < stop, now, was)
+                assert bits(snapshot) == bits(changed)
+                assert bits(values) == bits(changed[part])
+                found += part
+            assert found == expected
+    assert run(implementation, main, was, 2100)[::2] == ([], 2100)
+    assert main._version == 0, "it is only read"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,14 +20,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from layerzero import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-    ReductionPolicy,
-    ZeRO3,
-    units,
-)
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3, units
 from layerzero.build.wrap import plan_units
 from layerzero.migrate import to_backward_prefetch, to_offload, to_policy, to_precision
 from tests.harness.checks import named
