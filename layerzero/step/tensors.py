@@ -19,18 +19,21 @@ _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 def find_tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """Every tensor in `value`; one that occurs twice is yielded twice."""
+    """Every tensor in `value`; one that occurs twice is yielded twice.
+
+    `depth` bounds the objects inside each other whose attributes it searches: they may be a cycle.
+    """
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth == 0 or isinstance(value, _LEAVES):
+    elif isinstance(value, _LEAVES):
         return
     elif isinstance(value, (tuple, list, set, frozenset, deque)):
         for item in value:
-            yield from find_tensors(item, depth - 1)
+            yield from find_tensors(item, depth)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from find_tensors(item, depth - 1)
-    elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+            yield from find_tensors(item, depth)
+    elif depth and not isinstance(value, (type, torch.nn.Module)) and not callable(value):
         for item in getattr(value, "__dict__", {}).values():
             yield from find_tensors(item, depth - 1)
         for name in chain.from_iterable(map(_slots_of, type(value).__mro__)):

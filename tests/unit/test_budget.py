@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_096,
+    "": 40_099,
     "flat": 2_658,
-    "step": 4_310,
+    "step": 4_313,
     "comm": 1_489,
     "watch": 912,
     "build": 2_321,

@@ -23,6 +23,10 @@ def nested(tensor: torch.Tensor):
 
 def test_tensors_are_found_at_any_depth() -> None:
     tensor = torch.ones(2)
+    deep: list = [tensor]
+    for _ in range(20):
+        deep = [deep]
+    assert list(find_tensors(deep)) == [tensor]
     assert sum(found is tensor for found in find_tensors(nested(tensor))) == 3
 
 
