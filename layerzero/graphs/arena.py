@@ -222,8 +222,8 @@ class Arena(Extension):
 
     end_backward = after_forward
 
-    def before_backward(self, order: tuple[int, ...]) -> None:
-        self._begin((order, self._root.reducer.requires_sync, torch.is_grad_enabled()))
+    def before_backward(self, forward_pass: Any) -> None:
+        self._begin((forward_pass.order, self._root.reducer.requires_sync, torch.is_grad_enabled()))
 
     def after_abort(self) -> None:
         self._events, self._passes, self._has_missed = None, [], False

@@ -310,7 +310,7 @@ class Recording(Extension):
     def before_forward(self, unit: Unit, forward_pass: Any) -> None:
         self._begin(unit)
 
-    def before_backward(self, order: Any = None) -> None:
+    def before_backward(self, forward_pass: Any = None) -> None:
         self._begin()
 
     between_passes = before_backward

@@ -156,7 +156,7 @@ class OptionalUnits(Agreement, Extension):
             or (torch.is_grad_enabled() and any(t.requires_grad for t in find_tensors(outputs)))
         )
 
-    def before_backward(self, order: tuple[int, ...]) -> None:
+    def before_backward(self, forward_pass: ForwardPass) -> None:
         self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
 
     def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
@@ -218,22 +218,21 @@ class OptionalUnits(Agreement, Extension):
             passes.clear()
 
 
-def gather_with_others(unit: Unit, is_used: bool, regathered: bool = False) -> None:
+def gather_with_others(unit: Unit, is_used: bool) -> None:
     """Gather a unit because any rank wants it.
 
     Args:
         is_used: whether this rank keeps it; it does if the unit was resident. That one is gathered
             again, for ranks where it is not.
-        regathered: whether the same weights will be gathered again in this step.
     """
     holds, shown = int(unit.holds), unit.shows_unsharded
     is_kept = is_used or unit.state is not ShardState.SHARDED
-    unit.reshard(regathered)
+    unit.reshard()
     unit.unshard()
     unit.hold(holds)
     if not is_kept:
         unit.wait_for_unshard()
-        unit.free(regathered_this_step=regathered)
+        unit.free()
     elif shown:
         unit.wait_for_unshard()
         unit.show_unsharded()

@@ -180,7 +180,7 @@ class Backward:
         if not call.is_reached_first(graph_task):
             return  # The gradient of another output of the same call.
         call.unit.open_starts.discard(call.start)
-        current = self._backward_pass(graph_task, call.forward_pass.order)
+        current = self._backward_pass(graph_task, call.forward_pass)
         self._finish_done(current, call.end, call.unit)
         self._passes[0].forwards[call.forward_pass] = None
         unit = call.unit
@@ -192,21 +192,21 @@ class Backward:
         for begin_backward in self._extensions.begin_backward:
             begin_backward(unit)
 
-    def _backward_pass(self, graph_task: int, order: Order) -> BackwardPass:
+    def _backward_pass(self, graph_task: int, forward_pass: ForwardPass) -> BackwardPass:
         """The pass that autograd runs now; registers a new one."""
         for backward_pass in self._passes:
             if backward_pass.graph_task == graph_task:
                 return backward_pass
         self.clear_abandoned()
         for before_backward in () if self._passes else self._extensions.before_backward:
-            before_backward(order)
+            before_backward(forward_pass)
         makes_graph = torch.is_grad_enabled()
         if makes_graph:
             # A graph of the backward itself (create_graph) reads unsharded parameters again, and no
             # hook runs before that. So units stay unsharded, and are reduced when a pass ends,
             # until a backward without create_graph has ended.
             self._scheduler.hold_for_graph(True)
-        backward_pass = self._begin_pass(graph_task, order, makes_graph)
+        backward_pass = self._begin_pass(graph_task, forward_pass.order, makes_graph)
         final_callback = functools.partial(self._end_backward, backward_pass)
         backward_pass.watch(final_callback, self._on_abandoned())
         Variable._execution_engine.queue_callback(final_callback)
@@ -317,7 +317,7 @@ class Backward:
         If it was used outside the unit's forward, no output hook has reported the unit.
         """
         if unit.training_state is not BACKWARD:
-            current = self._backward_pass(torch._C._current_graph_task_id(), ())
+            current = self._backward_pass(torch._C._current_graph_task_id(), ForwardPass(0))
             self._enter_backward(current, unit, None)
 
     @remembers_failure

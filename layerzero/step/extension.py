@@ -30,8 +30,8 @@ class Extension:
         """A forward of the model begins with a call of `unit`, outside of backward; nothing is
         gathered yet."""
 
-    def before_backward(self, order: tuple[int, ...]) -> None:
-        """A backward of the model begins, through a forward of this order."""
+    def before_backward(self, forward_pass: Any) -> None:
+        """A backward of the model begins, through this `ForwardPass` first."""
 
     def between_passes(self) -> None:
         """A collective call begins that is no part of a forward or backward."""

@@ -132,8 +132,8 @@ class UnshardScheduler:
             The order in which it gathered units.
         """
         order = self.recorder.end()
-        # The longest order covers most units; forwards that found units resident record fewer.
-        if len(order) >= len(self.last_order):
+        # Of forwards that all ranks run, the longest covers most units: it found fewer resident.
+        if self.recorder is self._own_recorder and len(order) >= len(self.last_order):
             self.last_order = order
         for unit in self._units:
             state = unit.state

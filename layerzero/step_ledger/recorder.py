@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.backward import ForwardPass
-from layerzero.step.exec_order import Order
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -173,7 +172,7 @@ class Recorder(Extension):
         self.record.num_forwards += 1
         return None
 
-    def before_backward(self, order: Order) -> None:
+    def before_backward(self, forward_pass: ForwardPass) -> None:
         self._phase = "backward"
         self._start("backward", "")
 

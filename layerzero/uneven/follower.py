@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import NOTHING
 from layerzero.optional.optional_units import gather_with_others
@@ -34,28 +32,28 @@ class Follower(Agreement):
         """
         super().__init__(root)
         self._runs, self._num_averaged = runs, num_averaged
-        self._makes_graph = torch.is_grad_enabled()
         self._reduced: set[Unit] = set()
         participate = root.optional is not None and root.optional.mean == "participants"
         self._of_participants: Mapping[int, str] = root.optional.region_of if participate else {}
         """Units, by index, whose gradients are means over the ranks that had one."""
 
     def before_use(self, unit: Unit) -> None:
-        if unit.state is ShardState.SHARDED:
+        if unit.state is ShardState.SHARDED or (unit.is_stale and not self._context.in_backward):
             self._request(2 * unit.index)
+            self._take_part(2 * unit.index, is_used=True)
 
     def finish(self) -> None:
         """This rank wants nothing more: take part in what others want, until none does."""
         self._request(NOTHING)
 
-    def _take_part(self, request: int) -> None:
+    def _take_part(self, request: int, is_used: bool = False) -> None:
         unit = self._units[request // 2]
         if request % 2:
             self.take(unit)
             return
-        in_backward = self._context.in_backward
-        regathered = not self._reducer.requires_sync if in_backward else self._makes_graph
-        gather_with_others(unit, is_used=False, regathered=regathered)
+        for handle in unit.handles:
+            handle.drop_post_forward_shard()  # Which ranks kept one may differ.
+        gather_with_others(unit, is_used)
 
     def concerns(self, unit: Unit) -> bool:
         return True
@@ -64,8 +62,8 @@ class Follower(Agreement):
         if reduction.unit.index in self._of_participants:
             self.scale_to(reduction, counts)
         elif self._num_averaged is not None:
-            number = self._num_averaged
-            self.scale_to(reduction, {index: number for index, n in counts.items() if n})
+            present = [index for index, count in counts.items() if count]
+            self.scale_to(reduction, dict.fromkeys(present, self._num_averaged))
 
     def before_reduction(self, unit: Unit) -> bool:
         if not self._context.in_backward or not self.sends(unit):

@@ -21,13 +21,11 @@ from layerzero.step.extension import Extension
 from layerzero.step.first_forward import check_first_forward
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
-from layerzero.step.unit import Hold, Unit
+from layerzero.step.unit import Unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.optimizers import JoinedOptimizers
 from layerzero.uneven.requests import FOLLOWED, FORWARDS, LAST, OUT, Kind, Request
 
-_FIRST = int(Hold.FIRST_OF_FORWARD)
-_OF_A_STEP = _FIRST | int(Hold.LAST_OF_FORWARD | Hold.POLICY | Hold.EXPLICIT)
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
 
@@ -57,8 +55,10 @@ class RunningJoin(Extension):
         self._exchange = exchange_of(root)
         self._num_ranks = self._num_active = root.placements[0].num_ranks
         """Ranks; and those that were not out at the last exchange."""
-        self._is_common = False
-        """Whether all ranks had the request that was chosen."""
+        self._is_followed = False
+        """Whether what was chosen last is run by some ranks only, or not alike by all."""
+        self._have_own = False
+        """Whether ranks may have forwards of their own since the last backward."""
         self._is_following = False
         """Whether this rank takes part in what others run."""
         self._follower: Follower | None = None
@@ -100,8 +100,6 @@ class RunningJoin(Extension):
         self._run_together()
         while (chosen := self._choose(request, what)) != request:
             self._take_part(chosen)
-        if not self._is_common and request.kind in FOLLOWED:
-            self._follow(runs=True)
 
     def follow_next(self) -> bool:
         """This rank is out of batches: follow what the others do next.
@@ -156,7 +154,18 @@ class RunningJoin(Extension):
             self._end(what, "ranks of a join came to different calls")
         if chosen.kind == Kind.CALL and OUT in requests:
             self._end(what, "a call inside a join needs every rank, but some have no batches")
-        self._is_common = all(each == chosen for each in requests)
+        is_backward = chosen.kind == Kind.BACKWARD
+        followed = chosen.kind in FOLLOWED and any(each != chosen for each in requests)
+        followed = followed or (is_backward and self._have_own)
+        if (followed and not is_backward) or (self._is_followed and not followed):
+            # Ranks that run a followed pass have other units resident and compute shards written.
+            self._root.scheduler.free_all()
+            for handle in (handle for unit in self._units for handle in unit.handles):
+                handle.mark_stale()
+        self._have_own = not is_backward and (self._have_own or followed)
+        self._is_followed = followed
+        if followed:
+            self._follow(runs=chosen == request)
         return chosen
 
     def _end(self, what: str, error: str) -> NoReturn:
@@ -193,11 +202,8 @@ class RunningJoin(Extension):
         if self._follower is not None:
             first = min((each.start for each in forwards), default=0)
             for unit in self._units:
-                # Of calls without a backward; ranks that follow have none, and the next pass
-                # reduces alike.
+                # Of calls without a backward: ranks that follow have none.
                 unit.keep_starts(0, first)
-                if unit.is_held(_FIRST):
-                    unit.free(_OF_A_STEP)  # Only ranks that run the pass keep it.
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         kind = Kind.FORWARD if self._root.reducer.requires_sync else Kind.MICRO_FORWARD
@@ -211,10 +217,10 @@ class RunningJoin(Extension):
         self._forwards[self._num_forwards] = forward_pass
         self._forwards.pop(self._num_forwards - _MAX_FORWARDS, None)
 
-    def before_backward(self, order: tuple[int, ...]) -> None:
+    def before_backward(self, forward_pass: ForwardPass) -> None:
         if not self._root.scheduler.recorder.is_recording:
             # -1: a forward from outside the join.
-            found = (n for n, each in self._forwards.items() if each.order is order)
+            found = (n for n, each in self._forwards.items() if each is forward_pass)
             syncs = self._root.reducer.requires_sync
             self.come_to(Request(Kind.BACKWARD, next(found, -1), syncs), "a backward")
 
@@ -260,8 +266,6 @@ class RunningJoin(Extension):
         self._is_following = True
         try:
             with torch.set_grad_enabled(request.kind != Kind.EVALUATION):
-                if request.kind in FOLLOWED:
-                    self._follow(runs=False)
                 if request.kind in FORWARDS:
                     self._follow_forward(self._units[request.which])
                 elif request.kind == Kind.BACKWARD:
@@ -291,7 +295,7 @@ class RunningJoin(Extension):
         assert self._follower is not None, "of this pass"
         self._follower.finish()
         root.context.wait_for_uploads()
-        forward_pass.order = root.scheduler.end_forward(torch.is_grad_enabled())
+        root.scheduler.end_forward(torch.is_grad_enabled())
 
     def _follow_backward(self, request: Request) -> None:
         root, reducer = self._root, self._root.reducer

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layerzero
-from layerzero import ZeRO3
+from layerzero import ZeRO3, units
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.checks import assert_close_in_float64, named, of_floats, recorded_warnings
 from tests.harness.models import Block, Mlp, Routed, loss_of
@@ -344,6 +344,40 @@ def test_step_in_backward_other_ways_and_optional_modules() -> None:
     for active in (False, True):
         with named("optional modules", active):
             _with_optional_modules(active)
+
+
+class Alone(Trainer):
+    """Rank 1 evaluates, and runs a forward without a backward, while rank 0 does not; units stay
+    unsharded before that or after, if at all."""
+
+    unshards = "never"
+
+    def train(self, plan: Plan) -> None:
+        for when in ("before", "after"):
+            for unit in units(self.model) if self.unshards == when else ():
+                unit.unshard()
+            if when == "before" and dist.get_rank() == 1:
+                for _ in range(2):
+                    with torch.no_grad():
+                        self.model(_batch(1, 9))
+                with self.model.no_sync():
+                    self.model(_batch(1, 9))
+        super().train(plan)
+
+
+class AloneInBackward(Alone, InBackward):
+    unshards = "after"
+
+
+@on_ranks(2)
+def test_passes_of_some_ranks_leave_the_same_state_on_all() -> None:
+    layered = {"zero3_size": 1}
+    smaller = layered | {"outer": "shard", "reshard_after_forward": "compute_shard"}
+    for settings in ({}, layered, smaller, smaller | {"auto_wrap_policy": None}):
+        for Alone.unshards in ("never", "before", "after"):
+            with named(settings, Alone.unshards):
+                _trains_alike(((3, 1), (1, 2)), trainer=Alone, **settings)
+    _trains_alike(trainer=AloneInBackward)
 
 
 @on_ranks(2)

@@ -166,6 +166,8 @@ class Run:
         self._twin = self._unsharded(seed)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._hooked: set[str] = set()
+        self._keeps_full = False
+        """Whether a backward may leave units unsharded that it did not come to."""
         self._scaled: list[Any] = []
         self._build()
         self._kind = self.rng.choice(OPTIMIZERS)
@@ -303,6 +305,7 @@ class Run:
             module.to_empty(device="cpu")
             _copy_values(twin, module, recurse=True)
         if rng.random() < 0.3:
+            self._keeps_full = True
             module.set_reshard_after_backward(False, recurse=rng.random() < 0.5)
         return module
 
@@ -456,6 +459,8 @@ class Run:
             info = get_info(sharded_params[name])
             whole = parameter.detach().reshape(-1)
             # None: explicitly unsharded, and no pass has used it or gone backward since.
+            if info is None and self._keeps_full:
+                continue  # As with torch, it has the values from before the step.
             own = whole if info is None else whole[slice(*info.range)]
             assert (sharded_params[name] if info is None else info).shape == parameter.shape
             assert info is None or info.fqn == name
@@ -708,6 +713,7 @@ class Run:
         if self.rng.random() < 0.5:
             self._model.set_reshard_after_forward(flag, recurse)
         else:
+            self._keeps_full |= not flag
             self._model.set_reshard_after_backward(flag, recurse=recurse)
 
     def _phase(self) -> None:
@@ -750,20 +756,33 @@ class Run:
         self._zero_grad()
 
     def _join(self) -> None:
-        """Steps of which a rank has fewer."""
+        """Steps, and micro-batches of a step, of which a rank has fewer, and passes of a rank that
+        no other runs."""
         given = self._settings
         of_participants = given.get("optional_mean") == "participants"  # Not those out of batches.
         if self._way == "fully_shard" or (given.get("optional_modules") and of_participants):
             return
         Branches.uses_all = True
-        counts = [self.rng.randint(0, 3) for _ in range(self._world)]
-        divides = self.rng.random() < 0.7
-        batches = [self._batches() for _ in range(max(counts))]
+        most = 1 if self._steps_in_backward else self.rng.choice([1, 3])
+        plan = [
+            [self.rng.randint(1, most) for _ in range(self.rng.randint(0, 3))]
+            for _ in range(self._world)
+        ]
+        divides, unshards = self.rng.random() < 0.7, self.rng.random() < 0.3
+        own, alone = Rng(self.rng.random() + self._rank), self.rng.choice([0.0, 0.4])
+        batches = [[self._batches() for _ in range(most)] for _ in range(max(map(len, plan)))]
         had: list[set[str]] = []
-        self.log.append(("join", counts, divides))
+        self.log.append(("join", plan, divides, unshards, alone))
         with layerzero.join(self._model, *self._optimizers, divide_by_initial_world_size=divides):
-            for step in range(counts[self._rank]):
-                _backward(self._model(batches[step][self._rank]))
+            for unit in units(self._model) if unshards else ():
+                unit.unshard()
+            for step, count in enumerate(plan[self._rank]):
+                for micro, batch in enumerate(batches[step][:count]):
+                    with self._no_sync(waits=True), torch.set_grad_enabled(own.random() < 0.5):
+                        while own.random() < alone:
+                            self._model(batch[self._rank])
+                    with self._no_sync(waits=micro + 1 < count):
+                        _backward(self._model(batch[self._rank]))
                 named = self._model.named_parameters()
                 had.append({name for name, p in named if p.grad is not None})
                 if self._clips:
@@ -775,12 +794,13 @@ class Run:
         named_of = max(of_all_ranks(had), key=len)
         self._twin.zero_grad(set_to_none=True)
         for step, of_step in enumerate(batches):
-            present = [rank for rank in range(self._world) if counts[rank] > step]
+            present = [rank for rank in range(self._world) if len(plan[rank]) > step]
             divisor = self._divisor
             if self._is_mean and not divides:
                 divisor = len(present)
             for rank in present:
-                _backward(self._twin(of_step[rank]), divisor)
+                for batch in of_step[: plan[rank][step]]:
+                    _backward(self._twin(batch[rank]), divisor)
             if self._clips and any(p.grad is not None for p in self._twin.parameters()):
                 nn.utils.clip_grad_norm_(self._twin.parameters(), 0.5)
             for name, parameter in self._twin.named_parameters():
@@ -837,7 +857,9 @@ class Run:
                 allowed = "modified by an inplace operation", "freed before its backward"
                 assert any(each in str(error) for each in allowed)
                 raised.append(True)
-        if raised == [False, True] and not self._hooked and not self._scaled:
+        recomputes = {"recomputed", "reentrant"} & {*map(_way_of, self._twin.modules())}
+        # What is recomputed reads the weights of then, as with plain `checkpoint`.
+        if raised == [False, True] and not (self._hooked or self._scaled or recomputes):
             for (name, p), other in zip(self._full(), before.parameters(), strict=True):
                 if other.grad is not None and p is not None:
                     assert_close_in_float64(p, other.grad * self._world, name)
