@@ -135,16 +135,14 @@ class RuntimeContext:
             for stream in used_on or [self.streams.current()]:
                 self.streams.unshard.wait(self.streams.record_compute_event(stream))
 
-    def before_deletion(self, used_on: Sequence[Any] = ()) -> None:
-        """Order the streams that own memory of the model after all that is queued on any of them,
-        and on these of the program.
+    def before_deletion(self) -> None:
+        """Order the streams that own memory of the model after all that is queued on any of them.
 
         `before_free` for an object that is deleted with its memory in use. Does not block the host.
         """
         streams = self.streams
         if not streams.are_apart or sys.is_finalizing():
             return  # On CPU a wait would block the host until peers take part.
-        self.before_free(used_on)
         streams.join()
         streams.fork()
 

@@ -223,7 +223,7 @@ class Unit:
     def __del__(self) -> None:
         # Its memory returns to the pools of several streams, whatever is still queued on others.
         if self.has_joined:
-            self.context.before_deletion(self.used_on)
+            self.context.before_deletion()
 
     @property
     def module(self) -> nn.Module:

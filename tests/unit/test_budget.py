@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_099,
+    "": 40_097,
     "flat": 2_658,
-    "step": 4_313,
+    "step": 4_311,
     "comm": 1_489,
     "watch": 912,
     "build": 2_321,
