@@ -34,7 +34,8 @@ MISSING = torch.empty(0)
 
 
 class GradientBuffer:
-    """Collects unsharded gradients of one flat parameter, and adds the reduced ones to `.grad`."""
+    """Collects unsharded gradients of one flat parameter, and cuts this rank's parts from the reduced
+    ones, which `Delivery` adds to `.grad` (step/reducer.py)."""
 
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
@@ -223,7 +224,8 @@ class GradientBuffer:
         self.holds_sum = True
 
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
-        """Add the gradients of a micro-batch to those that wait in `sum`; as `collect`."""
+        """Add the gradients of a micro-batch to those that wait in `sum`; as `collect`.
+        `GradientSums` implements it."""
         raise NotImplementedError
 
     def _take(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:

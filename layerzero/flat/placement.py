@@ -46,7 +46,7 @@ class ShardGroup:
     backend: str
     """Name of the backend that serves the parameters' device."""
     timeout: timedelta
-    """Bound on any collective, outside phases (`limit`)."""
+    """Bound on any collective, unless `model.timeout()` has set another (`limit`)."""
 
     def __post_init__(self) -> None:
         self.set_limit(None)
@@ -88,8 +88,8 @@ class Placement:
     """Slice of the flat buffer that each rank of `world` reduces."""
 
     reduce_lane: tuple[ShardGroup, ...] = ()
-    """Groups made for reductions alone (`ReductionPolicy.separate_groups`), with the ranks that
-    `reduce_groups` has without them; (): none."""
+    """Groups made for reductions alone (`ReductionPolicy.separate_groups`), one for each hop, of the
+    same ranks as the groups for gathers; (): none."""
     post_forward_group: ShardGroup | None = None
     """Smaller group that can hold a unit between forward and backward, if `outer="shard"`."""
     data_parallel: Placement | None = None

@@ -10,9 +10,9 @@ Note [A cast belongs to one call]
     `torch.autocast` casts a float32 parameter once and keeps the cast until its outermost context
     ends. A later call would join the graph at a cast that is older than the call, possibly of
     weights that have changed; and in backward the gradient would reach the parameter only after the
-    unit counts as done (Note [When a unit is done in backward]). So inside a unit's call autocast
-    keeps no cast and uses none: each use of a weight casts it anew, and its gradients add up in
-    float32.
+    unit counts as done (Note [When a unit is done in backward] in backward.py). So inside a unit's
+    call autocast keeps no cast and uses none: each use of a weight casts it anew, and its gradients
+    add up in float32.
 """
 
 from __future__ import annotations

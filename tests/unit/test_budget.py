@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_097,
-    "flat": 2_658,
+    "": 40_099,
+    "flat": 2_660,
     "step": 4_311,
     "comm": 1_489,
     "watch": 912,
@@ -27,7 +27,7 @@ LINES = {
     "guards": 619,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_406
+TOUR = 16, 4_405
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_655
 """Files that a plain step enters once its orders are recorded, and their lines."""
