@@ -47,6 +47,8 @@ class GradientSums(GradientBuffer):
     """Gradients to add to the sum once the pass is complete."""
     _spare: Area | None = None
     """Like `_sum`, made when a sum is first copied."""
+    _places: dict[Area, list[tuple[int, slice | None, torch.Tensor]]]
+    """`place` of each segment in an area that gradients were added to."""
 
     def set_trainable(self, indices: Sequence[int]) -> None:
         """Lay the buffer out for these parameters. Sums of earlier micro-batches, which must be of
@@ -56,7 +58,7 @@ class GradientSums(GradientBuffer):
                 "parameters were unfrozen while gradients of no_sync wait in host memory: change "
                 "requires_grad between optimizer steps, not between micro-batches"
             )
-        former, self._spare = self.__dict__.get("layout"), None
+        former, self._spare, self._places = self.__dict__.get("layout"), None, {}
         super().set_trainable(indices)
         if former is not None:
             self._move_sums(former, self._earlier)
@@ -125,9 +127,9 @@ class GradientSums(GradientBuffer):
         self, gradients: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         targets, sources, area = [], [], self._sum
-        if not area.places:
-            area.places = [self.place(area.tensor, segment) for segment in self.layout.segments]
-        for index, cut, target in area.places:
+        if area not in self._places:
+            self._places[area] = [self.place(area.tensor, each) for each in self.layout.segments]
+        for index, cut, target in self._places[area]:
             gradient = gradients[self._source[index]]
             if gradient is not MISSING:
                 targets.append(target)

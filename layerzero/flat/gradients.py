@@ -346,9 +346,6 @@ class GradientBuffer:
 class Area(Buffer):
     """A buffer for all gradients of the flat parameter."""
 
-    places: Sequence[tuple[int, slice | None, torch.Tensor]] = ()
-    """`GradientBuffer.place` of each segment, once gradients are added here."""
-
     def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
         super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
         if owner.make_lease is not None:
