@@ -79,8 +79,8 @@ class MixedPrecision:
     Attributes:
         param_dtype: dtype of unsharded parameters in forward and backward; the main shards, which
             the optimizer updates, keep the original dtype.
-        reduce_dtype: dtype in which gradients are sent; None: the dtype they were computed in.
-            Where the engine does the sum itself, it sums in float32 at least.
+        reduce_dtype: dtype in which gradients are reduced; None: the dtype they were computed in.
+            Where the engine adds, it is in float32 at least; gloo then sends 16 bits as they are.
         buffer_dtype: dtype to which floating-point buffers are cast at construction.
         output_dtype: dtype to which floating-point outputs of the wrapped module are cast.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.

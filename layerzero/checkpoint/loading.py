@@ -126,7 +126,7 @@ def load(
     own = together.rank if len(extras) == together.size else 0
     extra = decode(extras[own], f"{source.folder}: what extra= was") if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
-        unit.reshard()  # Unsharded parameters hold the old weights.
+        unit.before_load()
     together.exchange("application", lambda: _apply(plan, optimizers))
     return extra
 

@@ -176,6 +176,7 @@ class FlatParam:
             self.layout,
             self.shapes,
             placement,
+            compute_dtype,
             reduce_dtype,
             device,
             self.sharded_params,

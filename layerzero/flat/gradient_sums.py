@@ -15,7 +15,7 @@ Note [A pass adds only when it is complete]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -42,14 +42,13 @@ _NOTHING = _Earlier(None, False, {}, None, None, set())
 class GradientSums(GradientBuffer):
     """A `GradientBuffer` that adds to what earlier micro-batches left."""
 
-    def __init__(self, *args: Any) -> None:
-        """Takes the arguments of `GradientBuffer`."""
-        self._earlier = _NOTHING
-        self._pending: list[list[torch.Tensor]] = []
-        """Gradients to add to the sum once the pass is complete."""
-        self._spare: Area | None = None
-        """Like `_sum`, made when a sum is first copied."""
-        super().__init__(*args)
+    _earlier = _NOTHING
+    _pending: Sequence[list[torch.Tensor]] = ()
+    """Gradients to add to the sum once the pass is complete."""
+    _spare: Area | None = None
+    """Like `_sum`, made when a sum is first copied."""
+    _places: dict[Area, list[tuple[int, slice | None, torch.Tensor]]]
+    """`place` of each segment in an area that gradients were added to."""
 
     def set_trainable(self, indices: Sequence[int]) -> None:
         """Lay the buffer out for these parameters. Sums of earlier micro-batches, which must be of
@@ -59,7 +58,7 @@ class GradientSums(GradientBuffer):
                 "parameters were unfrozen while gradients of no_sync wait in host memory: change "
                 "requires_grad between optimizer steps, not between micro-batches"
             )
-        former, self._spare = self.__dict__.get("layout"), None
+        former, self._spare, self._places = self.__dict__.get("layout"), None, {}
         super().set_trainable(indices)
         if former is not None:
             self._move_sums(former, self._earlier)
@@ -102,7 +101,7 @@ class GradientSums(GradientBuffer):
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
         if self._sum is self._earlier.area:
             if keep_accumulating:
-                self._pending.append(gradients)
+                self._pending = [*self._pending, gradients]
                 return
             self._copy_sum()
         targets, sources = self._pairs(gradients)
@@ -113,11 +112,24 @@ class GradientSums(GradientBuffer):
             self.fill_buffer()
             self._sum.free()
 
+    def fill_buffer(self) -> None:
+        """Cast the sum into the buffer, which must be allocated."""
+        if not self.sum_is_buffer:
+            self._outgoing.tensor.copy_(self._sum.tensor)
+
+    def allocate_buffer(self) -> None:
+        """Allocate `buffer`; `collect` did if it holds the sum."""
+        # To resize a storage on a device to the size it has allocates again, and copies.
+        if not self.sum_is_buffer:
+            self._outgoing.allocate()
+
     def _pairs(
         self, gradients: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        targets, sources = [], []
-        for index, cut, target in self._sum.places:
+        targets, sources, area = [], [], self._sum
+        if area not in self._places:
+            self._places[area] = [self.place(area.tensor, each) for each in self.layout.segments]
+        for index, cut, target in self._places[area]:
             gradient = gradients[self._source[index]]
             if gradient is not MISSING:
                 targets.append(target)
@@ -132,8 +144,6 @@ class GradientSums(GradientBuffer):
                 total = Area(self, self._sum.tensor.dtype)
         total.allocate()
         total.tensor.copy_(self._sum.tensor)
-        if self.sum_is_buffer:
-            self._outgoing = total
         self._sum = total
 
     def pending_additions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -143,7 +153,7 @@ class GradientSums(GradientBuffer):
 
     def keep(self) -> None:
         """Keep the sums of a complete pass, and drop earlier ones."""
-        self._pending = []
+        self._pending = ()
         area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
         former = self._earlier.area
         if former is not None and former is not self._sum:
@@ -151,8 +161,6 @@ class GradientSums(GradientBuffer):
             self._spare = former
             if area is None:
                 # What was sent was the copy. Each area serves alike in every step, at its address.
-                if self.sum_is_buffer:
-                    self._outgoing = former
                 self._spare, self._sum = self._sum, former
         if self.is_waiting:
             sums = self.shard_sum, self.host_sum
@@ -164,17 +172,12 @@ class GradientSums(GradientBuffer):
     def undo(self) -> None:
         """Return to the state after the last complete pass. No reduction may be under way."""
         before = self._earlier
-        self._pending = []
+        self._pending = ()
+        self._outgoing.free()
         if self._sum is not before.area:
-            self._outgoing.free()
             self._sum.free()
             if before.area is not None:
-                self._spare = self._sum
-                if self.sum_is_buffer:
-                    self._outgoing = before.area
-                self._sum = before.area
-        elif not self.sum_is_buffer:
-            self._outgoing.free()
+                self._spare, self._sum = self._sum, before.area
         self.holds_sum, self._local = before.holds_sum, dict(before.local)
         self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
         self.present = set(before.present)

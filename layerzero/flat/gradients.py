@@ -6,6 +6,11 @@
 
 Each gradient is copied once, and the buffer's storage exists only from `collect` until the
 reduction is done. `.grad` is written only when the pass has ended (step/reducer.py).
+
+Note [Gradients travel as they were computed]
+    On gloo the engine adds up what arrives, in float32. So gradients in 16 bits that no sum waits
+    for are sent as they are, also if the reduce dtype is float32: the receiver casts them, instead
+    of the sender, to the same bits, and half as many bytes are held and sent.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ MISSING = torch.empty(0)
 
 
 class GradientBuffer:
-    """Collects unsharded gradients of one flat parameter, and cuts this rank's parts from the reduced
-    ones, which `Delivery` adds to `.grad` (step/reducer.py)."""
+    """Collects unsharded gradients of one flat parameter, and cuts this rank's parts from the
+    reduced ones, which `Delivery` adds to `.grad` (step/reducer.py)."""
 
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
@@ -57,6 +62,7 @@ class GradientBuffer:
         layout: FlatLayout,
         shapes: Sequence[torch.Size],
         placement: Placement,
+        computed_dtype: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
@@ -66,7 +72,7 @@ class GradientBuffer:
         """
         Args:
             shapes: shapes of the gradients in the buffer; of DTensors, the local ones.
-            dtype: reduce dtype, in which gradients are sent.
+            computed_dtype: dtype in which backward computes them; `dtype`: reduce dtype.
             splits: how parameters that are DTensors are split, by index.
             sums_on: host memory for sums of micro-batches; None: they stay on `device`.
         """
@@ -75,6 +81,10 @@ class GradientBuffer:
         self._placement = placement
         self.dtype = dtype
         self.device = device
+        groups = placement.reduce_groups
+        on_gloo = device.type == "cpu" and bool(groups) and groups[0].backend == "gloo"
+        is_narrow = on_gloo and dtype == torch.float32 and computed_dtype.itemsize == 2
+        self._sent_dtype = computed_dtype if is_narrow else dtype
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self._splits = splits
@@ -96,8 +106,8 @@ class GradientBuffer:
         wide = sum_dtype(self.dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
-            self._outgoing = Area(self, self.dtype)
-            self._sum = self._outgoing if wide == self.dtype else Area(self, wide)
+            self._outgoing = self._sent = Area(self, self._sent_dtype)
+            self._sum = Area(self, wide)
             # Without elements on this rank, like most of a unit's on many ranks: made once.
             self._empty = [
                 (index, torch.empty_like(self._sharded_params[index], requires_grad=False))
@@ -147,8 +157,8 @@ class GradientBuffer:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """[numel of `layout`] in the reduce dtype: the reduction's input, once collected."""
-        return self._outgoing.tensor
+        """[numel of `layout`]: the reduction's input, once collected."""
+        return self._sent.tensor
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -156,20 +166,11 @@ class GradientBuffer:
         return [self._outgoing.tensor, self._sum.tensor]
 
     @property
-    def buffer_nbytes(self) -> int:
-        """Bytes of `buffer` while it is allocated."""
-        return self._outgoing.nbytes
-
-    @property
-    def sum_nbytes(self) -> int:
-        """Bytes of an unsharded sum over micro-batches while it is allocated."""
-        return self._sum.nbytes
-
-    @property
     def in_flight_nbytes(self) -> int:
         """Bytes that a reduction under way holds at most, apart from its result."""
-        waits_on_host = self.sums_on is not None and not self.sum_is_buffer
-        return self.buffer_nbytes + (self.sum_nbytes if waits_on_host else 0)
+        if self.sum_is_buffer:
+            return self._sum.nbytes
+        return self._outgoing.nbytes + (0 if self.sums_on is None else self._sum.nbytes)
 
     @property
     def is_waiting(self) -> bool:
@@ -187,21 +188,13 @@ class GradientBuffer:
 
     @property
     def sum_is_buffer(self) -> bool:
-        return self._sum is self._outgoing
-
-    def fill_buffer(self) -> None:
-        """Cast the sum into the buffer, which must be allocated."""
-        if not self.sum_is_buffer:
-            self._outgoing.tensor.copy_(self._sum.tensor)
-
-    def allocate_buffer(self) -> None:
-        """Allocate `buffer`; `collect` did if it holds the sum."""
-        # To resize a storage on a device to the size it has allocates again, and copies.
-        if not self.sum_is_buffer:
-            self._outgoing.allocate()
+        return self._sum.tensor.dtype == self.dtype
 
     def collect(
-        self, unsharded_params: Sequence[nn.Parameter], keep_accumulating: bool = False
+        self,
+        unsharded_params: Sequence[nn.Parameter],
+        keep_accumulating: bool = False,
+        in_reduce_dtype: bool = False,
     ) -> None:
         """Move the leaves' gradients here, add them to those that wait unsharded, and free them.
 
@@ -210,17 +203,20 @@ class GradientBuffer:
         Args:
             keep_accumulating: leave the sum in `sum`, to which more gradients will be added; else
                 it ends in `buffer`, ready to be sent.
+            in_reduce_dtype: against Note [Gradients travel as they were computed].
         """
         if self._placement.num_ranks == 1:
             self._collect_local(unsharded_params)
             return
         gradients = self._take(unsharded_params)
+        in_sum = self.holds_sum or keep_accumulating or (in_reduce_dtype and self.sum_is_buffer)
         if self.holds_sum:
             self.add_to_sum(gradients, keep_accumulating)
         else:
-            area = self._sum if keep_accumulating else self._outgoing
+            area = self._sum if in_sum else self._outgoing
             area.allocate()
             pack_(area.tensor, gradients, self.segments)
+        self._sent = self._sum if in_sum and self.sum_is_buffer else self._outgoing
         self.holds_sum = True
 
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
@@ -266,7 +262,7 @@ class GradientBuffer:
 
     def free_buffer(self) -> None:
         """Free the reduction's input. May be called from another thread, and twice."""
-        self._outgoing.free()
+        self._sent.free()
 
     def release_buffer(self) -> None:
         """Free both buffers; gradients that wait are in `shard_sum` or `host_sum` by now."""
@@ -354,7 +350,6 @@ class Area(Buffer):
 
     def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
         super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
-        self.places = [owner.place(self.tensor, segment) for segment in owner.layout.segments]
         if owner.make_lease is not None:
             self.lease = owner.make_lease(self.nbytes)
         self.free()

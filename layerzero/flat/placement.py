@@ -88,8 +88,8 @@ class Placement:
     """Slice of the flat buffer that each rank of `world` reduces."""
 
     reduce_lane: tuple[ShardGroup, ...] = ()
-    """Groups made for reductions alone (`ReductionPolicy.separate_groups`), one for each hop, of the
-    same ranks as the groups for gathers; (): none."""
+    """Groups made for reductions alone (`ReductionPolicy.separate_groups`), one for each hop, of
+    the same ranks as the groups for gathers; (): none."""
     post_forward_group: ShardGroup | None = None
     """Smaller group that can hold a unit between forward and backward, if `outer="shard"`."""
     data_parallel: Placement | None = None

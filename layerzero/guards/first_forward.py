@@ -11,8 +11,8 @@ Note [Equal draws]
     Each rank's first numbers are those of its first part that is drawn, so the beginnings of all
     parts are compared: their order, because scales differ with shapes. Normal and uniform numbers
     of one stream are ordered otherwise; both are what the generator gives first after its seed.
-    Only flat parameters that have changed since they were wrapped are looked at: values built
-    before may well repeat.
+    Only flat parameters that have changed since they were wrapped, but not by a load, are looked
+    at: other values may well repeat.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FirstForward(Extension):
             self._was_training = True
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
-                for handle in unit.handles:
+                for handle in () if unit.was_loaded else unit.handles:
                     self._draws.note(handle)
 
     def end_call(self, unit: Unit) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from layerzero.flat.parameter_info import change_info, info_of
 from layerzero.state_dict.preconditions import unit_refs
 from layerzero.step.root import root_if_alive
-from layerzero.step.unit import ShardState, TrainingState, Unit
+from layerzero.step.unit import TrainingState, Unit
 
 if TYPE_CHECKING:
     from layerzero.state_dict.parameter_shard import ParameterShard
@@ -128,8 +128,7 @@ def _take_shards(unit: Unit) -> Callable[..., None]:
             return
         if root := root_if_alive(unit):
             root.structure.end_first_values()
-        if unit.state is not ShardState.SHARDED:
-            unit.reshard()  # Its unsharded parameters hold the old weights.
+        unit.before_load()
         _refuse_replaced(module, unit)
         for name, sharded_param in unit.views.inside(module):
             value = state_dict.get(prefix + name)

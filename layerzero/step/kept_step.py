@@ -143,6 +143,6 @@ def whole_sums_fit(handles: Iterable[FlatParamHandle], room: int | None) -> bool
         kept += main_nbytes + (handle.compute_shard.nbytes if handle.has_compute_shard else 0)
         if gradients.layout.trainable and handle.placement.sums_in_shards:
             kept += 3 * main_nbytes
-            more += gradients.sum_nbytes
-            more -= gradients.sum_nbytes // handle.placement.reduce_groups[0].size
+            more += gradients.sum.nbytes
+            more -= gradients.sum.nbytes // handle.placement.reduce_groups[0].size
     return more <= (kept if room is None else room)

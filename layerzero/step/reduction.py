@@ -89,7 +89,7 @@ class Reduction:
         # An unsharded sum on the host is added here, before the first hop. A sharded one has the
         # size of a chunk, and is added after it (`hops` in `_start_hops`).
         comes_back = gradients.host_sum is not None and not in_shards
-        gradients.collect(handle.unsharded_params, comes_back)
+        gradients.collect(handle.unsharded_params, comes_back, bool(context.extensions.reduce))
         if handle.placement.num_ranks == 1:
             return  # `GradientBuffer.parts` takes the gradients as they are.
         if comes_back:

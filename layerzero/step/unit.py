@@ -163,6 +163,8 @@ class Unit:
     """The same for its backward."""
     awaits_values = was_built_empty = False
     """Whether a load has yet to bring its values; whether it waits since built, as on all ranks."""
+    was_loaded = False
+    """Whether a load has written values: numbers that repeat among them were not drawn here."""
     awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
     comm_hooks: Mapping[str, Callable[..., Any]] = {}
@@ -301,6 +303,11 @@ class Unit:
         self.is_optional = is_optional
         # Whether any rank needs an optional unit is undecided before its call.
         self.may_prefetch = bool(self.handles) and not is_optional
+
+    def before_load(self) -> None:
+        """A load is about to write its values; unsharded parameters have the old ones."""
+        self.reshard()
+        self.was_loaded = True
 
     def mark_loaded(self) -> None:
         self.awaits_values, self.was_built_empty, self.awaited_buffers = False, False, ()

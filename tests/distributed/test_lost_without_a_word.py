@@ -238,8 +238,13 @@ def _drawn_into_shards(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
-        if how in ("loaded", "regular"):
+        if how == "loaded":  # What another run has drawn, there too with one seed on all ranks.
+            for value in full.values():
+                value.normal_(generator=torch.Generator().manual_seed(1))
             model.load_state_dict(full)
+        elif how == "regular":
+            for name, shard in model.state_dict().items():
+                shard.copy_(full[name])
         elif how == "full":
             with model.summon_full_params():
                 for module in modules:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import layerzero
 from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
@@ -113,6 +114,18 @@ def _train(case_name: str, precision: MixedPrecision, **options: Any) -> None:
 
 _WIDE_SUMS = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
 _NAMES = ["mlp", "transformer", "tied_across_units", "frozen_parts", "unused_parts"]
+
+
+@on_ranks(2)
+def test_on_gloo_gradients_travel_as_they_were_computed_and_sums_in_the_reduce_dtype() -> None:
+    model = zero3(Mlp, mixed_precision=_WIDE_SUMS, accumulation="unsharded")
+    full = [unit.nbytes for unit in layerzero.units(model)]
+    for micro_batches, expected in ((1, full), (2, [2 * nbytes for nbytes in full])):
+        with layerzero.ledger(model) as ledger:
+            for number in range(micro_batches):
+                with model.no_sync() if number + 1 < micro_batches else contextlib.nullcontext():
+                    model(torch.ones(2, WIDTH)).sum().backward()
+        assert [row.reduce_bytes for row in ledger.units] == expected
 
 
 @on_ranks(2)

@@ -138,7 +138,7 @@ def counted_in_flight(model: ZeRO3) -> Iterator[list[tuple[int, int]]]:
 
 def _input_nbytes(model: ZeRO3) -> list[int]:
     return [
-        sum(handle.gradients.buffer_nbytes for handle in unit.handles)
+        sum(handle.gradients.in_flight_nbytes for handle in unit.handles)
         for unit in root_state(model).units
     ]
 

@@ -28,7 +28,7 @@ _NAMES = {
     "FlatParam.allocate_full": "full buffer",
     "FlatParam.keep_shard": "shard kept for backward",
     "FlatParam.write_compute_slice": "staged main shard",
-    "GradientBuffer.allocate_buffer": "gradient buffer",
+    "GradientSums.allocate_buffer": "gradient buffer",
     "GradientBuffer.collect": "gradient buffer",
     "GradientSums._copy_sum": "gradient buffer",
     "GradientSums._move_sums": "gradient buffer",
