@@ -11,30 +11,21 @@ from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.compare import assert_same_gradients, sharded, zero3
+from tests.harness.compare import assert_same_gradients, zero3
 from tests.harness.internals import WaitingGradient
-from tests.harness.models import CASES, Block, Mlp
+from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, gradient_nbytes, recorded_operations
 from tests.harness.reference import (
     Terms,
     backward_of_all_ranks,
-    batches_of,
     forward_backward,
     full_parameters,
+    mlp_batches,
     seeded,
 )
 
 Micro = Sequence[Tensor]
-
-
-@on_ranks(1)
-def test_reducing_what_waits_inside_a_forward_is_an_error() -> None:
-    model = sharded(CASES["mlp"])
-    batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
-    model.module.register_forward_pre_hook(lambda *_: model.reduce_gradients())
-    with pytest.raises(RuntimeError, match="inside forward or backward"):
-        model(batch)
 
 
 def _linears(**options: Any) -> ZeRO3:
@@ -152,7 +143,7 @@ _ACTED_ON: list[dict[str, Any]] = [
 def test_a_program_acts_on_what_it_has_accumulated() -> None:
     """A micro-batch comes before the action, and one or two after it, of which the last reduces.
     Each action begins with reduced gradients in every other setting."""
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=4)
+    steps = mlp_batches(4)
     for turn, options in enumerate(_ACTED_ON):
         model, plain, micro = zero3(Mlp, Block, **options), seeded(Mlp), 1 + turn % 2
         for number, (name, action) in enumerate(_ACTIONS.items(), turn):
@@ -175,7 +166,7 @@ def test_a_program_acts_on_what_it_has_accumulated() -> None:
 @on_ranks(2)
 def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
     model, alone = zero3(Mlp, Block), seeded(Mlp)
-    step = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0]
+    step = mlp_batches(1)[0]
     with model.no_sync():
         forward_backward(model, step[dist.get_rank()])
     forward_backward(alone, step[dist.get_rank()])

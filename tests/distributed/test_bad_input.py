@@ -13,9 +13,9 @@ import layerzero
 from layerzero import ZeRO3, units
 from layerzero.checkpoint import ParameterShard
 from tests.harness.compare import assert_same_values
-from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import backward_of_all_ranks, batches_of, forward_backward, seeded
+from tests.harness.reference import backward_of_all_ranks, forward_backward, mlp_batches, seeded
 
 
 def refuses(error: type[Exception], pattern: str, module: nn.Module | None = None, **options):
@@ -215,7 +215,7 @@ def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
         groups = [{"params": half, "lr": lr} for half, lr in zip(halves, (0.1, 0.05), strict=True)]
         optimizers.append(torch.optim.SGD(groups, momentum=0.9))
     models[0] = ZeRO3(models[0], auto_wrap_policy={Block})
-    for step in batches_of(CASES["mlp"], dist.get_world_size(), steps=2):
+    for step in mlp_batches():
         forward_backward(models[0], step[dist.get_rank()])
         backward_of_all_ranks(models[1], step)
         for optimizer in optimizers:
@@ -263,10 +263,11 @@ def test_calls_at_the_wrong_time_are_refused() -> None:
         layerzero.register_forward_method(model, "generate")
     with pytest.raises(ValueError, match="Mlp is not a unit"):
         layerzero.register_forward_method(Mlp(), "forward")
-    with pytest.raises(ValueError, match="norm_type > 0"):
-        model.clip_grad_norm_(1.0, norm_type=0)
     with model.summon_full_params():
         with pytest.raises(RuntimeError, match="the gradients would not be reduced"):
             model(torch.randn(2, WIDTH))
         with torch.no_grad():
             model(torch.randn(2, WIDTH))
+    model.module.register_forward_pre_hook(lambda *_: model.reduce_gradients())
+    with pytest.raises(RuntimeError, match="inside forward or backward"):
+        model(torch.randn(2, WIDTH))

@@ -29,6 +29,7 @@ from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
     forward_backward,
+    mlp_batches,
     seeded,
 )
 
@@ -237,7 +238,7 @@ def test_a_change_whose_values_were_dropped_is_refused() -> None:
 @on_ranks(2)
 def test_a_changed_model_trains_on_once_it_is_wrapped_again() -> None:
     """Shards of what did not change stay, with their optimizer state and hooks."""
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=3)
+    batches = mlp_batches(3)
     for what, change in WRAPPED_AGAIN.items():
         model, plain = zero3(Mlp, Block), seeded(Mlp)
         kept, stepped = model.blocks[2].down.weight, []
@@ -302,7 +303,7 @@ def test_what_cannot_be_wrapped_again_is_refused() -> None:
 
 @on_ranks(2)
 def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    batches = mlp_batches()
     plain = seeded(Mlp)
     model = zero3(Mlp, Block)
     module = model.module

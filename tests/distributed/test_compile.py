@@ -26,17 +26,13 @@ from layerzero.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness.checks import assert_bitwise, assert_same_parameters, recorded_warnings
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
-from tests.harness.reference import batches_of, seeded
+from tests.harness.reference import mlp_batches, seeded
 
 DEPTH = 9
 """More units than the 8 entries that Dynamo keeps for one piece of code."""
-
-
-def batches(steps: int = 2) -> list[list[Tensor]]:
-    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 def deep() -> Mlp:
@@ -93,11 +89,11 @@ def test_compiled_units_train_alike_and_are_compiled_once(prepare, policy, backe
     reference = seeded(deep)
     if prepare is not None:
         prepare(reference, "eager")  # for the names: the user's own wrapping is in them
-    assert_trains_alike(model, reference, batches(), run=run)
+    assert_trains_alike(model, reference, mlp_batches(), run=run)
     # All blocks are one graph: their parameters are its inputs.
     assert counts == [1] * len(counts), counts
     with recorded_operations(model) as operations:
-        run(model, batches()[0][dist.get_rank()])
+        run(model, mlp_batches()[0][dist.get_rank()])
     blocks = [f"blocks.{index}" for index in range(DEPTH)]
     assert gathered(operations)[1 : DEPTH + 1] == blocks
     assert reduced(operations) == [*reversed(blocks), "the root unit"]
@@ -131,7 +127,7 @@ def test_policies_and_plans_look_through_wrappers_and_names_stay_clean() -> None
         )
         assert asked == [module, *(m for m in module.modules() if type(m) is Block)], name
         assert [unit.module for unit in inner_units(model)] == [module, *blocks], name
-        assert_trains_alike(model, plain, batches(1))
+        assert_trains_alike(model, plain, mlp_batches(1))
         assert list(model.state_dict()) == list(plain.state_dict()), name
         full = get_model_state_dict(model, full=True)
         assert full.keys() == Mlp().state_dict().keys(), name
@@ -157,7 +153,7 @@ def test_a_module_in_two_wrappers_is_the_unit_of_both() -> None:
 
     model = zero3(build, Block)
     assert [unit.fqn for unit in units(model)] == ["", "0"]
-    assert_trains_alike(model, seeded(build), batches())
+    assert_trains_alike(model, seeded(build), mlp_batches())
 
 
 @on_ranks(1)
@@ -167,7 +163,7 @@ def test_inputs_of_a_wrapped_norm_that_stays_float32_are_not_cast() -> None:
     for norm in (nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.LayerNorm(WIDTH))):
         module = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
         ZeRO3(module, auto_wrap_policy={nn.LayerNorm}, mixed_precision=precision)
-        outputs.append(module[1](batches()[0][0]))
+        outputs.append(module[1](mlp_batches()[0][0]))
     assert_bitwise(*outputs)
 
 
@@ -180,14 +176,14 @@ def test_a_unit_inside_a_compiled_module_runs_between_two_graphs() -> None:
     model, plain = zero3(Mlp, Block, nn.Linear), seeded(Mlp)
     for block in model.module.blocks:
         block.compile(backend=counter)
-    assert_trains_alike(model, plain, batches())
+    assert_trains_alike(model, plain, mlp_batches())
     warm = counter.frame_count
     assert warm >= 2, "what a block computes between its two layers, and after them"
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert_trains_alike(model, plain, batches())
+        assert_trains_alike(model, plain, mlp_batches())
     assert counter.frame_count == warm
     with torch.no_grad():
-        model.eval()(batches()[0][0])
+        model.eval()(mlp_batches()[0][0])
 
 
 @on_ranks(2)

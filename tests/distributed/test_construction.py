@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import layerzero
@@ -22,6 +22,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    mlp_batches,
     seeded,
 )
 
@@ -106,7 +107,7 @@ def test_ignored_modules_and_parameters_are_left_alone() -> None:
     for name, parameter in wrapped.named_parameters():
         assert (parameter is before[name]) == name.startswith(ignored), name
     # Sharded gradients are the mean over ranks, those of ignored parameters the rank's own.
-    step = batches_of(CASES["mlp"], dist.get_world_size(), steps=1)[0]
+    step = mlp_batches(1)[0]
     local, mean = seeded(Mlp), seeded(Mlp)
     for each in (wrapped, local):
         forward_backward(each, step[dist.get_rank()])
@@ -116,24 +117,6 @@ def test_ignored_modules_and_parameters_are_left_alone() -> None:
         for name in before
     }
     assert_same_parameters(full_gradients(wrapped), expected, what="gradient of")
-
-
-class _WithTable(nn.Module):
-    """An integer parameter: it can be sharded, though not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[:, self.table])
-
-
-@on_ranks(2)
-def test_frozen_integer_parameters_are_ordinary() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
-    assert_trains_alike(zero3(_WithTable), seeded(_WithTable), batches)
 
 
 @on_ranks(2)

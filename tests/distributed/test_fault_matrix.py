@@ -21,6 +21,7 @@ from tests.harness.ranks import on_ranks
 
 SHORT = [
     Cell("SIGKILL", "gather", "last"),
+    Cell("SIGSTOP, SIGCONT too late", "gather", "last"),
     Cell("SIGKILL", "save: new group", "first"),
     Cell("a socket closed", "construction: broadcast", "store"),
     Cell("disk full", "save: file", "random"),

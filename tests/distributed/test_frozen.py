@@ -43,6 +43,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    mlp_batches,
     seeded,
 )
 from tests.harness.traffic import SentBytes
@@ -94,14 +95,10 @@ def test_no_gradient_bytes_travel_for_what_is_frozen() -> None:
             assert least / 2 <= saved, f"{saved} bytes saved, of {block / 2} of gradients"
 
 
-def _batches(steps: int) -> list[list[Tensor]]:
-    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
-
-
 @on_ranks(2)
 def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     model, plain = zero3(Mlp, Block), seeded(Mlp)
-    batch = _batches(1)[0][0]
+    batch = mlp_batches(1)[0][0]
     gradients = []
     for each in (model, plain):
         each.requires_grad_(False)
@@ -185,27 +182,28 @@ def test_each_micro_batch_may_train_other_parameters(
             assert_same_gradients(model, plain, terms, f"{accumulation}, step {step}: gradient of")
 
 
-class _Float8(nn.Module):
-    """A scale that is stored in eight bits beside what is trained."""
+class _Tables(nn.Module):
+    """A scale that is stored in eight bits, and integers, beside what is trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         scale = torch.linspace(0.5, 2.0, WIDTH).to(torch.float8_e4m3fn)
         self.scale = nn.Parameter(scale, requires_grad=False)
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale.float()
+        return self.linear(x[:, self.order]) * self.scale.float()
 
 
 @on_ranks(2)
-def test_a_frozen_float8_parameter_stands_beside_trained_ones() -> None:
-    model = trained_alike(_Float8)
-    forward_backward(model, _batches(1)[0][dist.get_rank()])
+def test_frozen_parameters_of_float8_and_integers_stand_beside_trained_ones() -> None:
+    model = trained_alike(_Tables)
+    forward_backward(model, mlp_batches(1)[0][dist.get_rank()])
     assert model.clip_grad_norm_(1.0).dtype == torch.float32
     state = get_model_state_dict(model, full=True)
     assert state["scale"].dtype == torch.float8_e4m3fn
-    assert torch.equal(state["scale"].float(), seeded(_Float8).scale.float())
+    assert torch.equal(state["scale"].float(), seeded(_Tables).scale.float())
 
 
 # Hooks on parameters run with the reduced gradient, once it is there, or are refused by name ------
@@ -255,7 +253,7 @@ def test_an_optimizer_in_post_accumulate_hooks_trains_as_one_that_steps_after_ba
                 model, reference = zero3(build, Block, **options), seeded(build)
                 install(model)
                 optimizer = _sgd(reference.parameters())
-                for step in _batches(2):
+                for step in mlp_batches(2):
                     with model.no_sync():
                         forward_backward(model, step[dist.get_rank()])
                     waiting = [p.grad for p in model.parameters() if p.grad is not None]
@@ -283,7 +281,7 @@ class _RecomputedTwice(nn.Module):
 
 @on_ranks(2)
 def test_hooks_and_steps_in_backward_come_once_however_often_a_unit_was_reduced() -> None:
-    x = _batches(1)[0][dist.get_rank()].requires_grad_()
+    x = mlp_batches(1)[0][dist.get_rank()].requires_grad_()
     model = zero3(_RecomputedTwice, Block)
     gradients = zero3(_RecomputedTwice, Block)
     loss_of(gradients(x)).backward()
@@ -326,7 +324,7 @@ def test_a_hook_put_on_a_full_parameter_in_forward_sees_this_ranks_gradient() ->
         zero3(lambda: nn.Sequential(Hooked()), Hooked),
         zero3(lambda: nn.Sequential(Block()), Block),
     )
-    x = _batches(1)[0][dist.get_rank()]
+    x = mlp_batches(1)[0][dist.get_rank()]
     forward_backward(model, x)
     loss = loss_of(plain(x)) * (dist.get_rank() + 1)
     loss.backward()

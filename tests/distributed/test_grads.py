@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
-from tests.harness.compare import assert_trains_alike, sharded, trained_alike, zero3
+from tests.harness.compare import (
+    assert_same_gradients,
+    assert_trains_alike,
+    sharded,
+    trained_alike,
+    zero3,
+)
 from tests.harness.models import (
     CASES,
     WIDTH,
@@ -24,6 +30,7 @@ from tests.harness.models import (
     Transformer,
     TransformerBlock,
     rows,
+    tensors_of,
 )
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes
@@ -47,14 +54,23 @@ MOVED = ["transformer", "odd_shapes", "frozen_parts", "unused_parts"]
 )
 @on_ranks()
 def test_every_toy_model_trains_bitwise_like_one_process(world_size: int, optimizer: str) -> None:
-    """What a structure of outputs needs does not ask how many ranks there are: all once."""
+    """And computes without gradients. What a structure of outputs needs does not ask how many ranks
+    there are: all once."""
     names = CASES if world_size == 2 else [name for name in CASES if "_output" not in name]
     for name in names if optimizer == "sgd_momentum" else MOVED:
         case = CASES[name]
         # Momentum of the first step is in the second.
         batches = batches_of(case, world_size, steps=2)
+        model, reference = sharded(case), plain(case)
         with named(name):
-            assert_trains_alike(sharded(case), plain(case), batches, optimizer)
+            assert_trains_alike(model, reference, batches, optimizer)
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    own, expected = (tensors_of(each(batches[0][0])) for each in (model, reference))
+                    for left, right in zip(own, expected, strict=True):
+                        assert not left.requires_grad
+                        assert left.is_inference() == right.is_inference()
+                        assert_bitwise(left.clone(), right.clone(), "output")
 
 
 class Complex(nn.Module):
@@ -149,6 +165,26 @@ def test_a_tie_to_a_module_that_is_wrapped_already_is_refused_with_both_names() 
     names = r"(?s)(?=.*'1\.up\.weight')(?=.*('0\.up\.weight'|'up\.weight' of '0'))"
     with pytest.raises(ValueError, match=names):
         ZeRO3(model)
+
+
+@on_ranks(2)
+def test_a_layer_of_a_unit_may_be_called_directly() -> None:
+    """Whole units are by random models, which also unshard them by hand."""
+    model, plain = zero3(Mlp, Block), seeded(Mlp)
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    for each in (model, plain):  # The same batch on every rank: the mean is this one's.
+        each.blocks[1].down(x).square().sum().backward()
+    assert_same_gradients(model, plain)
+    optimizers = []
+    model.unshard()
+    assert model.head.weight.shape == (3, WIDTH)
+    assert model.blocks[0].up.weight.dim() == 1, "not of units inside"
+    for given in (model.parameters(), model.named_parameters()):
+        optimizers.append(torch.optim.SGD(given, lr=0.1))
+    model.reshard()
+    for optimizer in optimizers:
+        assert optimizer.param_groups[0]["params"] == [*model.parameters()], "they get the shards"
+    assert model.head.weight.dim() == 1
 
 
 def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Tensor:

@@ -24,10 +24,10 @@ from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.guards import argument_warnings
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.recording import logged
-from tests.harness.reference import batches_of, seeded
+from tests.harness.reference import mlp_batches, seeded
 
 
 def _warnings_of(**options: Any) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_list_that_nobody_can_call_is_no_unit() -> None:
 
     listed = zero3(lambda: nn.Sequential(Called(Block() for _ in range(2))), Called)
     plain = seeded(lambda: nn.Sequential(Called(Block() for _ in range(2))))
-    assert_trains_alike(listed, plain, batches_of(CASES["mlp"], dist.get_world_size(), steps=2))
+    assert_trains_alike(listed, plain, mlp_batches())
 
 
 class Model(nn.Module):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.compare import assert_same_gradients, assert_same_values, sharded, zero3
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
+from tests.harness.compare import sharded, trained_alike, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
-    OPTIMIZERS,
+    RunFn,
     batches_of,
     forward_backward,
     full_gradients,
@@ -31,53 +30,30 @@ from tests.harness.reference import (
 BF16 = torch.bfloat16
 
 
-class _Reference:
-    """Mixed precision by hand: a low-precision copy computes, sums and weights are float32."""
+def _by_hand(precision: MixedPrecision) -> RunFn:
+    """A low-precision copy computes; sums and weights are float32."""
 
-    def __init__(
-        self,
-        main: nn.Module,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        keep_float32: tuple[type[nn.Module], ...] = (),
-    ) -> None:
-        self.main = main
-        self._param_dtype = param_dtype
-        self._reduce_dtype = reduce_dtype
-        self._keep = keep_float32
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
+        low = _low_precision_copy(model, precision)
+        is_cast = precision.param_dtype is not None and batch.is_floating_point()
+        loss = forward_backward(low, batch.to(precision.param_dtype) if is_cast else batch)
+        for parameter, other in zip(model.parameters(), low.parameters(), strict=True):
+            if other.grad is not None:
+                parameter.grad = other.grad.to(precision.reduce_dtype or other.grad.dtype).float()
+        return loss
 
-    def backward(self, step: Sequence[Any]) -> list[Tensor]:
-        """Leave the mean gradient of the ranks' batches in the main weights' `.grad`."""
-        names = [name for name, _ in self.main.named_parameters()]
-        sums: dict[str, Tensor | None] = dict.fromkeys(names)
-        losses = []
-        for batch in step:
-            low = self._low_precision_copy()
-            losses.append(forward_backward(low, self._cast(batch)))
-            for name, parameter in low.named_parameters():
-                if parameter.grad is not None:
-                    travels = parameter.grad.to(self._reduce_dtype or parameter.grad.dtype)
-                    total = sums[name]
-                    sums[name] = travels.float() if total is None else total + travels.float()
-        for name, parameter in self.main.named_parameters():
-            total = sums[name]
-            parameter.grad = None if total is None else total / len(step)
-        return losses
+    return run
 
-    def _low_precision_copy(self) -> nn.Module:
-        low = copy.deepcopy(self.main)
-        for module in low.modules():
-            if isinstance(module, self._keep):
-                _cast_around(module)
-            elif self._param_dtype is not None:
-                for parameter in module.parameters(recurse=False):
-                    parameter.data = parameter.data.to(self._param_dtype)
-        return low
 
-    def _cast(self, batch: Any) -> Any:
-        if self._param_dtype is None or not isinstance(batch, Tensor):
-            return batch
-        return batch.to(self._param_dtype) if batch.is_floating_point() else batch
+def _low_precision_copy(model: nn.Module, precision: MixedPrecision) -> nn.Module:
+    low = copy.deepcopy(model)
+    for module in low.modules():
+        if isinstance(module, precision.keep_float32):
+            _cast_around(module)
+        elif precision.param_dtype is not None:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(precision.param_dtype)
+    return low
 
 
 def _cast_around(module: nn.Module) -> None:
@@ -91,25 +67,12 @@ def _cast_around(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, output: output.to(came_in.pop()))
 
 
-def _train(case_name: str, precision: MixedPrecision, **options: Any) -> None:
+def _train(case_name: str, precision: MixedPrecision) -> None:
     case = CASES[case_name]
-    model = sharded(case, mixed_precision=precision, **options)
-    plain = seeded(case.build)
-    reference = _Reference(
-        plain, precision.param_dtype, precision.reduce_dtype, precision.keep_float32
-    )
-    optimizers = [OPTIMIZERS["sgd_momentum"](each.parameters()) for each in (model, plain)]
-    for index, step in enumerate(batches_of(case, dist.get_world_size(), steps=2)):
-        what = f"{case_name}, {options}, step {index}:"
-        for each in optimizers:
-            each.zero_grad()
-        loss = forward_backward(model, step[dist.get_rank()])
-        expected = reference.backward(step)
-        assert_bitwise(loss, expected[dist.get_rank()], f"{what} loss")
-        assert_same_gradients(model, plain, what=f"{what} gradient of")
-        for each in optimizers:
-            each.step()
-        assert_same_values(model, plain, what=f"{what} parameter afterwards")
+    batches = batches_of(case, dist.get_world_size(), steps=2)
+    how = {"reference_run": _by_hand(precision), "mixed_precision": precision}
+    with named(case_name, precision):
+        trained_alike(case.build, *case.units, batches=batches, **how)
 
 
 _WIDE_SUMS = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -216,7 +179,7 @@ def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
     case = CASES["transformer"]
     model = sharded(case, mixed_precision=MixedPrecision(param_dtype=BF16))
     plain = seeded(case.build)
-    reference = _Reference(plain, BF16, None)._low_precision_copy()
+    reference = _low_precision_copy(plain, MixedPrecision(param_dtype=BF16))
     batch = batches_of(case, 1, steps=1)[0][0]
     for context in (torch.no_grad, torch.inference_mode):
         with context():

@@ -31,25 +31,21 @@ from tests.harness.reference import (
     forward_backward,
     full_gradients,
     full_parameters,
+    mlp_batches,
+    own_batch,
     seeded,
     train_rank,
 )
 
 
-def batch(seed: int = 0, rank: int | None = None) -> torch.Tensor:
-    rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(10 * seed + rank)
-    return torch.randn(3, WIDTH, generator=generator)
-
-
 @on_ranks(2)
 def test_a_graph_that_one_rank_still_holds_changes_no_order() -> None:
     model = zero3(Mlp, Block)
-    kept = model(batch(9)).sum() if dist.get_rank() == 0 else model(batch(9)).sum().detach()
+    kept = model(own_batch(9)).sum() if dist.get_rank() == 0 else model(own_batch(9)).sum().detach()
     orders = []
     for step in range(3):
         with recorded_operations(model) as operations:
-            model(batch(step)).sum().backward()
+            model(own_batch(step)).sum().backward()
         orders.append([(operation.verb, operation.unit) for operation in operations])
     assert kept.numel() == 1
     assert_same_on_all_ranks(orders)
@@ -64,11 +60,6 @@ class ForceField(Mlp):
         energy = super().forward(x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy.sum() + force.square().sum()
-
-
-def batches(seed: int) -> list[torch.Tensor]:
-    """What `batch` gives on each rank."""
-    return [batch(seed, rank) for rank in range(dist.get_world_size())]
 
 
 @on_ranks(2)
@@ -92,19 +83,18 @@ class Mixed(nn.Module):
 def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
     model = zero3(Mixed, Block)
     plain = seeded(Mixed)
-
     run = backward_of(lambda model, inputs: sum(model(x.requires_grad_()).sum() for x in inputs))
     # The recomputations are backward passes of their own, and each is reduced on its own.
-    terms = Terms()
-    backward_of_all_ranks(plain, list(zip(batches(1), batches(2), strict=True)), run, terms=terms)
-    run(model, (batch(1), batch(2)))
+    terms, steps = Terms(), mlp_batches()
+    backward_of_all_ranks(plain, list(zip(*steps, strict=True)), run, terms=terms)
+    run(model, [step[dist.get_rank()] for step in steps])
     assert_same_gradients(model, plain, terms)
 
 
 @on_ranks(2)
 def test_a_gradient_that_rank_0_removed_is_removed_everywhere() -> None:
     model = zero3(Mlp, Block)
-    model(batch()).sum().backward()
+    model(own_batch()).sum().backward()
     with model.summon_full_params(rank0_only=True, with_grads=True):
         if dist.get_rank() == 0:
             model.module.stem.weight.grad = None
@@ -132,7 +122,7 @@ def test_units_inside_units_inside_units_are_prefetched_too() -> None:
         unit.module.register_forward_pre_hook(note)
     with torch.no_grad():
         for _ in range(2):
-            model(batch())
+            model(own_batch())
     assert (ahead["1"], ahead["1.2"], ahead["1.3"]) == (["1.1"], ["1.3"], ["2"])
 
 
@@ -146,12 +136,12 @@ def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
     seen = []
     norm = model.module[1]
     norm.register_forward_hook(lambda _, args, __: seen.append(args[0].dtype))
-    norm(batch())
+    norm(own_batch())
     assert seen == [torch.float32], "its input is not rounded on the way in"
     with pytest.raises(RuntimeError, match="normalized_shape"), torch.no_grad():
         norm(torch.ones(3, WIDTH + 1))
     for _ in range(2):  # A leftover of the failed call would be taken for this one's.
-        assert model(batch()).dtype == torch.bfloat16
+        assert model(own_batch()).dtype == torch.bfloat16
 
 
 @on_ranks(2)
@@ -165,8 +155,8 @@ def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
         return receive(*args, **kwargs)
 
     with mock.patch.object(dist.ProcessGroup, "recv", late):
-        output = model(batch())
-    assert torch.equal(output, seeded(Block)(batch()))
+        output = model(own_batch())
+    assert torch.equal(output, seeded(Block)(own_batch()))
 
 
 class OwnHook(Block):
@@ -216,7 +206,7 @@ def _trains_after_an_evaluation(model: nn.Module, x: torch.Tensor) -> torch.Tens
 
 @on_ranks(2)
 def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
-    steps = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    steps = mlp_batches()
     for build in (OwnHook, EnablesGrad, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
             run = _trains_after_an_evaluation
@@ -283,7 +273,7 @@ def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict
 
 @on_ranks(2)
 def test_a_functional_call_with_other_tensors_names_what_works() -> None:
-    model, x = zero3(Mlp, Block), batch()
+    model, x = zero3(Mlp, Block), own_batch()
     whole = {name: torch.randn(p.layerzero.shape) for name, p in model.named_parameters()}
     with pytest.raises(RuntimeError, match="functional_call takes a copy of the module"):
         functional_call(model, whole, x)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import MixedPrecision
@@ -25,7 +24,7 @@ from tests.harness.models import (
     tensors_of,
 )
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import backward_of, batches_of, seeded
+from tests.harness.reference import backward_of, batches_of, mlp_batches, seeded
 
 
 def _structure(value: Any) -> Any:
@@ -44,7 +43,7 @@ def _structure(value: Any) -> Any:
 
 @on_ranks(2)
 def test_outputs_keep_their_structure_types_and_other_values() -> None:
-    """Values are compared where these models train, in test_grads.py and test_eval.py."""
+    """Values are compared where these models train, in test_grads.py."""
     batch = batches_of(CASES["mlp"], 1, steps=1)[0][0]
     precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     for kind in OUTPUT_KINDS:
@@ -175,7 +174,7 @@ class _HandsLeaves(nn.Module):
 
 @on_ranks(2)
 def test_a_unit_may_return_a_leaf() -> None:
-    batches = batches_of(CASES["mlp"], dist.get_world_size(), steps=2)
+    batches = mlp_batches()
     for leaf in ("latent", "ignored", "frozen", "own", "batch"):
         for options in ({}, {"reshard_after_forward": False}):
             build = partial(_HandsLeaves, leaf)

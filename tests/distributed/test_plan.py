@@ -13,20 +13,16 @@ from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan, unit
 from tests.harness.checks import warns_on_first_rank
 from tests.harness.compare import Shared, assert_trains_alike
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import CASES, WIDTH
+from tests.harness.models import WIDTH
 from tests.harness.plan_models import Model
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations
-from tests.harness.reference import batches_of, seeded
+from tests.harness.reference import mlp_batches, seeded
 from tests.harness.regions import recorded_regions
 
 
-def batches(steps: int = 2) -> list[list[Tensor]]:
-    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
-
-
 def batch() -> Tensor:
-    return batches(1)[0][dist.get_rank()]
+    return mlp_batches(1)[0][dist.get_rank()]
 
 
 def sharded(module: nn.Module | None = None, **plan: Any) -> ZeRO3:
@@ -36,7 +32,7 @@ def sharded(module: nn.Module | None = None, **plan: Any) -> ZeRO3:
 
 
 def trains_alike(model: ZeRO3, steps: int = 2, truth: Shared | None = None) -> None:
-    assert_trains_alike(model, truth or seeded(Model), batches(steps))
+    assert_trains_alike(model, truth or seeded(Model), mlp_batches(steps))
 
 
 def fqns(model: ZeRO3) -> list[str]:

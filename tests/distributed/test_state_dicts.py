@@ -143,18 +143,6 @@ def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
     assert not any(_full(model)[f"blocks.0.{name}"].any() for name in inner)
 
 
-@on_ranks(2)
-def test_weights_that_are_resident_when_others_are_loaded_are_not_used_again() -> None:
-    model, _ = build(Tagged, in_groups=True)
-    batch = torch.randn(2, WIDTH)
-    zeros = {name: torch.zeros(v.shape) for name, v in model.state_dict().items()}
-    model(batch)  # the last unit stays
-    model.unshard()
-    assert all(type(v) is ParameterShard for n, v in model.state_dict().items() if n != "mean")
-    model.load_state_dict(zeros)
-    assert not model(batch).any()
-
-
 def _built(engine: str, seed: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     if engine == "layerzero":
         return build(Tagged, seed, **options)

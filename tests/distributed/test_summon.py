@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from layerzero import ZeRO3
-from tests.harness.checks import assert_same_parameters, named
+from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
@@ -15,6 +15,7 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
+    mlp_batches,
     plain,
     seeded,
 )
@@ -116,3 +117,18 @@ def test_inside_forward_backward_or_itself_it_is_refused() -> None:
     assert refused == 3
     model.zero_grad()
     assert_trains_alike(model, seeded(Mlp))
+
+
+@on_ranks(3)
+def test_ranks_evaluate_unequally_where_all_parameters_are_full() -> None:
+    plain, model = seeded(Mlp).eval(), zero3(Mlp, Block).eval()
+    own = [torch.full((2, WIDTH), float(index)) for index in range(3 * dist.get_rank())]
+    with model.summon_full_params(writeback=False), torch.no_grad():
+        outputs = [model(batch) for batch in own]
+        outputs += [block(batch) for batch in own for block in model.blocks]
+    with torch.no_grad():
+        expected = [plain(batch) for batch in own]
+        expected += [block(batch) for batch in own for block in plain.blocks]
+    for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        assert_bitwise(output, other, f"output {index}")
+    assert_trains_alike(model, plain, mlp_batches(1))

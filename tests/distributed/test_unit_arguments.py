@@ -14,14 +14,10 @@ from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint
 from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
 from tests.harness.compare import zero3
 from tests.harness.internals import inner_units
-from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
+from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.reference import batches_of, seeded, train_rank
+from tests.harness.reference import mlp_batches, seeded, train_rank
 from tests.harness.saved_models import Whole, assert_same, everything
-
-
-def batches(steps: int = 3) -> list[list[Tensor]]:
-    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 def policy(**own: dict[str, Any]):
@@ -55,7 +51,7 @@ def test_a_unit_with_arguments_of_its_own_is_as_one_with_a_wrapper_of_its_own() 
         lambda block, args: seen.extend([block.up.weight.dtype, args[0].dtype])
     )
     losses = [
-        train_rank(each, torch.optim.SGD(each.parameters(), lr=0.1), batches(), dist.get_rank())
+        train_rank(each, torch.optim.SGD(each.parameters(), lr=0.1), mlp_batches(), dist.get_rank())
         for each in (model, nested)
     ]
     for own, other in zip(*losses, strict=True):

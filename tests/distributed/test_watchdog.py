@@ -3,7 +3,6 @@ messages carry no name have the same results, and a watchdog that names what han
 
 import logging
 import os
-import signal
 import time
 from datetime import timedelta
 from functools import partial
@@ -152,9 +151,9 @@ def passes(model: ZeRO3, steps: int = 1) -> None:
         model(torch.randn(3, WIDTH)).sum().backward()
 
 
-def _exits(zero3_size: int | None = None) -> str | None:
+def _exits() -> str | None:
     """The last rank exits in its third backward; then no optimizer steps on what that has left."""
-    model = on_gloo(zero3_size=zero3_size)
+    model = on_gloo(zero3_size=2)
     other = ZeRO3(nn.Linear(2, 2), dist.new_group([dist.get_rank()]))
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, other)]
     both = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=1.0)
@@ -176,38 +175,11 @@ def _exits(zero3_size: int | None = None) -> str | None:
     return message
 
 
-def test_a_rank_that_exits_is_named_and_no_optimizer_steps() -> None:
-    message = run_ranks(2, _exits, expect_exit={1: 7})[0]
-    assert "rank 0" in message and "rank 1" in message
-    assert "blocks." in message or "the root unit" in message
-    assert "all-gather" in message or "reduce-scatter" in message
-
-
-def test_a_rank_that_exits_is_named_across_shard_groups() -> None:
+def test_a_rank_that_exits_is_named_across_shard_groups_and_no_optimizer_steps() -> None:
     """Rank 0 shares no group with rank 3: it waits for others that wait for it."""
-    for message in run_ranks(4, _exits, 2, expect_exit={3: 7})[:3]:
+    for message in run_ranks(4, _exits, expect_exit={3: 7})[:3]:
         assert "rank 3: no report" in message, message
         assert "Look at the ranks without a report first" in message
-
-
-def _stops(folder: Path) -> str | None:
-    model = on_gloo()
-    passes(model)
-    if dist.get_rank() == 1:
-        (folder / "pid").write_text(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(9)
-    try:
-        return error_of(lambda: passes(model))
-    finally:
-        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
-
-
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    message = run_ranks(2, _stops, tmp_path, expect_exit={1: 9})[0]
-    assert "rank 0 got no answer from rank 1" in message
-    assert "rank 1: no report" in message
-    assert "within the timeout of 2 s" in message
 
 
 def _waits_for_one_that_left(folder: str) -> str | None:

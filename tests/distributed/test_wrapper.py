@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import ZeRO3
+from layerzero import ZeRO3, register_forward_method
 from tests.harness.checks import assert_bitwise
-from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
 from tests.harness.internals import root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, seeded
 
@@ -164,6 +165,44 @@ def test_a_patched_forward_runs_inside_the_unit() -> None:
     assert model(x) is x
     del model.forward
     assert_bitwise(model(x), plain(x), "the patch deleted")
+
+
+class _Generator(Transformer):
+    """Has methods that use parameters beside forward."""
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            following = self.logits(tokens)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, following], dim=1)
+        return tokens
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) @ self.embed.weight.t()
+
+
+@on_ranks(2)
+def test_registered_methods_gather_parameters_and_have_gradients() -> None:
+    model = zero3(_Generator, TransformerBlock)
+    plain = seeded(_Generator)
+    tokens = torch.arange(6).view(2, 3)
+    for name in ("generate", "encode", "logits"):
+        register_forward_method(model, name)
+    assert torch.equal(model.generate(tokens, 4), plain.generate(tokens, 4))
+    assert torch.equal(model.generate(tokens, count=2), plain.generate(tokens, count=2))
+    with torch.inference_mode():
+        assert_bitwise(model.logits(tokens).clone(), plain.logits(tokens).clone(), "logits")
+    for each in (model, plain):
+        each.encode(tokens).square().sum().backward()
+    assert_same_gradients(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+        each.logits(tokens).square().sum().backward()
+    assert_same_gradients(model, plain)
+    for each in (model, plain):
+        each.zero_grad()
+    batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=2)
+    assert_trains_alike(model, plain, batches)
 
 
 class Engine(ZeRO3):

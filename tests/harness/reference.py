@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.harness.checks import Sum
-from tests.harness.models import WIDTH, Case, Mlp, loss_of
+from tests.harness.models import CASES, WIDTH, Case, Mlp, loss_of
 
 RunFn = Callable[[nn.Module, Any], Tensor]
 
@@ -53,6 +53,11 @@ def batches_of(case: Case, world_size: int, steps: int, seed: int = 0) -> list[l
     """Batches as [step][rank], the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [[case.batch(generator) for _ in range(world_size)] for _ in range(steps)]
+
+
+def mlp_batches(steps: int = 2) -> list[list[Tensor]]:
+    """[4, WIDTH] for each rank, as [step][rank]."""
+    return batches_of(CASES["mlp"], dist.get_world_size(), steps)
 
 
 def own_batch(number: int = 0, rows: int = 3) -> Tensor:

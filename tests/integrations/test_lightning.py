@@ -156,7 +156,7 @@ def test_a_scaler_agrees_on_overflow_and_runs_of_any_optimizers_go_on(tmp_path: 
     for cls, kind in ((_TwoOptimizers, "full"), (_Whole, "full"), (_WholeAndRest, "sharded")):
         options = {} if issubclass(cls, _TwoOptimizers) else {"gradient_clip_val": 0.5}
         whole = _fit(model=seeded(cls), **options)
-        first, own = seeded(cls), trainer(zero3_strategy(state_dict_type=kind), max_epochs=1)
+        first = seeded(cls)
         own = trainer(zero3_strategy(state_dict_type=kind), max_epochs=1, **options)
         own.fit(first, rows())
         own.save_checkpoint(tmp_path / cls.__name__)
