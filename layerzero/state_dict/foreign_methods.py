@@ -112,12 +112,20 @@ class _Saving(_StandIn):
             refuse_pieces(module, state_dict)
         if not is_sharded or state_dict is not None:
             return own(*args, **kwargs)
+        remedy = (
+            "Call layerzero.integrations.transformers.save_pretrained(model, folder) on every rank; "
+            "or pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
+            "cpu_offload=True), made on every rank"
+        )
+        units = units_inside(module)
+        if units and root_of(units[0]).structure.changes():  # as after `merge_and_unload`
+            remedy = (
+                "The model has other modules than when it was wrapped: change it and save it "
+                "within one `with model.summon_full_params(writeback=False):`"
+            )
         raise RuntimeError(
             f"{type(module).__name__}.{_METHOD} would write this rank's shards instead of whole "
-            "parameters; nothing was written. Call "
-            "layerzero.integrations.transformers.save_pretrained(model, folder) on every rank; or "
-            "pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
-            "cpu_offload=True), made on every rank"
+            f"parameters; nothing was written. {remedy}"
         )
 
 

@@ -380,6 +380,8 @@ def test_adapters_are_merged_into_whole_weights(tmp_path: Path) -> None:
         plain = model.merge_and_unload()
         with pytest.raises(RuntimeError, match="rewrap"):
             _logits(plain)
+        with pytest.raises(RuntimeError, match=r"save it within one `with model\.summon_full"):
+            plain.save_pretrained(tmp_path / what)
         rewrap(model)
         assert_close_in_float64(_logits(plain), expected, f"{what}, unloaded")
         model = ZeRO3(_adapted(config), auto_wrap_policy=layers)

@@ -563,7 +563,10 @@ def test_adapters_of_peft_train_and_are_saved_alone(tmp_path: Path) -> None:
     dist.barrier()
     loaded = load_pretrained(type(build("llama")), tmp_path / "base")
     build("llama")  # Draws what `adapted` draws before its adapters.
-    ours = trained(sharded_trainer(get_peft_model(loaded, config), tmp_path, **saves))
+    into_shards = get_peft_model(loaded, config)
+    base = into_shards.active_peft_config.base_model_name_or_path
+    assert base == str(tmp_path / "base"), "the name under which peft would load the base again"
+    ours = trained(sharded_trainer(into_shards, tmp_path, **saves))
     assert logged(ours, "loss") == logged(plain, "loss")
     ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(ours, "loss") == logged(plain, "loss")

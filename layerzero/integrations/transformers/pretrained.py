@@ -97,6 +97,8 @@ def make_ready(model: ZeRO3) -> None:
             part.__dict__["get_nb_trainable_parameters"] = functools.partial(
                 trainable_and_all, part
             )
+    if "name_or_path" in module.__dict__:  # peft looks there for the name of an adapter's base
+        model.__dict__["name_or_path"] = module.__dict__["name_or_path"]
     if isinstance(module, PreTrainedModel) or is_peft_model(module):
         module.__dict__["save_pretrained"] = _saving(module, weakref.ref(model))
 
@@ -273,6 +275,7 @@ def load_pretrained(
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         module = build(config, **({} if dtype is None else {"dtype": dtype}))
+    module.name_or_path = str(folder)
     if module.can_generate() and (path / "generation_config.json").exists():
         module.generation_config = GenerationConfig.from_pretrained(path)
     if options.get("param_init_fn") is None:
