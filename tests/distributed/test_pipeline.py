@@ -1,5 +1,7 @@
 """Stages of torch's pipelines that are ZeRO3 modules train as the whole model on one process."""
 
+import functools
+import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -16,13 +18,21 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
 )
 
 from layerzero import ZeRO3
 from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
-from tests.harness.checks import assert_close_in_float64, assert_same_on_all_ranks
+from tests.harness.checks import (
+    assert_close_in_float64,
+    assert_same_on_all_ranks,
+    named,
+)
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
+from tests.harness.random_models import WIDTH as INNER_WIDTH
+from tests.harness.random_models import Branches, random_model
+from tests.harness.random_programs import settings_of_passes
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import OPTIMIZERS, full_gradients, full_parameters, seeded
@@ -54,24 +64,23 @@ class Whole(nn.Module):
 class Pipeline:
     """This rank's stages of a pipeline over `mesh["pp"]`, and the whole model beside it."""
 
-    def __init__(self, mesh: DeviceMesh, kind: str, **options: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, kind: str, make: Any = Whole, **options: Any) -> None:
+        """`make` builds the whole model of so many parts; "settings" are those of `ZeRO3`."""
         self.mesh = mesh
         self.place, self.num_places = mesh["pp"].get_local_rank(), mesh["pp"].size()
         per_rank = 2 if kind.startswith("interleaved") else 1
         num_parts = per_rank * self.num_places
         self.indices = list(range(self.place, num_parts, self.num_places))
-        self.reference, whole = (seeded(lambda: Whole(num_parts)) for _ in range(2))
-        given = {"accumulation": "unsharded", "timeout": timedelta(seconds=25)}
-        self.models = [
-            ZeRO3(whole.parts[index], mesh["dp"], auto_wrap_policy={Block}, **given)
-            for index in self.indices
-        ]
+        self.reference, whole = (seeded(lambda: make(num_parts)) for _ in range(2))
+        given: dict[str, Any] = {"accumulation": "unsharded", "auto_wrap_policy": {Block}}
+        given |= {"timeout": timedelta(seconds=25), **options.pop("settings", {})}
+        self.models = [ZeRO3(whole.parts[index], mesh["dp"], **given) for index in self.indices]
         options["group"] = mesh["pp"].get_group()
         self.stages = [
             ZeRO3PipelineStage(model, index, num_parts, torch.device("cpu"), **options)
             for index, model in zip(self.indices, self.models, strict=True)
         ]
-        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+        kinds = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved bfs": ScheduleLoopedBFS}
         schedule: Any = kinds.get(kind, ScheduleInterleaved1F1B)
         stages = self.stages if per_rank > 1 else self.stages[0]
         self.schedule = schedule(stages, MICRO_BATCHES, loss_fn=F.mse_loss)
@@ -175,6 +184,48 @@ def test_a_stage_may_free_its_units_between_micro_batches() -> None:
     for gathers, reductions in pipeline.train(steps=2)[-1].values():
         assert len(gathers) == 20, gathers
         assert len(reductions) == UNITS
+
+
+def _random_whole(seed: int, num_parts: int) -> Whole:
+    whole = Whole(0)
+    for number in range(num_parts):
+        inner = random_model(100 * seed + number, torch.float64).requires_grad_(True)
+        for part in inner.modules():
+            if isinstance(part, Branches) and part.way == "reentrant":  # Not in torch's pipelines.
+                part.way = "recomputed"
+        ends = nn.Linear(WIDTH, INNER_WIDTH), nn.Linear(INNER_WIDTH, WIDTH)
+        whole.parts.append(nn.Sequential(ends[0], inner, ends[1]))
+    return whole
+
+
+def _train_random(seeds: range) -> None:
+    for seed in seeds:
+        rng, world_size = random.Random(seed), dist.get_world_size()
+        places = rng.choice([size for size in (2, 4) if size <= world_size])
+        mesh = init_device_mesh("cpu", (places, world_size // places), mesh_dim_names=("pp", "dp"))
+        kinds = ["gpipe", "1f1b", "interleaved", "interleaved as scheduled", "interleaved bfs"]
+        kind = rng.choice(kinds)
+        settings = settings_of_passes(rng, nn.Module(), world_size)
+        settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}])
+        Branches.uses_all, reshards = rng.random() < 0.7, rng.random() < 0.3
+        with named(f"seed {seed}", places, kind, settings, Branches.uses_all, reshards):
+            options = {"settings": settings, "reshard_between_micro_batches": reshards}
+            make = functools.partial(_random_whole, seed)
+            Pipeline(mesh, kind, make, **options).train(steps=2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    [(2, range(3)), pytest.param(4, range(100, 104), marks=pytest.mark.slow)],
+)
+def test_random_stages_train_as_one_process(
+    world_size: int, seeds: range, pytestconfig: pytest.Config, ranks: Any
+) -> None:
+    """As many seeds as `--seeds` says, from the same first one."""
+    stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
+    for first in range(seeds.start, stop, 10):
+        some = range(first, min(first + 10, stop))
+        ranks(world_size, _train_random, some, timeout=240, in_float64=True)
 
 
 @pytest.mark.since_torch("2.13")  # a schedule of 2.11 does not train again after its first `eval`

@@ -120,6 +120,14 @@ SETTINGS: dict[str, Callable[[Rng, nn.Module, int], Any]] = {
 }
 """Arguments of `ZeRO3`, each drawn by itself."""
 
+
+def settings_of_passes(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
+    """Those of `SETTINGS` that suit any mesh and any kind of parallelism."""
+    names = ("reshard_after_forward", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
+    names += ("accumulation", "deterministic", "layout", "verify")
+    return {name: SETTINGS[name](rng, model, world_size) for name in names}
+
+
 WAYS = ["zero3", "zero3", "zero3", "nested", "fully_shard", "fully_shard"]
 STARTS = ["given", "given", "written", "emptied", "emptied inside", "later", "first rank"]
 """Where a model's values come from."""
@@ -936,10 +944,7 @@ class Run:
         """Continue from a checkpoint with another model: other units, layout, groups, engine."""
         if self._hooked or any("forward" in part.__dict__ for part in self._twin.modules()):
             return
-        names = [tempfile.mkdtemp(prefix="program-") if self._rank == 0 else None]
-        dist.broadcast_object_list(names)
-        folder = str(names[0])
-        try:
+        with folder_of_ranks() as folder:
             checkpoint.save(folder, self._model, self._named_optimizers(), step=1)
             state = copy.deepcopy([each.state_dict() for each in self._twin_optimizers])
             values = copy.deepcopy(self._twin.state_dict())
@@ -958,10 +963,6 @@ class Run:
                 optimizer.load_state_dict(own)
             self._zero_grad()
             self._compare()
-        finally:
-            dist.barrier()
-            if self._rank == 0:
-                shutil.rmtree(folder)
 
     def _named_optimizers(self) -> dict[str, Any]:
         return {str(number): each for number, each in enumerate(self._optimizers)}
@@ -996,6 +997,19 @@ class _ByAllReduce:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
         if op == dist.ReduceOp.AVG:
             output_tensor /= group.size()
+
+
+@contextlib.contextmanager
+def folder_of_ranks() -> Iterator[str]:
+    """The same folder on every rank, for a while."""
+    names = [tempfile.mkdtemp(prefix="program-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    try:
+        yield str(names[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(str(names[0]))
 
 
 def _beside(name: str, names: Iterable[str]) -> set[str]:
