@@ -626,12 +626,14 @@ def _duration(keywords: Mapping[str, float]) -> timedelta:
 
 
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
-    """Let `module` own the root as long as it lives; the model counts as wrapped while `wrapper`,
-    which may be the same, lives."""
+    """Let `module` own the root. The model counts as wrapped while `wrapper` or `module` lives."""
     # Only the outermost module holds root state; drop those of models that joined this one.
     for unit in root.units:
         unit.module.__dict__.pop(_ROOT, None)
     module.__dict__[_ROOT] = root
+    # Frameworks put DistributedDataParallel around what they are given; it reads these names.
+    names = [fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns]
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
     root.wrapper_ref = weakref.ref(wrapper)
     live_roots.add(root)
 

@@ -55,9 +55,8 @@ class EachForward(Extension):
             taken = {id(parameter) for parameter in around._module_parameters}
             if any(id(p) in taken for unit in self._units for p in unit.sharded_params):
                 raise RuntimeError(
-                    "DistributedDataParallel around a ZeRO3 module has overwritten every rank's "
-                    "shards with those of the first rank; ZeRO3 reduces gradients itself: remove "
-                    "DistributedDataParallel, or let it ignore the sharded parameters "
+                    "DistributedDataParallel around sharded modules has overwritten shards with "
+                    "the first rank's: remove DistributedDataParallel, or let it ignore them "
                     "(its _set_params_and_buffers_to_ignore_for_model)"
                 )
         # In C: the host's time should not grow with the number of parameters.

@@ -93,10 +93,8 @@ class ParameterShard(torch.Tensor):
         return ParameterShard, (self.local, self.extent, self.range)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"ParameterShard(elements {self.range} of shape {tuple(self.shape)}, {self.dtype}, "
-            f"{self.device})"
-        )
+        whole = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
+        return f"ParameterShard(elements {self.range} of shape {whole})"
 
     def like(self, local: torch.Tensor) -> ParameterShard:
         """A shard of the same range with other elements."""
@@ -123,14 +121,14 @@ class ParameterShard(torch.Tensor):
     def _refuse_bytes(self, **options: object) -> NoReturn:
         raise RuntimeError(
             f"a sharded tensor of shape {tuple(self.shape)}, of which this rank has elements "
-            f"{self.range}, cannot be written or read as a whole (safetensors' save_file, numpy, "
+            f"{self.range} (.local), cannot be written or read whole (safetensors, numpy, "
             "load_state_dict of a plain module); call full = "
             "layerzero.checkpoint.get_model_state_dict(model, full=True, "
             "cpu_offload=True, rank0_only=True) on every rank, and write full on the first rank; "
             "layerzero.checkpoint.save writes a folder with the weights as safetensors"
         )
 
-    numpy = tolist = _refuse_bytes
+    numpy = tolist = untyped_storage = _refuse_bytes
     storage = _refuse_bytes  # The last method that safetensors tries.
 
     def is_of_same_place(self, other: ParameterShard) -> bool:

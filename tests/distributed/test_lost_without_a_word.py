@@ -284,6 +284,9 @@ def test_engines_that_would_mix_up_shards_are_refused() -> None:
     around = DistributedDataParallel(inside)
     with pytest.raises(RuntimeError, match="remove DistributedDataParallel"):
         around(torch.ones(3, 8))
+    for sharded in (inside[0], layerzero.fully_shard(nn.Linear(8, 8, bias=False))):
+        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+            DistributedDataParallel(sharded)  # as fabric.setup does
     inside = nn.Sequential(ZeRO3(nn.Linear(8, 8, bias=False)), nn.Linear(8, 1))
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(inside, ["0.weight"])

@@ -335,6 +335,7 @@ def test_what_writes_or_records_a_whole_model_is_refused_with_a_recipe(tmp_path:
         "save_file": lambda: safetensors.torch.save_file(model.state_dict(), path / "a"),
         "save_model": lambda: safetensors.torch.save_model(model, str(path / "b")),
         "numpy": lambda: model.state_dict()["stem.weight"].cpu().numpy(),
+        "storage": lambda: model.state_dict()["stem.weight"].untyped_storage().data_ptr(),
         # As from a file that one rank wrote with torch.save.
         "load": lambda: Mlp().load_state_dict(model.state_dict()),
         # A shard of one element fits any shape.

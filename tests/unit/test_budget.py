@@ -18,13 +18,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_115,
+    "": 40_114,
     "flat": 2_659,
     "step": 4_318,
     "comm": 1_489,
     "watch": 912,
     "build": 2_321,
-    "guards": 619,
+    "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_408
