@@ -113,8 +113,8 @@ class _Saving(_StandIn):
         if not is_sharded or state_dict is not None:
             return own(*args, **kwargs)
         remedy = (
-            "Call layerzero.integrations.transformers.save_pretrained(model, folder) on every rank; "
-            "or pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
+            "Call layerzero.integrations.transformers.save_pretrained(model, folder) on every "
+            "rank; or pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
             "cpu_offload=True), made on every rank"
         )
         units = units_inside(module)
