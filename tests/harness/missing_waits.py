@@ -161,7 +161,7 @@ def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[obj
     """A compute shard that is the full buffer is cast on another stream, with no gather after."""
 
     class Done:
-        def wait(self) -> None: ...
+        def wait(self, *stream: object) -> None: ...
 
     return mock.patch.object(DeviceStream, "drain_handle", lambda _: Done())
 
