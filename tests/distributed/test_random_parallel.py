@@ -23,7 +23,7 @@ from tests.harness.checks import assert_close_in_float64, named
 from tests.harness.random_programs import folder_of_ranks, settings_of_passes
 from tests.harness.reference import full_gradients, full_parameters
 
-VOCAB, HEAD, LENGTH, STEPS = 13, 2, 6, 4
+VOCAB, HEAD, LENGTH, STEPS = 13, 2, 8, 4  # A length that 2 x 2 ranks can split.
 Rng = random.Random
 
 
