@@ -1,6 +1,8 @@
-"""Takes over tensors that a program assigned to `.data` of sharded parameters: swapped weights."""
+"""Follows a program that gives sharded parameters other memory: swapped weights, another device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -29,7 +31,12 @@ def adopt(flat: FlatParam, unit: str) -> None:
     # A tensor made in inference mode could not be written in place outside it.
     with torch.inference_mode(False), torch.no_grad():
         if not flat.is_whole or flat.has_compute_shard or not any(flat.splits):
-            _move_main_shard(flat)
+            numel, dtype = flat.layout.shard_numel, flat.main_shard.dtype
+            if flat.params_on is None:
+                moved = torch.empty(numel, dtype=dtype, device=flat.main_shard.device)
+            else:
+                moved = flat.params_on.lasting(numel, dtype)
+            _put(flat, moved.copy_(flat.main_shard.data))
         for index, parameter in enumerate(flat.sharded_params):
             # Through `.data`: assigning counts as no write, as in torch.
             own = flat.part_of(flat.main_shard.data, index)
@@ -39,19 +46,27 @@ def adopt(flat: FlatParam, unit: str) -> None:
     flat.expect()
 
 
+def move(flat: FlatParam, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have the shards and their gradients lie where `convert` puts them; freed buffers stay where
+    they are. Between steps."""
+    with torch.inference_mode(False), torch.no_grad():
+        _put(flat, convert(flat.main_shard.data))
+        for index, parameter in enumerate(flat.sharded_params):
+            parameter.data = flat.part_of(flat.main_shard.data, index)
+            if parameter.grad is not None:
+                parameter.grad.data = convert(parameter.grad.data)
+    flat.note_rewrite()
+    flat.expect()
+
+
 def _kind_of(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
-def _move_main_shard(flat: FlatParam) -> None:
-    """Move the main shard, and what shares its memory, to memory of its own."""
-    former, numel, dtype = flat.main_shard.data, flat.layout.shard_numel, flat.main_shard.dtype
-    if flat.params_on is None:
-        moved = torch.empty(numel, dtype=dtype, device=former.device)
-    else:
-        moved = flat.params_on.lasting(numel, dtype)
+def _put(flat: FlatParam, moved: torch.Tensor) -> None:
+    """Have the main shard, and what shares its memory, lie in `moved`."""
     # The objects stay: optimizers hold them.
-    flat.main_shard.data = moved.copy_(former)
+    flat.main_shard.data = moved
     if flat.has_compute_shard or flat.casts_in_place:
         return
     if flat.is_whole:

@@ -1,4 +1,5 @@
-"""Checks before the first forward of a model only, of values that a load should have brought."""
+"""Checks before the first forward of a model, and the first after its parameters were moved: of
+their device, and of the values that a load should have brought."""
 
 from __future__ import annotations
 
@@ -13,14 +14,23 @@ from layerzero.step.unit import Unit
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
-    """Check a model before its first forward. Collective if any unit was built without values.
+    """Check a model before a forward. Collective if any unit was built without values.
 
     Args:
         every: the units of the model.
 
     Raises:
-        RuntimeError: on every rank, if a parameter or buffer has no value yet.
+        RuntimeError: parameters are on another device; or, on every rank, a parameter or buffer has
+            no value yet.
     """
+    for unit, handle in ((each, handle) for each in every for handle in each.handles):
+        place = handle.main_shard.device
+        is_there = (place.type, place.index or 0) == (device.type, device.index or 0)  # "cpu:0"
+        if not is_there and handle.params_on is None:
+            raise RuntimeError(
+                f"{unit.label}: its parameters were moved to {place}, but the model computes on "
+                f"{device}: call model.to({str(device)!r}) on every rank before a forward"
+            )
     waiting = [unit for unit in every if unit.awaits_values]
     # `to_empty`, too, leaves units without values, but may be called on some ranks alone.
     own = [handle.placement for unit in waiting if unit.was_built_empty for handle in unit.handles]

@@ -1,5 +1,8 @@
 """Guards on modules with sharded parameters: copying fails, conversions keep parameters sharded.
 
+`to()` moves the shards of whole units to another device, such as the host between two phases of a
+program, and back; forwards raise meanwhile.
+
 Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
 same class are not affected.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +19,7 @@ from torch import nn
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.methods import put, uninstall
-from layerzero.step.unit import Unit
+from layerzero.step.unit import IDLE, Unit
 
 _NAMES = "_layerzero_sharded"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -66,8 +69,8 @@ def install(module: nn.Module) -> None:
             root: Any = unit.context.owner() if unit.has_joined else None
             if root is not None:
                 root.structure.end_first_values()
-        for part in parts:
-            _check_conversion(part, convert)
+        if moved := {unit for part in parts for unit in _moved_by(part, convert)}:
+            _move(moved, parts, convert)
         return _convert(guarded, convert, recurse)
 
     # Called by copy, deepcopy and pickle.
@@ -103,18 +106,47 @@ def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _check_conversion(module: nn.Module, convert: _Convert) -> None:
+def _moved_by(module: nn.Module, convert: _Convert) -> Iterator[Unit]:
+    """The units of parameters that `convert` moves to another device. Raises for another dtype."""
     for name, shown in _sharded_parameters(module).items():
-        sample = torch.empty(0, dtype=shown.dtype, device=shown.device)
-        converted = convert(sample)
-        if converted.dtype != shown.dtype or converted.device != shown.device:
+        converted = convert(torch.empty(0, dtype=shown.dtype, device=shown.device))
+        if converted.dtype != shown.dtype:
             info = get_info(shown)
             raise RuntimeError(
-                f"parameter {name if info is None else info.fqn!r} is sharded as {shown.dtype} on "
-                f"{shown.device} and cannot become {converted.dtype} on {converted.device} after "
-                "wrapping; nothing was converted: cast or move the module before wrapping it, or "
-                "compute in another dtype with MixedPrecision(param_dtype=...)"
+                f"parameter {name if info is None else info.fqn!r} is sharded as {shown.dtype} "
+                f"and cannot become {converted.dtype} after wrapping; nothing was converted: cast "
+                "the module before wrapping it, or compute in another dtype with "
+                "MixedPrecision(param_dtype=...)"
             )
+        if converted.device != shown.device:
+            yield shown_by(module)[name]
+
+
+def _move(units: Collection[Unit], parts: Sequence[nn.Module], convert: _Convert) -> None:
+    """Move the shards of units, each wholly in these modules. Raises if one cannot be moved now."""
+    from layerzero.flat.assigned import move
+
+    roots: dict[Unit, Any] = {u: u.context.owner() if u.has_joined else None for u in units}
+    for unit, root in roots.items():
+        is_in_pass, handles = root is not None and root.is_in_pass, unit.handles
+        reasons = {
+            "a pass or summon_full_params uses them": is_in_pass or unit.training_state is not IDLE,
+            "gradients of no_sync wait": any(h.gradients.is_waiting for h in handles),
+            "offload keeps them on the host": any(h.params_on is not None for h in handles),
+            "they are DTensors, whole here": any(h.is_whole and any(h.splits) for h in handles),
+            "some of them would stay": not {*parts}.issuperset(unit.owners),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise RuntimeError(
+                f"{unit.label}: its parameters cannot move to another device, because {reason}; "
+                "nothing was converted"
+            )
+    for unit, root in roots.items():
+        unit.reshard()
+        for handle in unit.handles:
+            move(handle, convert)
+        if root is not None:
+            root.has_forward_checks = True
 
 
 def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:

@@ -56,7 +56,7 @@ class RootState:
     backward: Backward
     structure: Structure
     """The module tree as it was wrapped."""
-    has_forward_checks: bool
+    has_forward_checks = True
     """Whether the next forward calls `check_first_forward`."""
     moves_inputs = False
     """Whether a call that is in no other call moves its inputs to the model's device."""
@@ -114,7 +114,6 @@ class RootState:
             self.extensions,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
-        self.has_forward_checks = any(unit.awaits_values for unit in self.units)
         self._join_units()
 
     def _make_streams(self, on_gloo: bool) -> Streams:

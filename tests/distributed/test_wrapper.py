@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import itertools
+import operator
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from layerzero import ZeRO3, register_forward_method
+from layerzero import MixedPrecision, ZeRO3, optim, register_forward_method
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
-from tests.harness.internals import root_state
+from tests.harness.internals import check_first_forward, move_shards, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, seeded
@@ -291,7 +294,7 @@ def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
         lambda model: model.half(),
         lambda model: model.to(torch.float64),
         lambda model: model.blocks[0].up.double(),
-        lambda model: model.to("meta"),
+        lambda model: model.to("meta", torch.float16),
         lambda model: nn.Sequential(model).bfloat16(),
     ]
     harmless: list[Callable[[nn.Module], object]] = [
@@ -306,7 +309,7 @@ def test_a_conversion_after_wrapping_changes_nothing_or_is_refused() -> None:
             model, plain = zero3(Mlp, Block), seeded(Mlp)
             sharded_params = list(model.parameters())
             for convert in refused:
-                with pytest.raises(RuntimeError, match=r"sharded as torch.float32 on cpu and"):
+                with pytest.raises(RuntimeError, match=r"sharded as torch.float32 and"):
                     convert(model)
             with model.summon_full_params(), pytest.raises(RuntimeError, match="cannot become"):
                 model.half()
@@ -356,3 +359,92 @@ def test_a_forward_of_the_root_moves_its_inputs_to_the_device() -> None:
     root.moves_inputs = False
     model(batch)
     assert seen == [("meta", "meta"), ("cpu", "meta")]
+
+
+SHARDS: list[dict[str, Any]] = [
+    {},
+    {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    {"zero3_size": 1},
+    {"zero3_size": 1, "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    {"layout": "rows", "outer": "replicate", "zero3_size": 1},
+]
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    torch.optim.AdamW,
+    partial(optim.AdamW, state="8bit"),
+    lambda parameters: optim.WholeTensorOptimizer(parameters, torch.optim.SGD, momentum=0.9),
+]
+
+
+def _elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """What programs do that give the memory of a device back for a while."""
+    for state in optimizer.state.values():
+        state.update({k: v.clone() for k, v in state.items() if isinstance(v, Tensor)})
+
+
+@on_ranks(2)
+def test_shards_and_states_may_move_between_steps() -> None:
+    batches = batches_of(CASES["mlp"], 2, steps=4)
+    for arguments, optimizer_class in itertools.product(SHARDS, OPTIMIZERS):
+        seen: list[list[Tensor]] = []
+        for moves in (False, True):
+            model = zero3(Mlp, Block, **arguments)
+            optimizer = optimizer_class(model.parameters())
+            before = [*model.parameters()]
+            for batch in batches:
+                model(batch[dist.get_rank()]).square().mean().backward()
+                if moves:
+                    addresses = [p.data_ptr() for p in before]
+                    move_shards(model, torch.clone)
+                    for p, address in zip(before, addresses, strict=True):
+                        assert p.data_ptr() != address or not p.numel()
+                    _elsewhere(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(map(operator.is_, before, model.parameters()))
+            seen.append([p.detach().clone() for p in before])
+        for moved, stayed in zip(*seen, strict=True):
+            assert_bitwise(moved, stayed, f"{arguments}, {optimizer_class}")
+
+
+class _ToAnotherDevice:
+    """A conversion that says so, when it is asked what becomes of a tensor without elements; then
+    it moves tensors, but there is one device here."""
+
+    def __init__(self) -> None:
+        self.moved: list[int] = []
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.moved += [tensor.numel()] if tensor.numel() else []
+        return tensor.clone() if self.moved else tensor.to("meta")
+
+
+@on_ranks(2)
+def test_whole_units_move_to_another_device_between_steps() -> None:
+    model, plain, x = zero3(Mlp, Block), seeded(Mlp), torch.randn(3, WIDTH)
+    before = [*model.parameters()]
+    with pytest.raises(RuntimeError, match="cannot move to another device, because some of them"):
+        model.blocks[0].up._apply(_ToAnotherDevice())
+    with model.no_sync():
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="another device, because gradients of no_sync wait"):
+        model._apply(_ToAnotherDevice())
+    model(x).sum().backward()
+    model.zero_grad()
+    handle = model.blocks[0].register_forward_hook(lambda *_: model._apply(_ToAnotherDevice()))
+    with pytest.raises(RuntimeError, match="another device, because a pass or summon_full"):
+        model(x)
+    handle.remove()
+    model.unshard()
+    for module in (model, model.blocks[1]):
+        module._apply(convert := _ToAnotherDevice())
+        whole = [
+            h.layout.shard_numel for u in root_state(model).units_inside(module) for h in u.handles
+        ]
+        assert {*convert.moved}.issuperset(whole)
+        assert_bitwise(model(x), plain(x), "after a move")
+    assert all(map(operator.is_, before, model.parameters()))
+    units = root_state(model).units
+    with pytest.raises(
+        RuntimeError, match=r"moved to cpu.* computes on meta: call model.to\('meta"
+    ):
+        check_first_forward(units, torch.device("meta"))

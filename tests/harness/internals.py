@@ -1,12 +1,24 @@
 """The engine's own objects behind a wrapped model, for tests that look inside."""
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
+from layerzero.flat.assigned import move
+from layerzero.step.first_forward import check_first_forward
 from layerzero.step.placeholders import WaitingGradient
 from layerzero.step.root import RootState, ordered_units, root_of
 from layerzero.step.unit import Unit, get_unit
 
-__all__ = ["Unit", "WaitingGradient", "inner_units", "root_state"]
+__all__ = [
+    "Unit",
+    "WaitingGradient",
+    "check_first_forward",
+    "inner_units",
+    "move_shards",
+    "root_state",
+]
 
 
 def inner_units(model: nn.Module) -> list[Unit]:
@@ -19,3 +31,9 @@ def root_state(model: nn.Module) -> RootState:
     unit = get_unit(model)
     assert unit is not None, "it is wrapped"
     return root_of(unit)
+
+
+def move_shards(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What `model.to(device)` does, for any function that returns a tensor in other memory."""
+    for handle in (handle for unit in root_state(model).units for handle in unit.handles):
+        move(handle, convert)

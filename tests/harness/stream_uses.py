@@ -15,7 +15,7 @@ from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, Reduction
 from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
 from layerzero.state_dict.full_tensors import stream_full
-from tests.harness.internals import root_state
+from tests.harness.internals import move_shards, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
@@ -80,6 +80,12 @@ def explicit_unshard(model: ZeRO3) -> None:
     handle = model.unshard(async_op=True)
     handle.wait()
     model.reshard()
+    train(model, 1)
+
+
+def moving_shards(model: ZeRO3) -> None:
+    train(model, 1)
+    move_shards(model, torch.clone)
     train(model, 1)
 
 
@@ -184,6 +190,7 @@ USES = [
     clipping,
     summoning,
     explicit_unshard,
+    moving_shards,
     recomputation,
     several_forwards,
     pipelining,
