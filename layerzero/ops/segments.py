@@ -29,8 +29,6 @@ class Segments:
     """[S + 1, 3] int64 on the CPU."""
     numel: int
     """Number of elements of the buffer."""
-    ends: tuple[int, ...]
-    """Minimum number of elements of each source: the largest index read from it, plus one."""
     _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -46,7 +44,6 @@ class Segments:
             ValueError: a number is negative, or rows overlap, do not rise, or end after `numel`.
         """
         table: list[tuple[int, int, int]] = []
-        ends: list[int] = []
         end = 0
         for number, (source, offset, start, count) in enumerate(rows):
             if source < ZEROS or min(offset, count) < 0 or start < end or start + count > numel:
@@ -54,20 +51,16 @@ class Segments:
                     f"segments: row {number} {(source, offset, start, count)}: expected a source "
                     f">= {ZEROS} and destinations that rise from {end} to {numel} at most"
                 )
-            if source >= len(ends):
-                ends.extend([0] * (source + 1 - len(ends)))
             if not count:
                 continue
             if start > end:
                 table.append((ZEROS, 0, end))
             table.append((source, offset, start))
             end = start + count
-            if source >= 0:
-                ends[source] = max(ends[source], offset + count)
         if end < numel:
             table.append((ZEROS, 0, end))
         table.append((ZEROS, 0, numel))
-        return cls(torch.tensor(table, dtype=torch.int64), numel, tuple(ends))
+        return cls(torch.tensor(table, dtype=torch.int64), numel)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """A copy of the table on `device`; the first call for a device blocks the host."""
@@ -75,18 +68,3 @@ class Segments:
         if found is None:
             found = self._on_device[device] = self.table.to(device)
         return found
-
-    def check_sources(self, numels: Sequence[int]) -> None:
-        """Raise ValueError unless every non-empty source is as long as the table needs.
-
-        For tables on a device, which the host cannot read without waiting.
-        """
-        if len(numels) < len(self.ends):
-            raise ValueError(
-                f"pack_: segs name source {len(self.ends) - 1}, there are {len(numels)} sources"
-            )
-        for index, (numel, end) in enumerate(zip(numels, self.ends, strict=False)):
-            if numel and numel < end:
-                raise ValueError(
-                    f"pack_: segs read source {index} up to element {end}, which has {numel}"
-                )

@@ -289,22 +289,13 @@ class TestSegments:
     def test_gaps_become_zeros_and_empty_rows_go(self) -> None:
         segs = Segments.build([(0, 0, 0, 5), (2, 0, 5, 0), (1, 4, 8, 12)], 20)
         assert segs.table.tolist() == [[0, 0, 0], [-1, 0, 5], [1, 4, 8], [-1, 0, 20]]
-        assert segs.numel == 20 and segs.ends == (5, 16, 0)
+        assert segs.numel == 20
 
     def test_bad_rows_are_refused(self) -> None:
         first, rows = (0, 0, 4, 2), [(1, 0, 5, 2), (1, 0, 0, 2), (0, 0, 6, 9)]
         for row in (*rows, (0, -1, 6, 1), (0, 0, 6, -1), (-2, 0, 6, 1)):
             with pytest.raises(ValueError, match=re.escape(f"row 1 {row}")):
                 Segments.build([first, row], 8)
-
-    def test_sources_are_checked_on_the_host_for_devices(self) -> None:
-        segs = Segments.build([(0, 2, 0, 3), (2, 0, 3, 4)], 7)
-        segs.check_sources([5, 0, 4])
-        segs.check_sources([0, 0, 0])
-        with pytest.raises(ValueError, match="source 0 up to element 5, which has 4"):
-            segs.check_sources([4, 0, 4])
-        with pytest.raises(ValueError, match="source 2, there are 2 sources"):
-            segs.check_sources([5, 0])
 
 
 def test_dtypes_without_arithmetic_are_moved_as_they_are() -> None:

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_170,
+    "": 40_147,
     "flat": 2_674,
     "step": 4_359,
     "comm": 1_489,
