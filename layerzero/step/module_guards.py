@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.methods import put, uninstall
@@ -20,6 +21,9 @@ from layerzero.step.unit import Unit
 
 _NAMES = "_layerzero_sharded"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
+show_first_values: Callable[..., None] | None = None
+"""Called with a unit, a module that shows parameters of it, and all modules that `to_empty` has
+emptied. None while a construction runs `param_init_fn`, after which it puts values back."""
 
 
 def refuse_copies(name: str) -> NoReturn:
@@ -51,6 +55,16 @@ def refuse_transform(label: str) -> NoReturn:
     )
 
 
+class _SeesToEmpty(TorchFunctionMode):
+    """Sees whether a conversion is that of `to_empty`, which takes no values over."""
+
+    is_to_empty = False
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_to_empty |= func is torch.empty_like
+        return func(*args, **kwargs or {})
+
+
 def install(module: nn.Module) -> None:
     """Guard a module that shows sharded parameters, or is a unit."""
     module_ref = weakref.ref(module)
@@ -61,14 +75,20 @@ def install(module: nn.Module) -> None:
     def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
         guarded = module_ref()
         assert guarded is not None, "its method is being called"
-        parts = [*guarded.modules()] if recurse else [guarded]
+        parts = dict.fromkeys(guarded.modules() if recurse else (guarded,))
+        with _SeesToEmpty() as seen:
+            for part in parts:
+                _check_conversion(part, convert)
+        if seen.is_to_empty and show_first_values is not None:
+            _convert(guarded, convert, recurse, keeps_sharded=True)
+            for unit in dict.fromkeys(shown_by(guarded).values()):
+                show_first_values(unit, guarded, parts)
+            return guarded
         for unit in {unit for part in parts for unit in shown_by(part).values()}:
             root: Any = unit.context.owner() if unit.has_joined else None
             if root is not None:
                 root.structure.end_first_values()
-        for part in parts:
-            _check_conversion(part, convert)
-        return _convert(guarded, convert, recurse)
+        return _convert(guarded, convert, recurse, keeps_sharded=False)
 
     # Called by copy, deepcopy and pickle.
     put(module.__dict__, "__getstate__", refuse_state)
@@ -88,8 +108,7 @@ def shown_by(module: nn.Module) -> dict[str, Unit]:
 
 def remove(module: nn.Module) -> None:
     """The module has no sharded parameters any more."""
-    for name in (_NAMES, "to_empty"):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop(_NAMES, None)
     uninstall(module)
 
 
@@ -117,7 +136,7 @@ def _check_conversion(module: nn.Module, convert: _Convert) -> None:
             )
 
 
-def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
+def _convert(module: Any, convert: _Convert, recurse: bool, keeps_sharded: bool) -> nn.Module:
     """`_apply` of the module's class, but sharded parameters stay the same objects.
 
     torch may replace every parameter by a new object (torch.__future__), which would lack our mark.
@@ -130,7 +149,7 @@ def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
     finally:
         module._parameters.update(sharded)
     with torch.no_grad():
-        for parameter in dict.fromkeys(sharded.values()):
+        for parameter in () if keeps_sharded else dict.fromkeys(sharded.values()):
             parameter.data = convert(parameter.data)
             if parameter.grad is not None:
                 parameter.grad.data = convert(parameter.grad.data)
