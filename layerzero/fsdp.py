@@ -133,7 +133,6 @@ def fully_shard(
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[_STATE] = state
-        each.__dict__.pop("to_empty", None)  # The class has it, as other methods.
         if "compile" in each.__dict__:  # Not if its class has one of its own.
             own = each.__dict__["compile"]
             put(each.__dict__, "compile", functools.partial(_compile, weakref.ref(each), own))
@@ -366,16 +365,6 @@ class FSDPModule(UnitMethods):
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
         root.abort()
         root.give_up_step()
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Give the module memory without values. Until the model is first used, its modules then
-        show whole parameters, so that `init_weights()` gives the values of one process.
-        """
-        from layerzero.state_dict.first_values import begin as begin_first_values
-
-        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
-        begin_first_values(self, recurse)
-        return self
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside. torch has no such method; see

@@ -28,6 +28,7 @@ from layerzero.flat import unset_values
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.flat.unset_values import AwaitedBuffer
+from layerzero.step import module_guards
 
 InitFunction = Callable[[nn.Module], None]
 Later = Literal["later"]
@@ -169,6 +170,7 @@ class Materializer:
 
     def _run(self, module: nn.Module) -> Exception | None:
         before = _Snapshot(module)
+        outside, module_guards.show_first_values = module_guards.show_first_values, None
         try:
             with _MarksFreshMemory():
                 if callable(self._init):
@@ -179,6 +181,7 @@ class Materializer:
         except Exception as error:
             return error
         finally:
+            module_guards.show_first_values = outside
             before.restore_wiped()
         return None
 

@@ -17,7 +17,7 @@ program kept are then of no use: optimizers and hooks have the sharded ones, eve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from itertools import chain
 from math import prod
 from typing import Any
@@ -33,29 +33,27 @@ from layerzero.flat.parameter_info import copy_attributes, info_of, set_info, se
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.state_dict.summon import gather_flat
 from layerzero.step.handle import FlatParamHandle
-from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit
 
 _detach, _view = torch.ops.aten.detach.default, torch.ops.aten.view.default
 
 
-def begin(module: Any, recurse: bool) -> None:
-    """Show whole parameters without values in `module`, after its `to_empty`. Not collective.
+def begin(unit: Unit, module: nn.Module, emptied: Container[object]) -> None:
+    """Show whole parameters of `unit`, without values, in `module`. Not collective.
 
     Args:
-        recurse: whether in all modules inside it as well.
+        emptied: all modules that the same `to_empty` has emptied; their buffers have no values.
     """
-    emptied: dict[Unit, list[nn.Parameter | None]] = {}
-    for part in module.modules() if recurse else (module,):
-        for name, unit in shown_by(part).items():
-            emptied.setdefault(unit, []).append(part._parameters.get(name))
-    for unit, parameters in emptied.items():
-        root = root_of(unit)
-        if root.structure.first_values is None:
-            root.structure.first_values = FirstValues(root)
-        root.structure.first_values.add(unit, {*map(id, parameters)})
-        root.has_forward_checks = True
+    root = root_of(unit)
+    for _, module_ref, key in chain.from_iterable(each.awaited_buffers for each in root.units):
+        part = module_ref()
+        buffer = part._buffers.get(key) if part is not None and part in emptied else None
+        if buffer is not None:
+            unset_values.fill(buffer)
+    root.structure.first_values = root.structure.first_values or FirstValues(root)
+    root.structure.first_values.add(unit, {own for _, own in unit.views.inside(module)})
+    root.has_forward_checks = True
 
 
 class _Whole:
@@ -138,31 +136,28 @@ class FirstValues:
 
     def __init__(self, root: RootState) -> None:
         self._root_ref = weakref.ref(root)
-        self._of_unit: dict[Unit, list[_Whole]] = {}
+        self._of_unit: dict[Unit, dict[nn.Parameter, _Whole]] = {}
         self._live: dict[_Whole, None] = {}
         """Those with memory, the one used last at the end."""
         self._limit = 0
         self.has_ended = False
 
-    def add(self, unit: Unit, emptied: set[int]) -> None:
-        """Show whole parameters for those sharded ones of the unit that have these ids."""
+    def add(self, unit: Unit, emptied: set[nn.Parameter]) -> None:
+        """Show whole parameters, without values, for these sharded ones of the unit."""
         unit.reshard()
         unit.awaits_values = True
-        for _, module_ref, key in unit.awaited_buffers:
-            buffer = None if (module := module_ref()) is None else module._buffers.get(key)
-            if buffer is not None:
-                unset_values.fill(buffer)
-        wholes = self._of_unit[unit] = []
+        wholes = self._of_unit.setdefault(unit, {})
         for handle in unit.handles:
-            handle.reset_sharded_params(unit.label)  # `to_empty` has assigned other memory.
+            handle.reset_sharded_params(unit.label)
             for index, sharded in enumerate(handle.sharded_params):
-                if id(sharded) not in emptied:
+                if sharded not in emptied:
                     continue
                 unset_values.fill(sharded.detach())
-                wholes.append(_Whole(self, unit, handle, index))
-        self._limit = max(self._limit, sum(whole.nbytes for whole in wholes))
-        shown = {whole.sharded: whole.parameter for whole in wholes}
-        unit.views.show({p: shown.get(p, p) for p in unit.sharded_params})
+                whole = wholes[sharded] = wholes.get(sharded) or _Whole(self, unit, handle, index)
+                whole.full, whole.was_freed = None, False
+                self._live.pop(whole, None)
+        self._limit = max(self._limit, sum(whole.nbytes for whole in wholes.values()))
+        unit.views.show({p: wholes[p].parameter if p in wholes else p for p in unit.sharded_params})
 
     def full_of(self, whole: _Whole) -> torch.Tensor:
         """Its memory. Collective if it was freed."""
@@ -198,7 +193,7 @@ class FirstValues:
         """Keep this rank's parts, which a state dict is about to show, and which a load may write.
         Whole parameters that are used after that are gathered."""
         self._live.clear()
-        for whole in chain.from_iterable(self._of_unit.values()):
+        for whole in chain.from_iterable(each.values() for each in self._of_unit.values()):
             whole.free()
             whole.full, whole.was_freed = None, True
 
@@ -213,7 +208,7 @@ class FirstValues:
         self.has_ended = True
         of_unit, self._of_unit = self._of_unit, {}
         try:
-            for whole in chain.from_iterable(of_unit.values()):
+            for whole in chain.from_iterable(each.values() for each in of_unit.values()):
                 whole.end()
         finally:
             for unit in of_unit:

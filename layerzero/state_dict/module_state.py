@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.flat.parameter_info import change_info, info_of
 from layerzero.state_dict.preconditions import unit_refs
+from layerzero.step import module_guards
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import TrainingState, Unit
 
@@ -34,7 +35,6 @@ def install(unit: Unit) -> None:
     hooks = unit.state_dict_hooks
     hooks.append(unit.module.register_state_dict_pre_hook(_check_structure(unit)))
     for module in unit.owners:
-        module.__dict__["to_empty"] = _to_empty(weakref.ref(module))
         hooks.append(module.register_state_dict_post_hook(_show_shards(unit)))
         hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit)))
 
@@ -45,17 +45,13 @@ def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
     return shard_of(sharded_param, sharded_param.detach()).full_tensor()
 
 
-def _to_empty(module_ref: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    def to_empty(*, device: Any, recurse: bool = True) -> nn.Module:
-        from layerzero.state_dict.first_values import begin
+def _show_first_values(*arguments: Any) -> None:
+    from layerzero.state_dict.first_values import begin
 
-        module = module_ref()
-        assert module is not None, "its method is being called"
-        type(module).to_empty(module, device=device, recurse=recurse)
-        begin(module, recurse)
-        return module
+    begin(*arguments)
 
-    return to_empty
+
+module_guards.show_first_values = _show_first_values
 
 
 def _check_structure(unit: Unit) -> Callable[..., None]:

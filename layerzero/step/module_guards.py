@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.methods import put, uninstall
@@ -23,6 +24,9 @@ from layerzero.step.unit import IDLE, Unit
 
 _NAMES = "_layerzero_sharded"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
+show_first_values: Callable[..., None] | None = None
+"""Called with a unit, a module that shows parameters of it, and all modules that `to_empty` has
+emptied. None while a construction runs `param_init_fn`, after which it puts values back."""
 
 
 def refuse_copies(name: str) -> NoReturn:
@@ -54,6 +58,16 @@ def refuse_transform(label: str) -> NoReturn:
     )
 
 
+class _SeesToEmpty(TorchFunctionMode):
+    """Sees whether a conversion is that of `to_empty`, which takes no values over."""
+
+    is_to_empty = False
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_to_empty |= func is torch.empty_like
+        return func(*args, **kwargs or {})
+
+
 def install(module: nn.Module) -> None:
     """Guard a module that shows sharded parameters, or is a unit."""
     module_ref = weakref.ref(module)
@@ -64,14 +78,20 @@ def install(module: nn.Module) -> None:
     def apply(convert: _Convert, recurse: bool = True) -> nn.Module:
         guarded = module_ref()
         assert guarded is not None, "its method is being called"
-        parts = [*guarded.modules()] if recurse else [guarded]
+        parts = dict.fromkeys(guarded.modules() if recurse else (guarded,))
+        with _SeesToEmpty() as seen:
+            moved = {unit for part in parts for unit in _moved_by(part, convert)}
+        show = show_first_values if seen.is_to_empty else None
         for unit in {unit for part in parts for unit in shown_by(part).values()}:
             root: Any = unit.context.owner() if unit.has_joined else None
-            if root is not None:
+            if root is not None and show is None:
                 root.structure.end_first_values()
-        if moved := {unit for part in parts for unit in _moved_by(part, convert)}:
+        if moved:
             _move(moved, parts, convert)
-        return _convert(guarded, convert, recurse)
+        _convert(guarded, convert, recurse, keeps_sharded=show is not None)
+        for unit in dict.fromkeys(shown_by(guarded).values()) if show is not None else ():
+            show(unit, guarded, parts)
+        return guarded
 
     # Called by copy, deepcopy and pickle.
     put(module.__dict__, "__getstate__", refuse_state)
@@ -91,8 +111,7 @@ def shown_by(module: nn.Module) -> dict[str, Unit]:
 
 def remove(module: nn.Module) -> None:
     """The module has no sharded parameters any more."""
-    for name in (_NAMES, "to_empty"):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop(_NAMES, None)
     uninstall(module)
 
 
@@ -122,7 +141,7 @@ def _moved_by(module: nn.Module, convert: _Convert) -> Iterator[Unit]:
             yield shown_by(module)[name]
 
 
-def _move(units: Collection[Unit], parts: Sequence[nn.Module], convert: _Convert) -> None:
+def _move(units: Collection[Unit], parts: Collection[nn.Module], convert: _Convert) -> None:
     """Move the shards of units, each wholly in these modules. Raises if one cannot be moved now."""
     from layerzero.flat.assigned import move
 
@@ -149,7 +168,7 @@ def _move(units: Collection[Unit], parts: Sequence[nn.Module], convert: _Convert
             root.has_forward_checks = True
 
 
-def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
+def _convert(module: Any, convert: _Convert, recurse: bool, keeps_sharded: bool) -> None:
     """`_apply` of the module's class, but sharded parameters stay the same objects.
 
     torch may replace every parameter by a new object (torch.__future__), which would lack our mark.
@@ -162,11 +181,10 @@ def _convert(module: nn.Module, convert: _Convert, recurse: bool) -> nn.Module:
     finally:
         module._parameters.update(sharded)
     with torch.no_grad():
-        for parameter in dict.fromkeys(sharded.values()):
+        for parameter in () if keeps_sharded else dict.fromkeys(sharded.values()):
             parameter.data = convert(parameter.data)
             if parameter.grad is not None:
                 parameter.grad.data = convert(parameter.grad.data)
-    return module
 
 
 _SHAPES = re.compile(r"\b(shape|size)s?\b")

@@ -178,6 +178,57 @@ def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
         assert_bitwise(model(_tokens()), expected(_tokens()), shard.__name__)
 
 
+class Adapted(nn.Module):
+    """As torchtune's layers: a table is written, and each adapter inside is emptied and drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.adapters = nn.ModuleList(nn.Linear(WIDTH, 1, bias=False) for _ in range(3))
+        self.register_buffer("table", torch.arange(float(WIDTH)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x) + self.table
+        return torch.stack([adapter(y) for adapter in self.adapters])
+
+
+@on_ranks(2)
+def test_modules_of_one_unit_that_are_emptied_in_turn_keep_what_was_drawn() -> None:
+    expected = Adapted()
+    torch.manual_seed(5)
+    expected.base.reset_parameters()
+    for adapter in expected.adapters:
+        adapter.reset_parameters()
+    for draws_late in (False, True):
+        for shard in (fully_shard, lambda module: ZeRO3(module, param_init_fn="later")):
+            model: Any = shard(on_meta(Adapted))
+            torch.manual_seed(5)
+            model.base.to_empty(device="cpu")
+            model.base.reset_parameters()
+            model.table = torch.arange(float(WIDTH))
+            for adapter in model.adapters:
+                adapter.to_empty(device="cpu")
+                if not draws_late:
+                    adapter.reset_parameters()
+            for adapter in model.adapters if draws_late else ():
+                adapter.reset_parameters()
+            batch = torch.arange(24.0).view(2, WIDTH)
+            assert_bitwise(model(batch), expected(batch), f"draws late: {draws_late}")
+
+
+@on_ranks(2)
+def test_a_module_that_is_emptied_again_has_no_value() -> None:
+    for find in (lambda model: model.adapters[1], lambda model: model.adapters):
+        model: Any = fully_shard(on_meta(Adapted)).to_empty(device="cpu")
+        model.table = torch.arange(float(WIDTH))
+        for part in (model.base, *model.adapters):
+            part.reset_parameters()
+        find(model).to_empty(device="cpu")
+        assert model.adapters[1].weight.shape == (1, WIDTH)
+        with pytest.raises(RuntimeError, match=r"'adapters\..\.weight' has no value yet"):
+            model(torch.zeros(2, WIDTH))
+
+
 @on_ranks(2)
 def test_a_rank_holds_one_unit_and_a_parameter_at_most() -> None:
     module = on_meta(lambda: nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20)))

@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_147,
+    "": 40_148,
     "flat": 2_674,
-    "step": 4_359,
+    "step": 4_377,
     "comm": 1_489,
     "watch": 912,
-    "build": 2_321,
+    "build": 2_324,
     "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
