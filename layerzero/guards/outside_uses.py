@@ -48,7 +48,7 @@ def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
             "in a penalty on model.parameters(): autograd computed a gradient of the shard itself, "
             "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
             "and wrong for norms and anything else that needs the whole tensor: compute that "
-            "inside the model's forward",
+            "inside the forward of that unit",
             "gradients of sharded parameters",
             is_first=is_first,
         )

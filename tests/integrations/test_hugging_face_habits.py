@@ -63,8 +63,10 @@ def test_counts_are_whole(tmp_path: Path) -> None:
     plain = peft.get_peft_model(build("llama"), config)
     model = shard(peft.get_peft_model(build("llama"), config))
     assert model.get_nb_trainable_parameters() == plain.get_nb_trainable_parameters()
-    # Adapters of a base that is sharded already: its dtypes stay, and the trainer says so.
-    adapted = peft.get_peft_model(shard(build("llama")), config)
+    # Adapters of a base that is sharded already, chosen by its class: its dtypes stay.
+    linear = {"r": 3, "target_modules": "all-linear"}
+    plain = peft.get_peft_model(build("llama"), peft.LoraConfig(**linear))
+    adapted = peft.get_peft_model(shard(build("llama")).module, peft.LoraConfig(**linear))
     with logged_by("layerzero.integrations.transformers.trainer") as lines:
         ours = sharded_trainer(adapted, tmp_path, bf16=True)
     assert any("bf16=True has no effect" in each for each in lines) == (dist.get_rank() == 0)

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_148,
+    "": 40_157,
     "flat": 2_674,
     "step": 4_377,
     "comm": 1_489,

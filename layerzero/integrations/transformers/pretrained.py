@@ -47,19 +47,18 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
     meta tensors, buffers included, are initialised as transformers would.
     `optional_modules` may list names, or patterns as in plans.
     `generate` keeps running forwards on a rank that has finished until all ranks have.
-    A sharded model inside `module` that got adapters after it was sharded is wrapped again first
-    (`layerzero.rewrap`).
+    A sharded model inside `module`, or its `.module`, that got adapters is wrapped again first.
 
     Raises:
         ValueError: the model has no `_no_split_modules`, is quantized or sharded by another
             library; or as `ZeRO3`.
     """
     check_model(module)
-    for part in [*module.modules()]:
-        if isinstance(part, ZeRO3) and (unit := get_unit(part)) is not None:
+    for inner in sharded_inside(module):
+        if (unit := get_unit(inner)) is not None:
             root = root_of(unit)
             if root.units[0] is unit and root.structure.changes():
-                rewrap(part)
+                rewrap(inner)
     options.setdefault("layout", "rows")
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
@@ -78,6 +77,15 @@ _SHARDED = "_layerzero_transformers_wrapper"
 def sharded_before(module: nn.Module) -> ZeRO3 | None:
     """The wrapper of this module that `shard` made or `make_ready` was given, if any."""
     return module.__dict__.get(_SHARDED)
+
+
+def sharded_inside(module: nn.Module) -> list[ZeRO3]:
+    """Wrappers of the sharded models in `module`, which contains them or their modules."""
+    return [
+        wrapper
+        for part in module.modules()
+        if (wrapper := part if isinstance(part, ZeRO3) else sharded_before(part)) is not None
+    ]
 
 
 def make_ready(model: ZeRO3) -> None:

@@ -46,6 +46,7 @@ from layerzero.integrations.transformers.pretrained import (
     make_ready,
     shard,
     sharded_before,
+    sharded_inside,
 )
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
 from layerzero.integrations.transformers.trainer_arguments import check_arguments
@@ -105,7 +106,7 @@ class ZeRO3Trainer(Trainer):
         before = sharded_before(model)
         if is_peft_model(model) and args.load_best_model_at_end and args.save_only_model:
             raise NotImplementedError(_NEEDS_ALL)
-        inside = next((part for part in model.modules() if isinstance(part, ZeRO3)), None)
+        inside = next(iter(sharded_inside(model)), None)
         if before is not None:
             if self._options:
                 raise ValueError(
