@@ -221,10 +221,8 @@ class GradientSums(GradientBuffer):
         """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""
         if self.shard_sum is None:
             self.shard_sum = chunk.to(self._sum.tensor.dtype)
-        elif self.shard_sum is self._earlier.shard_sum:
+        else:  # Not in place: see Note [A pass adds only when it is complete].
             self.shard_sum = self.shard_sum + chunk
-        else:
-            self.shard_sum.add_(chunk)
         return self.shard_sum
 
     def add_host_sum_to(self, target: torch.Tensor) -> None:

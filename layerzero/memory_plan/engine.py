@@ -104,7 +104,19 @@ class _Moments(Extension):
             self._count.moment, self._count.kind = self._before
 
 
+class _Unwatched(Operations):
+    """Names collectives; counts no models on groups and starts no watchdog."""
+
+    def __init__(self, device: torch.device, streams: Streams, *_: object) -> None:
+        super().__init__(device, streams, ())
+
+    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
+        return None
+
+
 class _PlannedRoot(RootState):
+    _operations = _Unwatched
+
     def __init__(self, *arguments: Any, count: StorageCount, **named: Any) -> None:
         self._count = count
         super().__init__(*arguments, **named)
@@ -117,16 +129,6 @@ class _PlannedRoot(RootState):
         if on_gloo:
             return Streams(self.device, reduce=_Reducing(self._count))
         return _DeviceStreams(self.device)
-
-    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return _Unwatched(self.device, self.streams, ())
-
-
-class _Unwatched(Operations):
-    """Names collectives; counts no models on groups and starts no watchdog."""
-
-    def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
-        return None
 
 
 class _Reducing(LateStream):

@@ -13,6 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -25,7 +26,7 @@ from layerzero.comm.model_numbers import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import raise_backend_timeout
-from layerzero.flat.placement import ShardGroup
+from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
@@ -93,21 +94,25 @@ class Operations:
     """False: no watchdog watches what a graph records. It runs when that is replayed."""
     time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
     """Makes the timer of each later collective, from its verb, group and number."""
+    expert_count = 0
+    """Number of the last collective of experts; these are counted apart, downwards."""
     _tensor_parallel_count = 0
 
     def __init__(
         self,
         device: torch.device,
         streams: Streams,
-        groups: Iterable[ShardGroup],
+        placements: Iterable[Placement],
         tensor_parallel_groups: tuple[ShardGroup, ...] = (),
     ) -> None:
-        """All groups that the model uses. Collective over those seen the first time."""
+        """Collective over the groups of `placements` seen the first time."""
         self._device = device
         self._streams = streams
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         self._tensor_parallel_groups = tensor_parallel_groups
-        groups = [*groups, *tensor_parallel_groups]
+        experts = [replace(each, data_parallel=None) for each in placements if each.data_parallel]
+        self._of_experts = {g.process_group for each in experts for g in each.all_groups}
+        groups = [*(g for each in placements for g in each.all_groups), *tensor_parallel_groups]
         self.phases = Phases(device, groups)
         self._numbers = number_model(groups, device)
         named = {g.process_group for g in groups if messages_carry_names(g, device)}
@@ -127,18 +132,21 @@ class Operations:
         if self.failure is not None:
             self.refuse()
         unit, detector, timer = self.prefix + unit, None, None
+        own = group.process_group
+        # Ranks with different parts of a model may need different numbers of collectives, for
+        # example if only some experts are frozen. So these are counted apart, and not compared.
         if group in self._tensor_parallel_groups:
-            # Ranks with different parts of a model may need different numbers of collectives, so
-            # these are counted apart, and not compared by number.
             number = self._tensor_parallel_count = self._tensor_parallel_count + 1
         else:
-            number = self.count = self.count + 1
             detector = self._detector
-            if detector is not None:
-                detector.issued.append((number, verb, unit))
+            if own in self._of_experts:
+                number = self.expert_count = self.expert_count - 1
+            else:
+                number = self.count = self.count + 1
+                if detector is not None:
+                    detector.issued.append((number, verb, unit))
             if self.time_by is not None:
                 timer = self.time_by(verb, group, number)
-        own = group.process_group
         counted = self._numbers.get(own)
         model = self._number_on(group) if counted is None else counted.number
         watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)

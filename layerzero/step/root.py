@@ -64,6 +64,7 @@ class RootState:
     """Weak reference to the wrapper around the outermost module."""
     clock = 0
     """Begins and ends of calls so far."""
+    _operations: type[Operations] = Operations
     _call_depth = 0
     _start = 0
     """Time at which the last forward began that was no recomputation."""
@@ -91,7 +92,7 @@ class RootState:
         self.placements = tuple(placements)
         groups = [group for placement in placements for group in placement.all_groups]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
-        self.operations = self._make_operations(groups)
+        self.operations = self._operations(device, self.streams, placements, tensor_parallel_groups)
         self.context = RuntimeContext(
             device,
             self.streams,
@@ -122,9 +123,6 @@ class RootState:
 
             return Streams(self.device, ChainingStream(), FinishingStream())
         return Streams(self.device)
-
-    def _make_operations(self, groups: list[ShardGroup]) -> Operations:
-        return Operations(self.device, self.streams, groups, self.tensor_parallel_groups)
 
     def _join_units(self) -> None:
         placements: dict[Placement, Placement] = {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.optim.in_backward import whole_groups
@@ -17,13 +18,18 @@ _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 class JoinedOptimizers:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = tuple(optimizers)
+        self.note_gradients()
+
+    def note_gradients(self) -> None:
+        """Gradients are complete: what is zero now is so by its values, not as it was cleared."""
+        self._noted = {p: _version_of(p) for each in self.all for p in _parameters_of(each)}
 
     def state(self, looks: bool) -> list[float]:
-        """For each optimizer, whether its gradients are None, or zero (only if `looks`); then the
-        numbers among the options of all param groups."""
+        """For each optimizer, whether its gradients are None, or cleared to zero (only if `looks`);
+        then the numbers among the options of all param groups."""
         options = (tree_leaves(_options_of(group)) for group in self._groups())
         numbers = [float(value) for value in chain(*options) if _is_number(value)]
-        return [*(_state_of(each, looks) for each in self.all), *numbers]
+        return [*(self._state_of(each, looks) for each in self.all), *numbers]
 
     def follow(self, others: Sequence[Sequence[float]]) -> None:
         """Copy the options of the others, and zero the gradients that are zero or None on all.
@@ -43,6 +49,15 @@ class JoinedOptimizers:
             if _HAS_GRADIENTS not in found:
                 optimizer.zero_grad(set_to_none=all(state == _IS_NONE for state in found))
 
+    def _state_of(self, optimizer: torch.optim.Optimizer, looks: bool) -> int:
+        found = [(p, p.grad) for p in _parameters_of(optimizer) if p.grad is not None]
+        if not found:
+            return _IS_NONE
+        is_zero = looks and not any(
+            self._noted.get(p) == _version_of(p) or bool(gradient.any()) for p, gradient in found
+        )
+        return _IS_ZERO if is_zero else _HAS_GRADIENTS
+
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.all for group in optimizer.param_groups]
 
@@ -51,13 +66,13 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group[name] for name in sorted(group.keys() - {"params"})}
 
 
-def _state_of(optimizer: torch.optim.Optimizer, looks: bool) -> int:
-    parameters = chain(*whole_groups(optimizer))
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return _IS_NONE
-    is_zero = looks and not any(bool(gradient.any()) for gradient in gradients)
-    return _IS_ZERO if is_zero else _HAS_GRADIENTS
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return chain(*whole_groups(optimizer))
+
+
+def _version_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes when its `.grad` is replaced or written."""
+    return id(parameter.grad), -1 if parameter.grad is None else parameter.grad._version
 
 
 def _is_number(value: object) -> bool:

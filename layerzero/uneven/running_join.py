@@ -199,6 +199,7 @@ class RunningJoin(Extension):
             self._follower.finish()
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
+        self._optimizers.note_gradients()
         if self._follower is not None:
             first = min((each.start for each in forwards), default=0)
             for unit in self._units:
@@ -245,6 +246,7 @@ class RunningJoin(Extension):
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
             refuse_scaler(optimizer)
+        self._optimizers.note_gradients()  # They may have been clipped.
         self.come_to(Request(Kind.STEP, joined.index(optimizer)), "optimizer.step")
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:

@@ -56,7 +56,7 @@ class Wire:
         self._device = device
         self._operations = operations
         self._lanes: dict[ShardGroup, dict[int, Seen]] = {}
-        self._last_kept = 0
+        self._last_kept = 0, 0
 
     def note(
         self,
@@ -73,13 +73,13 @@ class Wire:
 
     def keep(self) -> None:
         """What came so far belongs to gradients that wait: `undo` leaves it."""
-        self._last_kept = self._operations.count
+        self._last_kept = self._operations.expert_count, self._operations.count
 
     def undo(self) -> None:
         """Forget the collectives of a pass that failed."""
         for lane in self._lanes.values():
             for number in [*lane]:
-                if number > self._last_kept:
+                if not self._last_kept[0] <= number <= self._last_kept[1]:
                     del lane[number]
 
     def forget(self, group: ShardGroup, operation: Operation) -> None:

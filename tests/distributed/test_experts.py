@@ -78,7 +78,8 @@ class StackedExperts(nn.Module):
 
     def keep(self, mesh: DeviceMesh) -> None:
         for name, whole in list(self.named_parameters()):
-            setattr(self, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+            part = distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)])
+            setattr(self, name, nn.Parameter(part, whole.requires_grad))
 
     def forward(self, parts: Sequence[Tensor]) -> list[Tensor]:
         up, down = (
@@ -89,22 +90,28 @@ class StackedExperts(nn.Module):
 
 
 class Moe(nn.Module):
-    """Each token goes to its best expert, wherever that is."""
+    """Each token goes to its best experts, wherever they are."""
 
-    def __init__(self, kind: type[nn.Module]) -> None:
+    closed: list[int] = []  # noqa: RUF012
+    """Experts that get no token; set for all layers."""
+
+    def __init__(self, kind: type[nn.Module], top_k: int = 1) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = kind()
         self.group: Any = None
-        self.num_ranks = 1
+        self.num_ranks, self.top_k = 1, top_k
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x)
-        weights, choice = self.router(tokens).softmax(-1).max(-1)
+        logits = self.router(tokens)
+        logits[:, self.closed] -= 99.0
+        weights, choices = logits.softmax(-1).topk(self.top_k)
+        choice = choices.flatten()
         order = choice.argsort(stable=True)
         counts = torch.bincount(choice, minlength=EXPERTS).view(self.num_ranks, -1)
-        arriving, sent = counts, tokens[order]
+        arriving, sent = counts, tokens.repeat_interleave(self.top_k, 0)[order]
         if self.num_ranks > 1:
             arriving = torch.empty_like(counts)
             dist.all_to_all_single(arriving, counts, group=self.group)
@@ -114,14 +121,15 @@ class Moe(nn.Module):
         blocks = sent.split(arriving.flatten().tolist())
         share = arriving.shape[1]
         parts = [torch.cat(blocks[index::share]) for index in range(share)]
-        outputs = [
+        mixed = [
             part.split(arriving[:, index].tolist())
             for index, part in enumerate(self.experts(parts))
         ]
-        back = torch.cat([block for row in zip(*outputs, strict=True) for block in row])
+        back = torch.cat([block for row in zip(*mixed, strict=True) for block in row])
         if self.num_ranks > 1:
             back = AllToAll.apply(back, *reversed(splits), self.group)
-        return x + weights.unsqueeze(1) * back[order.argsort()]
+        outputs = back[order.argsort()].unflatten(0, (-1, self.top_k))
+        return x + (weights.unsqueeze(2) * outputs).sum(1)
 
 
 class Model(nn.Module):
@@ -232,6 +240,21 @@ def test_micro_batches_of_experts_add_up() -> None:
         found, expected = full_gradients(model), full_gradients(reference)
         assert None in expected.values(), "else every expert saw a token"
         assert_same_where_present(found, expected, f"ep {ep}, {accumulation}: gradient of")
+
+
+class HalfFrozen(NamedExperts):
+    """Some ranks gather two flat parameters, where the others gather one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each["0"].requires_grad_(False)
+
+
+@on_ranks(4, in_float64=True)
+def test_experts_of_some_ranks_may_be_frozen() -> None:
+    for ep in (2, 4):
+        model = wrapped(ep, HalfFrozen, verify="always")
+        train(model, seeded(lambda: Model(HalfFrozen)), 2)
 
 
 @on_ranks(4)

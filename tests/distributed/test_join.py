@@ -272,6 +272,19 @@ def test_loops_of_all_kinds() -> None:
             _trains_alike(loop=functools.partial(_loop, how))
 
 
+class Half(Trainer):
+    """The loss reads half of the outputs, so the last rank's part of the gradient is zeros."""
+
+    def loss(self, rank: int, step: int, micro: int = 0) -> Tensor:
+        return loss_of(self.model(_batch(rank, step, micro))[:, :2])
+
+
+@on_ranks(2)
+def test_a_part_of_a_gradient_that_is_zeros_is_not_taken_for_cleared() -> None:
+    make = functools.partial(nn.Linear, 5, 4, bias=False)
+    _trains_alike(((), (2, 2)), make, Half, accumulation="sharded", auto_wrap_policy=None)
+
+
 class InBackward(Trainer):
     """Each step has a learning rate of its own."""
 

@@ -7,6 +7,7 @@ In float64, so that the order of sums does not matter: what differs is an error.
 import contextlib
 import copy
 import random
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,20 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import checkpoint as recompute
 
-from layerzero import ParallelManager, checkpoint
+from layerzero import OffloadPolicy, ParallelManager, ZeRO3, checkpoint
+from tests.distributed.test_expert_names import LocalExperts
+from tests.distributed.test_experts import (
+    EXPERTS,
+    WIDTH,
+    Expert,
+    Moe,
+    NamedExperts,
+    StackedExperts,
+    expert_mesh,
+    part_of,
+)
 from tests.harness.checks import assert_close_in_float64, named
+from tests.harness.compare import assert_same_where_present
 from tests.harness.random_programs import folder_of_ranks, settings_of_passes
 from tests.harness.reference import full_gradients, full_parameters
 
@@ -78,7 +91,7 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, rng: Rng, width: int) -> None:
         super().__init__()
         self.input_layernorm, self.self_attn = _norm(rng, width), Attention(rng, width)
@@ -100,7 +113,7 @@ class Decoder(nn.Module):
         super().__init__()
         width = rng.choice([4, 6, 7])
         self.embed_tokens = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(Layer(rng, width) for _ in range(rng.randint(1, 3)))
+        self.layers = nn.ModuleList(DecoderLayer(rng, width) for _ in range(rng.randint(1, 3)))
         self.norm = _norm(rng, width)
         self.lm_head = nn.Linear(width, VOCAB, bias=False)
         if rng.random() < 0.5:
@@ -118,11 +131,14 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.rng, self.log = Rng(seed), list[Any]()
         torch.manual_seed(seed)
-        self._twin = Decoder(Rng(seed)).double()
+        self._twin = self._unsharded(seed).double()
         self._generator = torch.Generator().manual_seed(seed)
         self._is_sgd = self.rng.random() < 0.5
         self._build()
         self._twin_optimizer = self._optimizer(self._twin)
+
+    def _unsharded(self, seed: int) -> nn.Module:
+        return Decoder(Rng(seed))
 
     def _build(self) -> None:
         rng, world = self.rng, dist.get_world_size()
@@ -139,11 +155,13 @@ class Run:
         manager = ParallelManager(**sizes, zero3_size=zero3_size, sequence_parallel=in_sequence)
         module = copy.deepcopy(self._twin)
         module.zero_grad(set_to_none=True)
-        self._cp = manager.mesh["cp"]
-        for part in module.modules() if self._cp.size() > 1 else ():
+        cp = manager.mesh["cp"]
+        self._part = cp.get_local_rank(), cp.size()
+        for part in module.modules() if cp.size() > 1 else ():
             if isinstance(part, Attention):
-                part.group = self._cp.get_group()
-        self._dp = manager.mesh["dp"]
+                part.group = cp.get_group()
+        dp = manager.mesh["dp"]
+        self._place, self._num_batches = dp.get_local_rank(), dp.size()
         self._model = manager.parallelize(module, **settings)
         self._own_optimizer = self._optimizer(self._model)
 
@@ -154,22 +172,24 @@ class Run:
 
     def train(self) -> None:
         for _ in range(STEPS):
-            action = self.rng.choice(["", "_freeze", "_resume", "_states"])
+            action = self.rng.choice(["", "_freeze", "_resume", "_states", "_summon"])
             self.log.append(action)
             getattr(self, action, lambda: None)()
             self._step()
-            expected = full_parameters(self._twin)
-            assert_close_in_float64(full_parameters(self._model), expected, "parameter")
+            self._assert_same(full_parameters, "parameter")
 
-    def _batch(self) -> list[tuple[Tensor, Tensor]]:
+    def _assert_same(self, read: Callable[[nn.Module], dict[str, Any]], what: str) -> None:
+        assert_close_in_float64(read(self._model), read(self._twin), what)
+
+    def _batch(self) -> list[tuple[Tensor, ...]]:
         """Of each data-parallel rank."""
-        shape = (self._dp.size(), 2, LENGTH + 1)
+        shape = (self._num_batches, 2, LENGTH + 1)
         symbols = torch.randint(VOCAB, shape, generator=self._generator)
         return [(each[:, :-1], each[:, 1:]) for each in symbols]
 
-    def _own(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        place, parts = self._cp.get_local_rank(), self._cp.size()
-        return [each.chunk(parts, 1)[place] for each in batch[self._dp.get_local_rank()]]
+    def _own(self, batch: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        part, parts = self._part
+        return [each.chunk(parts, 1)[part] for each in batch[self._place]]
 
     def _step(self) -> None:
         count, clips = self.rng.choice([1, 1, 2, 3]), self.rng.random() < 0.3
@@ -181,14 +201,14 @@ class Run:
                 loss.backward()
             truth = [self._twin(*each) for each in batch]
             (torch.stack(truth).sum() / len(truth)).backward()
-            if self._cp.size() == 1:
-                own = truth[self._dp.get_local_rank()]
+            if self._part == (0, 1):
+                own = truth[self._place]
                 assert_close_in_float64(loss.detach(), own.detach(), "loss")
         if clips:
             norm = self._model.clip_grad_norm_(0.1)
             expected = nn.utils.clip_grad_norm_(self._twin.parameters(), 0.1)
             assert_close_in_float64(norm, expected, "norm")
-        assert_close_in_float64(full_gradients(self._model), full_gradients(self._twin), "gradient")
+        self._assert_same(full_gradients, "gradient")
         for optimizer in (self._own_optimizer, self._twin_optimizer):
             optimizer.step()
             optimizer.zero_grad()
@@ -197,13 +217,21 @@ class Run:
         names = [name for name, _ in self._twin.named_parameters()][1:]
         name = self.rng.choice(names)
         for model in (self._model, self._twin):
-            parameter = dict(model.named_parameters())[name]
-            parameter.requires_grad_(not parameter.requires_grad)
+            for own, parameter in model.named_parameters():
+                info = getattr(parameter, "layerzero", None)
+                if name == (own if info is None else info.fqn):
+                    parameter.requires_grad_(not parameter.requires_grad)
 
     def _states(self) -> None:
         full = checkpoint.get_model_state_dict(self._model, full=True)
-        assert_close_in_float64(full, self._twin.state_dict(), "state")
+        self._assert_same(lambda m: full if m is self._model else m.state_dict(), "state")
         self._model.load_state_dict(self._model.state_dict() if self.rng.random() < 0.5 else full)
+
+    def _summon(self) -> None:
+        with self._model.summon_full_params(), torch.no_grad():
+            for model in (self._model, self._twin):
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
 
     def _resume(self) -> None:
         """From a checkpoint, on another mesh."""
@@ -217,19 +245,90 @@ class Run:
             self._twin.load_state_dict(values, strict=False)
 
 
-def _train(seeds: range) -> None:
+class Layer(Moe):
+    def __init__(self, rng: Rng, kind: type[nn.Module]) -> None:
+        super().__init__(kind, top_k=rng.choice([1, 2]))
+        self.shared = Expert() if rng.random() < 0.5 else None
+        self.recomputes = rng.random() < 0.5
+
+    def _run(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0.0 if self.shared is None else self.shared(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recompute(self._run, x, use_reentrant=False) if self.recomputes else self._run(x)
+
+
+class Experts(nn.Module):
+    def __init__(self, rng: Rng) -> None:
+        super().__init__()
+        self.kind = rng.choice([NamedExperts, StackedExperts, LocalExperts])
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(*(Layer(rng, self.kind) for _ in range(rng.randint(1, 3))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x)).requires_grad_()  # Else backwards differ where it is frozen.
+        return self.layers(x).square().mean()
+
+
+class RunOfExperts(Run):
+    def _unsharded(self, seed: int) -> nn.Module:
+        return Experts(Rng(seed))
+
+    def _build(self) -> None:
+        rng, world = self.rng, dist.get_world_size()
+        sizes = [size for size in (1, 2, 4) if world % size == 0]
+        ep, zero3_size = rng.choice(sizes), rng.choice([None, *sizes])
+        mesh, kind = expert_mesh(ep), self._twin.kind
+        settings = settings_of_passes(rng, self._twin, world) | {"timeout": timedelta(seconds=25)}
+        settings["offload"] = rng.choice([None, OffloadPolicy(params=True, grads=True)])
+        same, blocks = mesh["edp"], rng.random() < 0.5
+        if zero3_size not in (None, world):
+            settings["outer"] = rng.choice(["zero1", "replicate", "shard"])
+            if settings["outer"] == "replicate" and rng.random() < 0.5:
+                same = expert_mesh(ep, 1)["outer", "edp"]
+        own = {"process_group": same}
+        if kind is LocalExperts:
+            own["expert_numbers"] = mesh["ep"]
+
+        def choose(module: nn.Module, fqn: str) -> Any:
+            return own if isinstance(module, kind) else blocks and isinstance(module, Moe)
+
+        self.log.append((ep, kind.__name__, same.ndim, blocks, zero3_size, settings))
+        module = copy.deepcopy(self._twin)
+        module.zero_grad(set_to_none=True)
+        settings |= {"auto_wrap_policy": choose, "zero3_size": zero3_size}
+        self._model = ZeRO3(part_of(module, ep), **settings)
+        self._place, self._num_batches, self._part = dist.get_rank(), world, (0, 1)
+        named = self._model.named_parameters()
+        self._names = {name: parameter.layerzero.fqn for name, parameter in named}
+        self._own_optimizer = self._optimizer(self._model)
+
+    def _batch(self) -> list[tuple[Tensor, ...]]:
+        """Of so few tokens that some experts get none, and some none on any rank."""
+        Moe.closed = self.rng.sample(range(EXPERTS), self.rng.randint(0, 2))
+        shape = (self._num_batches, self.rng.randint(1, 5), WIDTH)
+        return [(each,) for each in torch.randn(shape, generator=self._generator).double()]
+
+    def _assert_same(self, read: Callable[[nn.Module], dict[str, Any]], what: str) -> None:
+        own, everything = read(self._model), read(self._twin)
+        own = {self._names.get(name, name): value for name, value in own.items()}
+        assert_same_where_present(own, everything, what)
+
+
+def _train(seeds: range, kind: type[Run]) -> None:
     for seed in seeds:
         with named("seed", seed):
-            run = Run(seed)
+            run = kind(seed)
             with named(run.log):
                 run.train()
 
 
+@pytest.mark.parametrize("kind", [Run, RunOfExperts])
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(2)), (4, range(100, 101))])
-def test_random_decoders_on_random_meshes_train_like_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config, ranks: Any
+def test_random_models_on_random_meshes_train_like_one_process(
+    world_size: int, seeds: range, kind: type[Run], pytestconfig: pytest.Config, ranks: Any
 ) -> None:
     """As many seeds as `--seeds` says, from the same first one."""
     stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
     for first in range(seeds.start, stop, 10):
-        ranks(world_size, _train, range(first, min(first + 10, stop)), timeout=240)
+        ranks(world_size, _train, range(first, min(first + 10, stop)), kind, timeout=240)
