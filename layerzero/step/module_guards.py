@@ -89,8 +89,9 @@ def install(module: nn.Module) -> None:
         if moved:
             _move(moved, parts, convert)
         _convert(guarded, convert, recurse, keeps_sharded=show is not None)
-        for unit in dict.fromkeys(shown_by(guarded).values()) if show is not None else ():
-            show(unit, guarded, parts)
+        if show is not None:
+            for unit in dict.fromkeys(shown_by(guarded).values()):
+                show(unit, guarded, parts)
         return guarded
 
     # Called by copy, deepcopy and pickle.

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_180,
+    "": 40_181,
     "flat": 2_672,
-    "step": 4_383,
+    "step": 4_384,
     "comm": 1_489,
     "watch": 912,
     "build": 2_324,
