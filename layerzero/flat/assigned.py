@@ -54,7 +54,8 @@ def move(flat: FlatParam, convert: Callable[[torch.Tensor], torch.Tensor]) -> No
         for index, parameter in enumerate(flat.sharded_params):
             parameter.data = flat.part_of(flat.main_shard.data, index)
             if parameter.grad is not None:
-                parameter.grad.data = convert(parameter.grad.data)
+                # Another tensor: those without elements are made once, for every step.
+                parameter.grad = convert(parameter.grad)
     flat.note_rewrite()
     flat.expect()
 

@@ -393,10 +393,11 @@ def test_shards_and_states_may_move_between_steps() -> None:
             for batch in batches:
                 model(batch[dist.get_rank()]).square().mean().backward()
                 if moves:
-                    addresses = [p.data_ptr() for p in before]
+                    addresses, grads = [p.data_ptr() for p in before], [p.grad for p in before]
                     move_shards(model, torch.clone)
-                    for p, address in zip(before, addresses, strict=True):
+                    for p, address, grad in zip(before, addresses, grads, strict=True):
                         assert p.data_ptr() != address or not p.numel()
+                        assert p.grad is not grad or grad is None
                     _elsewhere(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
