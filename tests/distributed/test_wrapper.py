@@ -379,6 +379,8 @@ def _elsewhere(optimizer: torch.optim.Optimizer) -> None:
     """What programs do that give the memory of a device back for a while."""
     for state in optimizer.state.values():
         state.update({k: v.clone() for k, v in state.items() if isinstance(v, Tensor)})
+    if isinstance(optimizer, optim.AdamW):
+        optimizer.state = optimizer.state
 
 
 @on_ranks(2)
