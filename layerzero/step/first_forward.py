@@ -28,8 +28,9 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
         is_there = (place.type, place.index or 0) == (device.type, device.index or 0)  # "cpu:0"
         if not is_there and handle.params_on is None:
             raise RuntimeError(
-                f"{unit.label}: its parameters were moved to {place}, but the model computes on "
-                f"{device}: call model.to({str(device)!r}) on every rank before a forward"
+                f"{unit.label}: its parameters were moved to {place}, but the model was wrapped "
+                f"for {device}: call model.to({str(device)!r}) on every rank before a forward, or "
+                f"wrap a module that is on {place}"
             )
     waiting = [unit for unit in every if unit.awaits_values]
     # `to_empty`, too, leaves units without values, but may be called on some ranks alone.

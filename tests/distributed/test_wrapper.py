@@ -448,6 +448,6 @@ def test_whole_units_move_to_another_device_between_steps() -> None:
     assert all(map(operator.is_, before, model.parameters()))
     units = root_state(model).units
     with pytest.raises(
-        RuntimeError, match=r"moved to cpu.* computes on meta: call model.to\('meta"
+        RuntimeError, match=r"moved to cpu.* wrapped for meta: call model.to\('meta"
     ):
         check_first_forward(units, torch.device("meta"))
