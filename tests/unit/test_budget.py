@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_137,
+    "": 40_143,
     "flat": 2_657,
     "step": 4_324,
     "comm": 1_489,
