@@ -16,17 +16,23 @@ _HAS_GRADIENTS, _IS_NONE, _IS_ZERO = range(3)
 
 
 class JoinedOptimizers:
+    are_clipped = False
+    """Whether gradients are being clipped, which ends before the next request."""
+
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.all = tuple(optimizers)
         self.note_gradients()
 
     def note_gradients(self) -> None:
         """Gradients are complete: what is zero now is so by its values, not as it was cleared."""
+        self.are_clipped = False
         self._noted = {p: _version_of(p) for each in self.all for p in _parameters_of(each)}
 
     def state(self, looks: bool) -> list[float]:
         """For each optimizer, whether its gradients are None, or cleared to zero (only if `looks`);
         then the numbers among the options of all param groups."""
+        if self.are_clipped:
+            self.note_gradients()
         options = (tree_leaves(_options_of(group)) for group in self._groups())
         numbers = [float(value) for value in chain(*options) if _is_number(value)]
         return [*(self._state_of(each, looks) for each in self.all), *numbers]

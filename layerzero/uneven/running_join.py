@@ -135,7 +135,7 @@ class RunningJoin(Extension):
             RuntimeError: on every rank: ranks came to different calls.
         """
         some_are_out = self._num_active < self._num_ranks
-        looks = request == LAST or (some_are_out and request.kind in (Kind.BACKWARD, Kind.REDUCE))
+        looks = request == LAST or (some_are_out and request.kind not in (*FORWARDS, Kind.OUT))
         notified = None
         if self._is_torchs and request.kind < Kind.OUT:
             notified = Join.notify_join_context(self._model_ref())
@@ -246,13 +246,13 @@ class RunningJoin(Extension):
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
             refuse_scaler(optimizer)
-        self._optimizers.note_gradients()  # They may have been clipped.
         self.come_to(Request(Kind.STEP, joined.index(optimizer)), "optimizer.step")
 
     def before_clip(self, unit: Unit, max_norm: float, norm_type: float) -> None:
         """`clip_grad_norm_` begins, of the module of `unit`."""
         request = Request(Kind.CLIP, unit.index, True, float(max_norm), float(norm_type))
         self.come_to(request, "clip_grad_norm_")
+        self._optimizers.are_clipped = True
 
     def before_call(self, what: str) -> None:
         if what == "rewrap":

@@ -273,16 +273,25 @@ def test_loops_of_all_kinds() -> None:
 
 
 class Half(Trainer):
-    """The loss reads half of the outputs, so the last rank's part of the gradient is zeros."""
+    """The loss reads half of the outputs, so the last rank's part of the gradient is zeros. Each
+    step is followed by one without a backward."""
 
     def loss(self, rank: int, step: int, micro: int = 0) -> Tensor:
         return loss_of(self.model(_batch(rank, step, micro))[:, :2])
 
+    def finish(self, step: int) -> None:
+        self.clip()
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=False)
+        super().finish(step)
+
 
 @on_ranks(2)
-def test_a_part_of_a_gradient_that_is_zeros_is_not_taken_for_cleared() -> None:
+def test_gradients_that_are_zeros_are_cleared_or_not() -> None:
     make = functools.partial(nn.Linear, 5, 4, bias=False)
-    _trains_alike(((), (2, 2)), make, Half, accumulation="sharded", auto_wrap_policy=None)
+    for clips in (None, 0.05):
+        trainer = functools.partial(Half, clips=clips)
+        _trains_alike(((), (2, 2)), make, trainer, accumulation="sharded", auto_wrap_policy=None)
 
 
 class InBackward(Trainer):

@@ -125,7 +125,9 @@ class Pipeline:
             expected = read(self.reference.parts[index])
             assert_close_in_float64(read(model), expected, f"{what} of part {index}:")
 
-    def train(self, steps: int) -> list[dict[int, tuple[list[str], list[str]]]]:
+    def train(
+        self, steps: int, clip: float | None = None
+    ) -> list[dict[int, tuple[list[str], list[str]]]]:
         """Compare every step with the reference; (gathered, reduced) of each stage and step."""
         optimizers = [OPTIMIZERS["sgd_momentum"](m.parameters()) for m in self.models]
         reference_optimizer = OPTIMIZERS["sgd_momentum"](self.reference.parameters())
@@ -140,6 +142,10 @@ class Pipeline:
             if losses is not None:
                 for loss, other in zip(losses, expected, strict=True):
                     assert_close_in_float64(loss.detach(), other.detach(), f"step {step}: loss")
+            if clip is not None:
+                norm = clip_grad_norm_(self.stages, clip)
+                whole = nn.utils.clip_grad_norm_(self.reference.parameters(), clip)
+                assert_close_in_float64(norm, whole, f"step {step}: norm")
             self.assert_same(full_gradients, f"step {step}: gradient")
             for optimizer in [*optimizers, reference_optimizer]:
                 optimizer.step()
@@ -187,13 +193,16 @@ def test_a_stage_may_free_its_units_between_micro_batches() -> None:
 
 
 def _random_whole(seed: int, num_parts: int) -> Whole:
-    whole = Whole(0)
+    whole, rng = Whole(0), random.Random(seed)
     for number in range(num_parts):
-        inner = random_model(100 * seed + number, torch.float64).requires_grad_(True)
+        inner = random_model(100 * seed + number, torch.float64)
+        inner.requires_grad_(rng.random() < 0.5)
         for part in inner.modules():
             if isinstance(part, Branches) and part.way == "reentrant":  # Not in torch's pipelines.
                 part.way = "recomputed"
         ends = nn.Linear(WIDTH, INNER_WIDTH), nn.Linear(INNER_WIDTH, WIDTH)
+        # No gradient reaches the input of the first stage, so its first layer must have one.
+        ends[number > 0].requires_grad_(rng.random() < 0.5)
         whole.parts.append(nn.Sequential(ends[0], inner, ends[1]))
     return whole
 
@@ -207,11 +216,13 @@ def _train_random(seeds: range) -> None:
         kind = rng.choice(kinds)
         settings = settings_of_passes(rng, nn.Module(), world_size)
         settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}])
+        settings["on_nonfinite"] = rng.choice([None, "raise", "skip"])
+        clip = rng.choice([None, 0.01])
         Branches.uses_all, reshards = rng.random() < 0.7, rng.random() < 0.3
-        with named(f"seed {seed}", places, kind, settings, Branches.uses_all, reshards):
+        with named(f"seed {seed}", places, kind, settings, Branches.uses_all, reshards, clip):
             options = {"settings": settings, "reshard_between_micro_batches": reshards}
             make = functools.partial(_random_whole, seed)
-            Pipeline(mesh, kind, make, **options).train(steps=2)
+            Pipeline(mesh, kind, make, **options).train(2, clip)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ Rng = random.Random
 
 
 def _norm(rng: Rng, width: int) -> nn.Module:
-    return nn.RMSNorm(width) if rng.random() < 0.6 else nn.LayerNorm(width)
+    return nn.RMSNorm(width, eps=1e-6) if rng.random() < 0.6 else nn.LayerNorm(width)
 
 
 class Attention(nn.Module):
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_heads * HEAD, bias)
         self.o_proj = nn.Linear(heads * HEAD, width, out_bias)
         if norms:
-            self.q_norm, self.k_norm = nn.RMSNorm(HEAD), nn.RMSNorm(HEAD)
+            self.q_norm, self.k_norm = (nn.RMSNorm(HEAD, eps=1e-6) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_183,
+    "": 40_189,
     "flat": 2_673,
     "step": 4_385,
     "comm": 1_489,
