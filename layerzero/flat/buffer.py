@@ -1,8 +1,4 @@
-"""Buffer: a flat tensor that has memory only while it is in use; on the CPU in pages of 2 MiB.
-
-A pass over several buffers at once otherwise waits for page tables; and memory that comes and goes
-is mapped anew each time, page by page: a buffer of 12 MB takes 3000 page faults, or 6.
-"""
+"""Buffer: a flat tensor that has memory only while it is in use; huge pages for what stays."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ from typing import Protocol
 
 import torch
 
-_LEAST_NBYTES = 4 << 20
-"""Bytes from which a short-lived buffer gets huge pages."""
 HUGE_PAGE_NBYTES = 2 << 20
 _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE and, from Linux 6.1 on, MADV_COLLAPSE."""
@@ -45,18 +39,14 @@ class Buffer:
         self.storage = tensor.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.lease = lease
-        self._is_large = is_worth_huge_pages(tensor)
 
     def follow(self) -> None:
         """The tensor lies in another storage."""
         self.storage = self.tensor.untyped_storage()
 
     def allocate(self) -> None:
-        if self.lease is not None and self.lease.take(self.storage):
-            return
-        self.storage.resize_(self.nbytes)
-        if self._is_large:
-            prefer_huge_pages(self.tensor, collapse=False)
+        if self.lease is None or not self.lease.take(self.storage):
+            self.storage.resize_(self.nbytes)
 
     def free(self) -> bool:
         """Free the memory; returns False where `numpy()` of a view has fixed the storage's size.
@@ -72,8 +62,9 @@ class Buffer:
 def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
     """Advise the kernel to back the memory of a CPU tensor with huge pages; no value changes.
 
-    Only pages that lie wholly inside it, so it takes no memory. Without effect where the kernel has
-    no such pages, or gives none.
+    A pass over several tensors at once otherwise waits for page tables: a step of AdamW takes twice
+    as long. Only pages that lie wholly inside it, so it takes no memory. Without effect where the
+    kernel has no such pages, or gives none.
 
     Args:
         collapse: turn pages that are in use into huge ones, too. Else only those to come.
@@ -87,12 +78,6 @@ def prefer_huge_pages(tensor: torch.Tensor, collapse: bool = True) -> None:
     if nbytes > 0 and address:
         for advice in (_ADVISE, _COLLAPSE) if collapse else (_ADVISE,):
             madvise(begin, nbytes, advice)
-
-
-def is_worth_huge_pages(tensor: torch.Tensor) -> bool:
-    """Whether to call `prefer_huge_pages` each time a buffer is allocated. Called once for each
-    buffer, so that small ones, and those on a device, cost no host time."""
-    return tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_NBYTES
 
 
 @functools.cache

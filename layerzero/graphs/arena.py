@@ -32,7 +32,6 @@ import torch
 
 from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch
-from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.graphs.arena_layout import (
     Event,
     Pass,
@@ -276,7 +275,6 @@ class Arena(Extension):
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False), torch.no_grad():
             piece = torch.empty(end - self.nbytes, dtype=torch.uint8, device=self._context.device)
-        prefer_huge_pages(piece, collapse=False)
         self._pieces.append((self.nbytes, piece))
         self.nbytes = end
         self._context.before_free()  # New memory is compute's, and was so before.
