@@ -172,7 +172,9 @@ _OF_UNITS = (
 def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str]:
     syncs = given.sync_module_states
     # Where all values come from the first rank, only that rank has to initialise.
-    init = "..." if syncs and given.param_init_fn != "later" else plain(given.param_init_fn)
+    init = "..." if syncs else plain(given.param_init_fn)
+    if given.param_init_fn == "later":
+        init = "'later' (fully_shard: it has parameters on the meta device)"
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "mixed_precision": given.mixed_precision or MixedPrecision(),

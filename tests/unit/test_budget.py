@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_116,
+    "": 40_117,
     "flat": 2_659,
     "step": 4_337,
     "comm": 1_489,
     "watch": 912,
-    "build": 2_324,
+    "build": 2_325,
     "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
