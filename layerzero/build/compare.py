@@ -172,7 +172,8 @@ _OF_UNITS = (
 def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str]:
     syncs = given.sync_module_states
     # Where all values come from the first rank, only that rank has to initialise.
-    init = "..." if syncs and given.param_init_fn != "later" else plain(given.param_init_fn)
+    init = "..." if syncs else plain(given.param_init_fn)
+    meta = "'later' (fully_shard: it has parameters on the meta device)"
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "mixed_precision": given.mixed_precision or MixedPrecision(),
@@ -184,7 +185,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         "device": plan.device.type,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())
-    yield f"param_init_fn={init}"
+    yield f"param_init_fn={meta if given.param_init_fn == 'later' else init}"
 
 
 def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:

@@ -64,7 +64,8 @@ class _SeesToEmpty(TorchFunctionMode):
     is_to_empty = False
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_to_empty |= func is torch.empty_like
+        if func.__name__ != "__get__":  # Not `copy_` after it, as where memory is pinned.
+            self.is_to_empty = func is torch.empty_like
         return func(*args, **kwargs or {})
 
 

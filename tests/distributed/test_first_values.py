@@ -223,6 +223,9 @@ def test_a_module_that_is_emptied_again_has_no_value() -> None:
         model.table = torch.arange(float(WIDTH))
         for part in (model.base, *model.adapters):
             part.reset_parameters()
+        drawn = full_parameters(model)
+        model._apply(lambda tensor: torch.empty_like(tensor).copy_(tensor))
+        assert_same_parameters(full_parameters(model), drawn)
         find(model).to_empty(device="cpu")
         assert model.adapters[1].weight.shape == (1, WIDTH)
         with pytest.raises(RuntimeError, match=r"'adapters\..\.weight' has no value yet"):
