@@ -25,7 +25,7 @@ from accelerate.utils import ProjectConfiguration
 from transformers import Trainer
 
 from layerzero.integrations.accelerate import prepare
-from layerzero.integrations.transformers import ZeRO3Trainer, shard
+from layerzero.integrations.transformers import ZeRO3Trainer, save_pretrained, shard
 from tests.integrations.test_transformers import (
     Sentences,
     arguments,
@@ -232,11 +232,14 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
             super().__init__()
             self.inner = build("llama")
 
-        def save_pretrained(self, what: str) -> str:
+        def save_pretrained(self, what: Any) -> Any:
+            if what != "its own":  # It takes no state dict, as SentenceTransformer's.
+                self.inner.save_pretrained(what / "inner")
             return what
 
     assert ZeRO3(Own()).save_pretrained("its own") == "its own"
     assert shard(Own()).save_pretrained("its own") == "its own"
+    save_pretrained(shard(Own()), root / "around")
     assert not (root / "refused").exists()
     full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
     model.save_pretrained(root / "given", is_main_process=first, state_dict=full)
@@ -250,6 +253,7 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     assert len(list((root / "ours").glob("model.own-*.safetensors"))) > 1
     expected = dict(sorted(plain.state_dict().items()))
     assert_same_parameters(stored(root / "given"), expected)
+    assert_same_parameters(stored(root / "around" / "inner"), expected)
     assert_same_parameters(stored(root / "inside"), dict(sorted(plain.model.state_dict().items())))
     assert not (root / "refused").exists()
 

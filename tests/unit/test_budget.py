@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_123,
+    "": 40_129,
     "flat": 2_659,
     "step": 4_318,
     "comm": 1_489,
