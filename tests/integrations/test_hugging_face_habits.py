@@ -106,9 +106,12 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
 
 
 class _Preferences(Trainer):
-    """Like TRL's trainers: other arguments, and changes of the model before `Trainer` has it."""
+    """Like TRL's trainers: other arguments, and changes of the model before `Trainer` has it.
 
-    def __init__(self, model: Any, reference: Any = None, args: Any = None, **named: Any) -> None:
+    Like LLaMA-Factory's: the model is not the first argument.
+    """
+
+    def __init__(self, reference: Any, model: Any = None, args: Any = None, **named: Any) -> None:
         model.resize_token_embeddings(model.config.vocab_size + 3)
         super().__init__(model=model, args=args, **named)
         reference.resize_token_embeddings(reference.config.vocab_size + 3)
@@ -145,7 +148,8 @@ def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
         as_if_launched(True)
         torch.manual_seed(0)  # New rows of the embedding are drawn.
         model, reference = build("llama"), build("llama")
-        ours = trained(cls(model, reference, arguments(tmp_path), train_dataset=Sentences()))
+        named = {"model": model, "args": arguments(tmp_path), "train_dataset": Sentences()}
+        ours = trained(cls(reference=reference, **named))
         if cls is not _Preferences:
             sizes = zip(model.parameters(), reference.parameters(), strict=True)
             assert all(trained.shape == frozen.shape for trained, frozen in sizes)

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_129,
+    "": 40_133,
     "flat": 2_659,
     "step": 4_318,
     "comm": 1_489,
