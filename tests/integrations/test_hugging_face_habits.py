@@ -25,7 +25,7 @@ from accelerate.utils import ProjectConfiguration
 from transformers import Trainer
 
 from layerzero.integrations.accelerate import prepare
-from layerzero.integrations.transformers import ZeRO3Trainer, shard
+from layerzero.integrations.transformers import ZeRO3Trainer, save_pretrained, shard
 from tests.integrations.test_transformers import (
     Sentences,
     arguments,
@@ -106,9 +106,12 @@ def test_a_model_goes_from_trainer_to_trainer(tmp_path: Path) -> None:
 
 
 class _Preferences(Trainer):
-    """Like TRL's trainers: other arguments, and changes of the model before `Trainer` has it."""
+    """Like TRL's trainers: other arguments, and changes of the model before `Trainer` has it.
 
-    def __init__(self, model: Any, reference: Any = None, args: Any = None, **named: Any) -> None:
+    Like LLaMA-Factory's: the model is not the first argument.
+    """
+
+    def __init__(self, reference: Any, model: Any = None, args: Any = None, **named: Any) -> None:
         model.resize_token_embeddings(model.config.vocab_size + 3)
         super().__init__(model=model, args=args, **named)
         reference.resize_token_embeddings(reference.config.vocab_size + 3)
@@ -145,7 +148,8 @@ def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
         as_if_launched(True)
         torch.manual_seed(0)  # New rows of the embedding are drawn.
         model, reference = build("llama"), build("llama")
-        ours = trained(cls(model, reference, arguments(tmp_path), train_dataset=Sentences()))
+        named = {"model": model, "args": arguments(tmp_path), "train_dataset": Sentences()}
+        ours = trained(cls(reference=reference, **named))
         if cls is not _Preferences:
             sizes = zip(model.parameters(), reference.parameters(), strict=True)
             assert all(trained.shape == frozen.shape for trained, frozen in sizes)
@@ -232,11 +236,14 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
             super().__init__()
             self.inner = build("llama")
 
-        def save_pretrained(self, what: str) -> str:
+        def save_pretrained(self, what: Any) -> Any:
+            if what != "its own":  # It takes no state dict, as SentenceTransformer's.
+                self.inner.save_pretrained(what / "inner")
             return what
 
     assert ZeRO3(Own()).save_pretrained("its own") == "its own"
     assert shard(Own()).save_pretrained("its own") == "its own"
+    save_pretrained(shard(Own()), root / "around")
     assert not (root / "refused").exists()
     full = checkpoint.get_model_state_dict(model, full=True, cpu_offload=True)
     model.save_pretrained(root / "given", is_main_process=first, state_dict=full)
@@ -250,6 +257,7 @@ def test_shards_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
     assert len(list((root / "ours").glob("model.own-*.safetensors"))) > 1
     expected = dict(sorted(plain.state_dict().items()))
     assert_same_parameters(stored(root / "given"), expected)
+    assert_same_parameters(stored(root / "around" / "inner"), expected)
     assert_same_parameters(stored(root / "inside"), dict(sorted(plain.model.state_dict().items())))
     assert not (root / "refused").exists()
 

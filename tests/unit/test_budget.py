@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_174,
+    "": 40_184,
     "flat": 2_658,
     "step": 4_386,
     "comm": 1_489,

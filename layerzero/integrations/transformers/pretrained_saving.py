@@ -72,8 +72,14 @@ def save_pretrained(
     path, module = Path(folder), model.module
     is_peft = is_peft_model(module)
     own: Any = getattr(type(module), "save_pretrained", None)
-    if not is_peft and not isinstance(module, PreTrainedModel):
-        own = None
+    if own is not None and not is_peft and not isinstance(module, PreTrainedModel):
+        # Takes no state dict (SentenceTransformer, diffusers): it writes what the module shows.
+        def save() -> None:
+            own(module, path, **options)
+
+        with model.summon_full_params(writeback=False, rank0_only=True, offload_to_cpu=True):
+            together.from_first(f"files in {path}", save)
+        return
     stand_ins = _stand_ins(model)
     full: Tensors = {}
 

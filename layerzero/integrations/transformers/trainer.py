@@ -97,7 +97,11 @@ class ZeRO3Trainer(Trainer):
         if isinstance(model, ZeRO3):
             make_ready(model)
             model = model.module
-        super().__init__(model, *positional, **named)
+        if positional:
+            positional = (model, *positional)
+        else:  # By name: a derived trainer may have other arguments first, as LLaMA-Factory's.
+            named["model"] = model
+        super().__init__(*positional, **named)
         if self.optimizer is not None:
             attach.look_at(self.optimizer)  # It may have been built before, of full parameters.
             check_optimizer(self.optimizer, self.sharded_model)
