@@ -18,18 +18,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_143,
+    "": 40_144,
     "flat": 2_657,
-    "step": 4_324,
+    "step": 4_326,
     "comm": 1_489,
     "watch": 912,
     "build": 2_321,
     "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_406
+TOUR = 16, 4_408
 """Files in README's tour of a training step, and their lines."""
-STEP = 24, 5_662
+STEP = 24, 5_664
 """Files that a plain step enters once its orders are recorded, and their lines."""
 LOADED_FILES = 87
 """Files of the package that `import layerzero` loads."""
