@@ -44,9 +44,9 @@ class Agreement:
     def _take_part(self, request: int) -> None:
         """Do what this rank has not requested."""
 
-    @abstractmethod
     def concerns(self, unit: Unit) -> bool:
         """Whether ranks agree here on which of its gradients exist."""
+        return True
 
     @abstractmethod
     def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:

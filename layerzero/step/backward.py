@@ -214,7 +214,7 @@ class Backward:
 
     def run_without_graph(self, forward_pass: ForwardPass) -> None:
         """Take part in a backward of other ranks, through a forward of theirs."""
-        ended = self._begin_pass(-1, forward_pass.order, makes_graph=False)
+        ended = self._begin_pass(-1, forward_pass.order, self._scheduler.holds_for_graph)
         ended.forwards[forward_pass] = None
         self._end_backward(ended)
 

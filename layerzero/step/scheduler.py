@@ -114,6 +114,8 @@ class UnshardScheduler:
                 if self.holds_for_graph:
                     # A graph made with create_graph reads it in a later backward, and no hook
                     # would gather it there.
+                    if self.agreed is not None:
+                        self.agreed.before_use(other)
                     other.unshard()
             else:
                 # These were to last until this forward, which decides again.

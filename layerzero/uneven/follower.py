@@ -55,9 +55,6 @@ class Follower(Agreement):
             handle.drop_post_forward_shard()  # Which ranks kept one may differ.
         gather_with_others(unit, is_used)
 
-    def concerns(self, unit: Unit) -> bool:
-        return True
-
     def scale(self, reduction: Reduction, counts: dict[int, int]) -> None:
         if reduction.unit.index in self._of_participants:
             self.scale_to(reduction, counts)

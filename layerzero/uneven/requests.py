@@ -37,8 +37,8 @@ class Request(NamedTuple):
     """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
     the join's list."""
     mode: int = True
-    """Of a forward: whether its module is in training mode. Of a backward: whether gradients are
-    reduced."""
+    """Of a forward: whether its module is in training mode. Of a backward: 1 if gradients are
+    reduced, and 2 more if it makes a graph of itself."""
     max_norm: float = 0.0
     """Arguments of `clip_grad_norm_`."""
     norm_type: float = 0.0

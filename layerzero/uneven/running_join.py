@@ -207,7 +207,9 @@ class RunningJoin(Extension):
                 unit.keep_starts(0, first)
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        kind = Kind.FORWARD if self._root.reducer.requires_sync else Kind.MICRO_FORWARD
+        # What a graph of a backward still reads (`create_graph`) is gathered again on this rank.
+        alone = self._root.scheduler.holds_for_graph or not self._root.reducer.requires_sync
+        kind = Kind.MICRO_FORWARD if alone else Kind.FORWARD
         if not torch.is_grad_enabled():
             kind = Kind.EVALUATION
         self.come_to(Request(kind, unit.index, unit.module.training), "a forward")
@@ -222,8 +224,8 @@ class RunningJoin(Extension):
         if not self._root.scheduler.recorder.is_recording:
             # -1: a forward from outside the join.
             found = (n for n, each in self._forwards.items() if each is forward_pass)
-            syncs = self._root.reducer.requires_sync
-            self.come_to(Request(Kind.BACKWARD, next(found, -1), syncs), "a backward")
+            mode = self._root.reducer.requires_sync + 2 * torch.is_grad_enabled()
+            self.come_to(Request(Kind.BACKWARD, next(found, -1), mode), "a backward")
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: object) -> None:
         """Before `optimizer.step`, of any optimizer of the process."""
@@ -302,7 +304,7 @@ class RunningJoin(Extension):
     def _follow_backward(self, request: Request) -> None:
         root, reducer = self._root, self._root.reducer
         before = reducer.requires_sync
-        reducer.set_requires_sync(bool(request.mode))
+        reducer.set_requires_sync(bool(request.mode % 2))
         try:
             own = self._forwards.get(request.which)
             root.backward.run_without_graph(ForwardPass(own.start if own else root.clock))

@@ -294,6 +294,24 @@ def test_gradients_that_are_zeros_are_cleared_or_not() -> None:
         _trains_alike(((), (2, 2)), make, trainer, accumulation="sharded", auto_wrap_policy=None)
 
 
+class Penalised(Trainer):
+    """A gradient penalty; on rank 1 another forward runs between its two backwards."""
+
+    def loss(self, rank: int, step: int, micro: int = 0) -> Tensor:
+        x = _batch(rank, step, micro).requires_grad_()
+        y = self.model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        other = self.model(x.detach() / 2) if rank else y
+        return loss_of(y + other) + slope.square().mean()
+
+
+@on_ranks(2)
+def test_some_ranks_run_a_forward_amid_a_gradient_penalty() -> None:
+    for plan in (((2, 1), (1, 2)), ((1,), (1, 1)), ((1, 1), (1,))):
+        for reshards in (True, False):
+            _trains_alike(plan, trainer=Penalised, reshard_after_forward=reshards)
+
+
 class InBackward(Trainer):
     """Each step has a learning rate of its own."""
 

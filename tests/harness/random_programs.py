@@ -107,10 +107,10 @@ SETTINGS: dict[str, Callable[[Rng, nn.Module, int], Any]] = {
     "deterministic": _of(False, False, True),
     "gradient_reduction": _of("mean", "sum"),
     "verify": _of(None, None, "sampled", "always"),
-    "layout": _of("elements", "elements", "rows", "rows(2)", "rows(4)"),
+    "layout": _of("elements", "elements", "rows", "rows(2)", "rows(4)", "rows(32)"),
     "arena": _of(False, False, False, True),
     "on_nonfinite": _of(None, None, "raise", "skip"),
-    "memory_budget": _of(*[None] * 7, "1GB", "60kB"),
+    "memory_budget": _of(*[None] * 7, "1GB", "80kB"),
     "offload": _of(None, None, OffloadPolicy(params=True, grads=True)),
     "reduction": _of(
         None, None, ReductionPolicy(in_flight="1KB"), ReductionPolicy(separate_groups=True)
@@ -178,7 +178,7 @@ class Run:
         """Whether a backward may leave units unsharded that it did not come to."""
         self._scaled: list[Any] = []
         self._build()
-        self._kind = self.rng.choice(OPTIMIZERS)
+        self._kind, self._adds_groups = self.rng.choice(OPTIMIZERS), self.rng.random() < 0.3
         self._make_optimizers()
         self._clips = self.rng.random() < 0.3 and self._kind != "in backward"
         self._to_none = self.rng.random() < 0.7
@@ -414,8 +414,10 @@ class Run:
         else:
             names, kinds = [list(twins)], [pairs[self._kind]]
         chosen = [(n, kind) for n, kind in zip(names, kinds, strict=True) if n]
-        self._optimizers = [kind[0]([ours[name] for name in n]) for n, kind in chosen]
-        self._twin_optimizers = [kind[1]([twins[name] for name in n]) for n, kind in chosen]
+        self._optimizers, self._twin_optimizers = (
+            [_made(kind[twin], [of[name] for name in n], self._adds_groups) for n, kind in chosen]
+            for twin, of in enumerate((ours, twins))
+        )
         self._steps_in_backward = False
         if self._kind == "in backward" and isinstance(self._model, ZeRO3):
             self._try(self._step_in_backward)
@@ -932,7 +934,8 @@ class Run:
                 for parameter in model.parameters():
                     parameter.zero_()
             momentum = {"momentum": 0.9} if "momentum" in optimizer.defaults else {}
-            fresh = type(optimizer)(model.parameters(), lr=1.0, **momentum)
+            groups = [{"params": group["params"]} for group in optimizer.param_groups]
+            fresh = type(optimizer)(groups, lr=1.0, **momentum)
             if by_name:
                 theirs.set_optimizer_state_dict(model, fresh, state, options=options)
             else:
@@ -1028,6 +1031,14 @@ def _is_closed(model: nn.Module, parts: list[nn.Module]) -> bool:
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in module.named_parameters(remove_duplicate=False)]
+
+
+def _made(kind: Any, parameters: list[nn.Parameter], adds_groups: bool) -> Any:
+    half = len(parameters) // 2 if adds_groups else 0
+    optimizer = kind(parameters[half:])
+    if half:
+        optimizer.add_param_group({"params": parameters[:half], "lr": 2e-2})
+    return optimizer
 
 
 def _way_of(module: nn.Module) -> str:
