@@ -8,7 +8,7 @@ from torch import nn
 
 from layerzero.step import hooks
 from layerzero.step.operations import remembers_failure
-from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Hold, ShardState, Unit, get_unit
 
 _EXPLICIT = int(Hold.EXPLICIT)
@@ -139,6 +139,20 @@ class UnitView(UnitMethods):
 
     def __repr__(self) -> str:
         return repr(self._layerzero_unit)
+
+
+def ordered_units(module: nn.Module) -> list[Unit]:
+    """Units inside a wrapped module, in execution order once a forward has been recorded.
+
+    Raises:
+        ValueError: `module` is not wrapped.
+    """
+    unit = get_unit(module)
+    if unit is None:
+        raise ValueError(f"units: expected a ZeRO3 module, got {type(module).__name__}")
+    root = root_of(unit)
+    inside = {*root.units_inside(module)}
+    return [each for each in root.scheduler.ordered_units() if each in inside]
 
 
 def units(model: nn.Module) -> list[UnitView]:

@@ -12,6 +12,7 @@ from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
 from layerzero.migrate import to_policy
+from layerzero.model_functions import ordered_units
 from layerzero.notices import some, warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
@@ -27,7 +28,7 @@ from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import optional_by_name
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
-from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
 
 __all__ = [

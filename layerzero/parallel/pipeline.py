@@ -21,11 +21,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.flat.groups import resolve_process_groups
-from layerzero.model_functions import unshard_all
+from layerzero.model_functions import ordered_units, unshard_all
 from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
 from layerzero.optional.arguments import names_of
 from layerzero.parallel.totals import Totals
-from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import ZeRO3, gradients_to_clip
 

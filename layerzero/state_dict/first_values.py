@@ -53,7 +53,7 @@ def begin(unit: Unit, module: nn.Module, emptied: Container[object]) -> None:
             unset_values.fill(buffer)
     root.structure.first_values = root.structure.first_values or FirstValues(root)
     root.structure.first_values.add(unit, {own for _, own in unit.views.inside(module)})
-    root.has_forward_checks = True
+    root.check_next_forward()
 
 
 class _Whole:

@@ -167,7 +167,7 @@ def _move(units: Collection[Unit], parts: Collection[nn.Module], convert: _Conve
         for handle in unit.handles:
             move(handle, convert)
         if root is not None:
-            root.has_forward_checks = True
+            root.check_next_forward()
 
 
 def _convert(module: Any, convert: _Convert, recurse: bool, keeps_sharded: bool) -> None:

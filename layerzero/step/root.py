@@ -57,7 +57,7 @@ class RootState:
     structure: Structure
     """The module tree as it was wrapped."""
     has_forward_checks = True
-    """Whether the next forward calls `check_first_forward`."""
+    """Whether the next forward calls `check_parameters`."""
     moves_inputs = False
     """Whether a call that is in no other call moves its inputs to the model's device."""
     wrapper_ref: Callable[[], nn.Module | None]
@@ -219,12 +219,20 @@ class RootState:
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)
         if self.has_forward_checks:
-            from layerzero.step.first_forward import check_first_forward
-
-            check_first_forward(self.units, self.device)
-            self.has_forward_checks = False
+            self.check_parameters()
         self.context.note_weights()
         self.scheduler.begin_forward(unit, weights_may_have_changed=not self.reducer.kept.adds_up)
+
+    def check_next_forward(self) -> None:
+        """Parameters were emptied or moved."""
+        self.has_forward_checks = True
+
+    def check_parameters(self) -> None:
+        """The first forward begins, or the first after `check_next_forward`."""
+        from layerzero.step.first_forward import check_first_forward
+
+        check_first_forward(self.units, self.device)
+        self.has_forward_checks = False
 
     @remembers_failure
     def end_call(self, call: ForwardCall, outputs: object) -> None:
@@ -328,17 +336,3 @@ def root_of(unit: Unit) -> RootState:
 def root_if_alive(unit: Unit) -> RootState | None:
     """`root_of`, or None if there is none: the unit has not joined, or its wrapper was deleted."""
     return cast("RootState | None", unit.context.owner()) if unit.has_joined else None
-
-
-def ordered_units(module: nn.Module) -> list[Unit]:
-    """Units inside a wrapped module, in execution order once a forward has been recorded.
-
-    Raises:
-        ValueError: `module` is not wrapped.
-    """
-    unit = get_unit(module)
-    if unit is None:
-        raise ValueError(f"units: expected a ZeRO3 module, got {type(module).__name__}")
-    root = root_of(unit)
-    inside = {*root.units_inside(module)}
-    return [each for each in root.scheduler.ordered_units() if each in inside]

@@ -15,8 +15,9 @@ from torch import nn
 
 from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.groups import own_rank
+from layerzero.model_functions import ordered_units
 from layerzero.notices import columns
-from layerzero.step.root import RootState, ordered_units, root_of
+from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, RankRow, UnitRow

@@ -18,7 +18,6 @@ from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
-from layerzero.step.first_forward import check_first_forward
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -292,8 +291,7 @@ class RunningJoin(Extension):
         forward_pass = ForwardPass(root.clock)
         self._note_forward(forward_pass)
         if root.has_forward_checks:
-            check_first_forward(root.units, root.device)
-            root.has_forward_checks = False
+            root.check_parameters()
         root.context.note_weights()
         root.scheduler.begin_forward(unit, weights_may_have_changed=not root.reducer.kept.adds_up)
         assert self._follower is not None, "of this pass"

@@ -182,7 +182,7 @@ def test_data_of_another_shape_or_dtype_is_refused_and_of_the_same_taken_over() 
     with model.summon_full_params():
         whole = dict(model.named_parameters())["blocks.1.up.weight"]
         assert not whole.any(), "a replaced tensor of the right shape is taken over"
-    with pytest.raises(RuntimeError, match="cast or move the module before wrapping"):
+    with pytest.raises(RuntimeError, match="cast the module before wrapping"):
         model.half()
 
 
