@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -61,7 +63,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return
-        super().unscale_(optimizer)
+        with self._scale_beside_gradients(optimizer):
+            super().unscale_(optimizer)
         found: dict[torch.device, torch.Tensor]
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not found:
@@ -113,7 +116,25 @@ class GradScaler(torch.amp.GradScaler):
             if stage is torch.amp.grad_scaler.OptState.READY:
                 # Optimizers that unscale themselves would check only this rank's shards.
                 self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        with self._scale_beside_gradients(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+
+    @contextmanager
+    def _scale_beside_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, the scale is on the host if gradients are: torch copies numbers from a device
+        to the host without waiting until they are there, and uses them at once."""
+        scale = self._scale
+        gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
+        if (
+            scale is not None
+            and not isinstance(optimizer, AdamW)
+            and any(grad is not None and grad.device.type == "cpu" for grad in gradients)
+        ):
+            self._scale = scale.cpu()
+        try:
+            yield
+        finally:
+            self._scale = scale
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:

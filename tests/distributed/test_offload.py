@@ -8,6 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
 from layerzero.flat import host_memory as host
@@ -184,6 +187,38 @@ def _around_the_step() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 4.0
+
+
+class _Copies(TorchDispatchMode):
+    """Lists copies that leave a device, and whether the host waits until they are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        to = kwargs.get("device") or torch.device("meta")
+        if (
+            args
+            and func is torch.ops.aten._to_copy.default
+            and to.type == "cpu" != args[0].device.type
+        ):
+            self.waited.append(not kwargs.get("non_blocking"))
+        return func(*args, **kwargs)
+
+
+def test_the_host_waits_for_the_scale_by_which_it_divides_gradients() -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        scaler = GradScaler("cpu")
+        scaler._lazy_init_scale_growth_tracker(torch.device("cuda"))
+        with mock.patch.object(scaler, "_agree", lambda found, _: found), _Copies() as copies:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+    assert copies.waited == [True, True]
 
 
 def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
