@@ -32,7 +32,7 @@ from layerzero.flat.parameter_info import change_info, get_info
 from layerzero.model_functions import UnitMethods
 from layerzero.step import hooks, module_guards
 from layerzero.step.methods import put
-from layerzero.step.root import RootState, root_of
+from layerzero.step.root import RootState, root_if_alive, root_of
 from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
 from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
 
@@ -356,6 +356,12 @@ class FSDPModule(UnitMethods):
         """Order what follows, gathers included, after an event of the optimizer's stream."""
         if event is not None:  # torch's streams of the CPU record none.
             event.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`, also where a backward failed before."""
+        if root := root_if_alive(self._layerzero_unit):
+            root.backward.clear_abandoned()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of a step that failed, those of earlier micro-batches included."""

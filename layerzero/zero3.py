@@ -281,6 +281,11 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
         """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""
         self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also where a backward failed before."""
+        self._root_state.backward.clear_abandoned()
+        super().zero_grad(set_to_none)
+
     def reduce_gradients(self) -> None:
         """Reduce the gradients accumulated inside `no_sync`, without another backward.
 

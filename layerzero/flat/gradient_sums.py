@@ -184,10 +184,11 @@ class GradientSums(GradientBuffer):
 
     def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(start in the flattened gradient, flat view) of each part of what waits of it."""
-        if index in self._local:
-            yield 0, self._local[index].view(-1)
-        flats = [self._sum.tensor] if self.holds_sum and self._placement.num_ranks > 1 else []
-        flats += [each for each in (self.shard_sum, self.host_sum) if each is not None]
+        earlier = self._earlier  # Also amid a pass, or after one that has failed.
+        if index in earlier.local:
+            yield 0, earlier.local[index].view(-1)
+        flats = [] if earlier.area is None else [earlier.area.tensor]
+        flats += [each for each in (earlier.shard_sum, earlier.host_sum) if each is not None]
         for flat in flats:
             for run in self._runs_in(flat, self.layout):
                 if run.param == index:

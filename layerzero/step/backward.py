@@ -249,9 +249,10 @@ class Backward:
             if backward and backward._passes and backward._passes[0].is_abandoned:
                 if backward._context.streams.is_capturing():
                     return backward.clear_abandoned()  # Now: nothing may wait for a graph's events.
-                backward._reducer.kept.show()  # `zero_grad` may come before the next pass.
                 for unit in backward._units:
-                    unit.show_sharded()
+                    # On a device autograd's thread runs this, perhaps beside the next pass.
+                    if backward._passes:
+                        unit.show_sharded()
 
         return show_sharded
 

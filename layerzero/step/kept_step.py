@@ -79,22 +79,30 @@ class KeptStep:
                         self._waiting[sharded] = WaitingGradient(
                             handle.gradients, index, sharded.detach(), self._streams
                         )
-                    self._waiting[sharded].stand_before(sharded.grad)
+                    self._waiting[sharded].before = sharded.grad
                     self._put(sharded, self._waiting[sharded])
 
     def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
         self._placed.append((parameter, shown, parameter.grad))
         parameter.grad = shown
 
-    def hide(self) -> bool:
-        """Remove what it shows, so that `.grad` is what was reduced, and drop the sums of
-        parameters that the program has cleared; returns whether there was anything."""
+    def drop_cleared(self) -> None:
+        """Drop the sums of parameters that the program has cleared. Not amid a pass."""
         placed, self._placed = self._placed, []
         for parameter, shown, before in placed:
             if parameter.grad is shown:
-                parameter.grad = before
+                self._placed.append((parameter, shown, before))
             elif self._waiting.get(parameter) is shown:
                 self._waiting[parameter].drop()
+
+    def hide(self) -> bool:
+        """Remove what it shows, so that `.grad` is what was reduced; returns whether there was
+        anything."""
+        placed, self._placed = self._placed, []
+        for parameter, shown, before in placed:
+            if parameter.grad is shown:
+                waits = self._waiting.get(parameter) is shown
+                parameter.grad = self._waiting[parameter].before if waits else before
         return bool(placed)
 
     def give_up_if_cleared(self) -> None:
@@ -121,6 +129,7 @@ class KeptStep:
     def before_step(self) -> None:
         """An optimizer steps, and must not take what is kept for gradients."""
         self.give_up_if_cleared()
+        self.drop_cleared()
         self._is_stepping = self.hide()
 
     def after_step(self) -> None:

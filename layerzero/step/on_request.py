@@ -52,7 +52,7 @@ def reduce_waiting(root: RootState) -> None:
     reducer.kept.give_up_if_cleared()
     if not reducer.kept.adds_up:
         return
-    reducer.kept.hide()
+    reducer.kept.drop_cleared()
     syncs = reducer.requires_sync
     reducer.set_requires_sync(True)
     on_main = root.streams.on_main()

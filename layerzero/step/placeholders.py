@@ -42,14 +42,11 @@ class WaitingGradient(torch.Tensor):
         self, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
     ) -> None:
         """`index`: of the parameter, whose shard is `shard`."""
-        self._before: torch.Tensor | None = None
+        self.before: torch.Tensor | None = None
+        """The `.grad` of before: reduced gradients, to which the sum will be added."""
         self._index = index
         self._streams = streams
         self._gradients_ref = weakref.ref(gradients)
-
-    def stand_before(self, reduced: torch.Tensor | None) -> None:
-        """The `.grad` of before: reduced gradients, to which the sum will be added."""
-        self._before = reduced
 
     def _sums(self) -> list[torch.Tensor]:
         """Flat views of all that waits, in any order."""
@@ -58,7 +55,7 @@ class WaitingGradient(torch.Tensor):
             return []
         if gradients.host_sum is not None:
             self._streams.wait_on_host(self._streams.record_compute_event())
-        before = [] if self._before is None else [self._before]
+        before = [] if self.before is None else [self.before]
         return [*before, *(part for _, part in gradients.waiting(self._index))]
 
     def _read(self) -> torch.Tensor:
@@ -67,7 +64,7 @@ class WaitingGradient(torch.Tensor):
         if gradients is not None:
             self._sums()  # Which waits for them.
             gradients.add_waiting_to(value, self._index)
-        return value if self._before is None else value.add_(self._before)
+        return value if self.before is None else value.add_(self.before)
 
     def drop(self) -> None:
         """The program has cleared or replaced it: the parameter has no gradient so far."""
@@ -87,6 +84,11 @@ class WaitingGradient(torch.Tensor):
             args, kwargs = tree_map_only(cls, cls._read, (args, kwargs))
             return func(*args, **kwargs)
         targets, *factor = args
+        if func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
+            # Autograd: the program has used the sharded parameter itself.
+            reduced = torch.zeros_like(factor[0]) if targets.before is None else targets.before
+            targets.before = reduced.add_(factor[0])
+            return targets
         several = isinstance(targets, (list, tuple))
         factors = factor[0] if factor and isinstance(factor[0], (list, tuple)) else None
         has_elements = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1

@@ -86,7 +86,7 @@ class GradientReducer:
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
         self.kept.give_up_if_cleared()
-        self.kept.hide()
+        self.kept.drop_cleared()
         if self.chooses_sums and not self.requires_sync and not self.kept.adds_up:
             # The first micro-batch of several: the others must add up in the same place.
             handles = [handle for unit in self._units for handle in unit.handles]
@@ -148,6 +148,7 @@ class GradientReducer:
 
         Collective. Blocks the host on CPU, with offloaded parameters, and if a gradient is missing.
         """
+        self.kept.hide()  # Not before: `zero_grad` may follow a pass that fails.
         if self.agreed is not None:
             self.agreed.reduce_the_rest()
         last = self.undelivered()

@@ -2,7 +2,8 @@
 pass that failed changes nothing, and can be run again."""
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3, units
 from layerzero.comm.gloo.messages import Messages
 from layerzero.optim import AdamW
+from layerzero.step.backward import BackwardPass
 from tests.harness.checks import assert_same_on_all_ranks, named
 from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
@@ -111,21 +113,37 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
     assert model.second.up.weight.grad is not None
 
 
+@contextlib.contextmanager
+def outlived() -> Iterator[None]:
+    """As on a device, where a thread of autograd's drops the end of a failed pass, at some time."""
+    alive, watch = [], BackwardPass.watch
+
+    def keep(backward_pass: BackwardPass, final_callback: object, react: Any) -> None:
+        alive.append(final_callback)
+        watch(backward_pass, final_callback, react)
+
+    with mock.patch.object(BackwardPass, "watch", keep):
+        yield
+
+
 @on_ranks(2)
 def test_zero_grad_gives_a_failed_step_up() -> None:
-    for gives_up in ("model", "optimizer", "flat"):
+    ways = ("model", "optimizer", "flat", "zeros")
+    for gives_up, context in itertools.product(ways, (contextlib.nullcontext, outlived)):
         model, optimizer = start()
         if gives_up == "flat":
             del optimizer
             optimizer = AdamW(model.parameters(), lr=0.01)
         clean, _ = start()
-        with model.no_sync():
-            model(own_batch(0)).sum().backward()
-        fail(model, model(own_batch(1)).sum(), 1)
-        (model if gives_up == "model" else optimizer).zero_grad()
+        with context():
+            with model.no_sync():
+                model(own_batch(0)).sum().backward()
+            fail(model, model(own_batch(1)).sum(), 1)
+            options = {"set_to_none": False} if gives_up == "zeros" else {}
+            (model if gives_up == "model" else optimizer).zero_grad(**options)
         model(own_batch(5)).sum().backward()
         clean(own_batch(5)).sum().backward()
-        with named(gives_up):
+        with named(gives_up, context.__name__):
             assert_same_gradients(model, clean)
 
 
