@@ -230,7 +230,7 @@ class LoadPlan:
         saved = self._source.tensors[OPTIMIZER][name].entry
         is_scalar = is_scalar and not saved.shape  # It may be a tensor for other parameters.
         # `like` only selects the place: that of a scalar, or that of the parameter.
-        like = torch.empty(()) if is_scalar else parameter.detach()
+        like = torch.empty((), device="cpu") if is_scalar else parameter.detach()
         if is_whole:
             like = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
         entry = entry_of(self._names, OPTIMIZER, (name,), parameter, like, index, is_whole)
@@ -248,7 +248,7 @@ class LoadPlan:
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
         # Memory of its own for each: it may become the state, and others are freed before it.
-        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype)
+        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="cpu")
         prefer_huge_pages(memory, collapse=False)
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.

@@ -34,7 +34,7 @@ from layerzero.ops import Segments, pack_
 Gradient = tuple[nn.Parameter, torch.Tensor]
 """A sharded parameter, and what this pass adds to its `.grad`."""
 _STRIDED = torch.strided
-MISSING = torch.empty(0)
+MISSING = torch.empty(0, device="cpu")
 """Stands for a missing gradient; `pack_` fills its place with zeros."""
 
 

@@ -33,7 +33,7 @@ class HostMemory:
         torch's allocator reuses a page-locked block only after the copies queued on it have
         finished. It rounds sizes up to a power of two, and keeps what is freed.
         """
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory)
+        return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory, device="cpu")
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] for what lives long or is large: of exactly this size, given back when freed.

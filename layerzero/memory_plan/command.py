@@ -113,7 +113,7 @@ def _pretrained(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]
     (name, *_) = config.architectures or [None]
     with torch.device("meta"):
         model: Any = getattr(transformers, str(name))(config).train()
-        tokens = torch.empty((options.batch_size, options.length), dtype=torch.int64)
+        tokens = torch.empty((options.batch_size, options.length), dtype=torch.int64, device="cpu")
     takes = inspect.signature(model.forward).parameters
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     batch = {name: value for name, value in batch.items() if name in takes}

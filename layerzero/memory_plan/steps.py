@@ -148,7 +148,9 @@ class _StateOnly(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
                     nbytes = round(parameter.numel() * self._nbytes)
-                    self.state[parameter]["state"] = torch.empty(nbytes, dtype=torch.uint8)
+                    self.state[parameter]["state"] = torch.empty(
+                        nbytes, dtype=torch.uint8, device="cpu"
+                    )
 
 
 def _scalar_of(output: Any) -> torch.Tensor:
@@ -191,7 +193,7 @@ def _allocated(batch: Any) -> Any:
     """`batch` with each tensor replaced by a new one of its shape and dtype, on the CPU."""
 
     def fresh(tensor: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return made.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(torch.Tensor, fresh, batch)

@@ -181,7 +181,7 @@ def sum_squares(x: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         # A norm by itself copies x to float64 first.
         return torch._foreach_norm([x.detach()], 2.0, dtype=torch.float64)[0].square()
-    out = torch.empty(1, dtype=torch.float64)
+    out = torch.empty(1, dtype=torch.float64, device="cpu")
     torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
     return out[0]
 

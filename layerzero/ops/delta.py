@@ -47,14 +47,14 @@ def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def nan_bits(dtype: torch.dtype) -> int:
     """Bits, as a signed integer, of the NaN that casts to `dtype` make: those of torch's cast."""
     source = torch.float64 if dtype == torch.float32 else torch.float32
-    return int(bits_of(torch.full((64,), torch.nan, dtype=source).to(dtype))[0])
+    return int(bits_of(torch.full((64,), torch.nan, dtype=source, device="cpu").to(dtype))[0])
 
 
 @functools.cache
 def infinity_bits(dtype: torch.dtype) -> int:
     """Bits, as a signed integer, of infinity: finite values have smaller ones without their sign,
     and NaNs greater ones."""
-    return int(bits_of(torch.full((1,), torch.inf, dtype=dtype))[0])
+    return int(bits_of(torch.full((1,), torch.inf, dtype=dtype, device="cpu"))[0])
 
 
 def cast(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

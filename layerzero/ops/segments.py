@@ -60,7 +60,7 @@ class Segments:
         if end < numel:
             table.append((ZEROS, 0, end))
         table.append((ZEROS, 0, numel))
-        return cls(torch.tensor(table, dtype=torch.int64), numel)
+        return cls(torch.tensor(table, dtype=torch.int64, device="cpu"), numel)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """A copy of the table on `device`; the first call for a device blocks the host."""

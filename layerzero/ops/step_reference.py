@@ -212,7 +212,7 @@ def fused(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor) -> torch.Te
 
 def _rounded(values: list[float], like: torch.Tensor) -> list[float]:
     """The scalars in the dtype of the computation."""
-    return torch.tensor(values, dtype=torch.float64).to(like.dtype).tolist()
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(like.dtype).tolist()
 
 
 _Last = torch.Tensor | None

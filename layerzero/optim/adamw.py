@@ -191,7 +191,7 @@ class AdamW(torch.optim.AdamW):
                     float(step),
                 ]
             )
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _keys(self) -> Sequence[str]:
         """Names of the states that steps use now."""

@@ -19,7 +19,7 @@ from layerzero.step.unit import Unit
 if TYPE_CHECKING:
     from layerzero.optim.flat_state import FlatState
 
-_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
+_NOBODY = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
 
 
 class Clipped(NamedTuple):

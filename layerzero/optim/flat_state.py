@@ -30,7 +30,7 @@ from layerzero.step.unit import Unit
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, device="cpu")
 _grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
 _base_of: Callable[[Any], Any] = attrgetter("_base")
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -145,7 +145,7 @@ class FlatState:
             self._places.append(end)
             end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
         self._numel = end
-        self.steps = torch.zeros(len(members), dtype=torch.float32)
+        self.steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")
         for number, parameter in enumerate(self._params):
             given = old.get(parameter) or {}
             self.steps[number] = float(given.get("step", 1.0 if given else 0.0))
@@ -311,7 +311,8 @@ class FlatState:
             if numel := held.parameter.numel():
                 of_state = self._places[number], numel, row, held.start, held.key
                 table.append([held.offset, offset, *of_state, self._blocks[number]])
-        ranges = torch.tensor(table, dtype=torch.int64).view(-1, step_reference.COLUMNS)
+        ranges = torch.tensor(table, dtype=torch.int64, device="cpu")
+        ranges = ranges.view(-1, step_reference.COLUMNS)
         made = ranges.to(self.main.device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made

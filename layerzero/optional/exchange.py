@@ -49,13 +49,14 @@ class Exchange:
         Raises:
             CollectiveError: a peer is dead, or did not take part within the timeout.
         """
-        own = torch.tensor(row, dtype=torch.float64)  # Which has all integers that are sent, too.
+        # Float64 has all integers that are sent, too.
+        own = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows: list[list[float]] = self._gather(own, what).tolist()
         return rows
 
     def counts(self, flags: Sequence[bool], what: str) -> list[int]:
         """For each flag, the number of ranks that set it; as many flags on every rank."""
-        rows = self._gather(torch.tensor(flags, dtype=torch.uint8), what)
+        rows = self._gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what)
         found: list[int] = rows.sum(dim=0).tolist()
         return found
 

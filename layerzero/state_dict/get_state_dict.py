@@ -222,7 +222,7 @@ def _of_all_ranks(
             tensors = {}
             for key, dtype, shape in kinds:
                 if is_whole:
-                    value = torch.empty(shape, dtype=DTYPES[dtype])
+                    value = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
                     if rank == together.rank:
                         value.copy_(held[key].detach())
                     tensors[key] = together.broadcast(f"{key} of {name}", value, rank)

@@ -62,7 +62,7 @@ def flags_tensor(members: Sequence[Reduction], device: torch.device) -> tuple[to
     if all(each.present.issuperset(own) for each, own in pairs):
         return torch.ones(sum(map(len, trainable)), dtype=torch.uint8, device=device), True
     flags = [index in each.present for each, own in pairs for index in own]
-    return torch.tensor(flags, dtype=torch.uint8).to(device, non_blocking=True), False
+    return torch.tensor(flags, dtype=torch.uint8, device="cpu").to(device, non_blocking=True), False
 
 
 def _gather_flags(

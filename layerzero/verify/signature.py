@@ -143,7 +143,7 @@ def _any(value: Any, name: str, key: str) -> int:
     if isinstance(value, torch.Tensor):
         return _elements(local_of(value), 0, label)
     if isinstance(value, (bool, int, float)):
-        return _elements(torch.tensor([float(value)], dtype=torch.float64), 0, label)
+        return _elements(torch.tensor([float(value)], dtype=torch.float64, device="cpu"), 0, label)
     if isinstance(value, Mapping):
         return sum(_any(each, label, str(inner)) for inner, each in value.items())
     if isinstance(value, (list, tuple)):

@@ -126,7 +126,7 @@ class Wire:
                 received[peer] += factor * from_peer[peer]
         return (
             torch.tensor([signed(each) for each in sent], device=self._device),
-            torch.tensor([signed(each) for each in received]),
+            torch.tensor([signed(each) for each in received], device="cpu"),
         )
 
     def _rows(self, group: ShardGroup) -> list[tuple[int, list[int], list[int]]]:

@@ -201,7 +201,7 @@ def _break(collective: Collective) -> None:
     group = collective.group
     peer = collective.peer if collective.peer >= 0 else (group.rank + 1) % group.size
     try:
-        work = group.process_group.recv([torch.empty(1)], peer, _TAG)
+        work = group.process_group.recv([torch.empty(1, device="cpu")], peer, _TAG)
         work.wait(timedelta(milliseconds=1))
     except RuntimeError as error:
         _logger.debug("closed the connections that %s waits on: %s", collective.name, error)

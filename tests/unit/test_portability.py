@@ -53,6 +53,21 @@ def _mentions(tree: ast.AST) -> Iterator[int]:
             yield getattr(node, "lineno", 0)
 
 
+_MAKES = {"arange", "as_tensor", "empty", "full", "ones", "scalar_tensor", "tensor", "zeros"}
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    """Else it lies where `torch.set_default_device` says: what is meant for the host, too."""
+    without = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)):
+                    if name in _MAKES and not {None, "device"} & {k.arg for k in node.keywords}:
+                        without.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not without
+
+
 def test_code_names_cuda_only_where_somebody_else_has_the_limit() -> None:
     found: dict[str, list[int]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -160,7 +160,7 @@ def pages(nbytes: int) -> torch.Tensor:
 
     A disk moves more bytes per request to and from huge pages, which are contiguous.
     """
-    memory = torch.empty(nbytes + HUGE_PAGE_NBYTES, dtype=torch.uint8)
+    memory = torch.empty(nbytes + HUGE_PAGE_NBYTES, dtype=torch.uint8, device="cpu")
     begin = -memory.data_ptr() % HUGE_PAGE_NBYTES
     memory = memory[begin : begin + nbytes]
     prefer_huge_pages(memory, collapse=False)

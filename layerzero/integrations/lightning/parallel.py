@@ -119,7 +119,7 @@ class MeshStrategy(DDPStrategy):
         everyone = dist.group.WORLD
         assert everyone is not None, "setup_environment has joined it"
         alone = new_group([dist.get_rank()], dist.get_backend_config())
-        ranks = torch.arange(data).view(data, 1)
+        ranks = torch.arange(data, device="cpu").view(data, 1)
         groups = [everyone, alone]
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
 

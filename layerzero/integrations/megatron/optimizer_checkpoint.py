@@ -246,7 +246,7 @@ def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None
                 "Megatron's checkpoints hold one number for all parameters: use "
                 "layerzero.checkpoint.save"
             )
-    return torch.tensor(value)
+    return torch.tensor(value, device="cpu")
 
 
 def _as_step(like: Any, step: Any) -> Any:

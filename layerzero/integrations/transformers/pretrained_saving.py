@@ -136,7 +136,7 @@ def _stand_ins(model: ZeRO3) -> _Named:
     for tensor, names in [*Names(model).parameters, *named_buffers(model)]:
         info = get_info(tensor) if isinstance(tensor, nn.Parameter) else None
         shape = tensor.shape if info is None else info.shape
-        one = torch.empty(1, dtype=tensor.dtype)
+        one = torch.empty(1, dtype=tensor.dtype, device="cpu")
         stand_ins.append((one.as_strided(shape, (0,) * len(shape)), names))
     return stand_ins
 

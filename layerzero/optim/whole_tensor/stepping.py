@@ -84,10 +84,10 @@ def _exchange_on_host(
     Args:
         group: a group that serves the CPU. No device is waited for.
     """
-    values = torch.tensor(own, dtype=torch.uint8)
+    values = torch.tensor(own, dtype=torch.uint8, device="cpu")
     if group.backend == "gloo":
         return gather_small(values, group, operation).tolist()
-    table = torch.tensor([list(own)] * group.size, dtype=torch.uint8)
+    table = torch.tensor([list(own)] * group.size, dtype=torch.uint8, device="cpu")
     dist.all_gather_into_tensor(table.view(-1), values, group=group.process_group)
     return table.tolist()
 
