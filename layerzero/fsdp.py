@@ -358,7 +358,7 @@ class FSDPModule(UnitMethods):
             event.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, also where a backward failed before."""
+        """Clear gradients, also where a backward failed before."""
         if root := root_if_alive(self._layerzero_unit):
             root.backward.clear_abandoned()
         super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -58,7 +58,7 @@ def summon(
     check_idle(root, units, what)
     root.structure.check(what)
     root.before_call(what)
-    root.reducer.kept.drop_cleared()
+    root.reducer.kept.follow_zero_grad()
     root.reducer.kept.hide()
     try:
         with _shown(root, units, options):

@@ -79,21 +79,11 @@ class KeptStep:
                         self._waiting[sharded] = WaitingGradient(
                             handle.gradients, index, sharded.detach(), self._streams
                         )
-                    self._waiting[sharded].before = sharded.grad
-                    self._put(sharded, self._waiting[sharded])
+                    self._put(sharded, self._waiting[sharded].stand_before(sharded.grad))
 
     def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
         self._placed.append((parameter, shown, parameter.grad))
         parameter.grad = shown
-
-    def drop_cleared(self) -> None:
-        """Drop the sums of parameters that the program has cleared. Not amid a pass."""
-        placed, self._placed = self._placed, []
-        for parameter, shown, before in placed:
-            if parameter.grad is shown:
-                self._placed.append((parameter, shown, before))
-            elif self._waiting.get(parameter) is shown:
-                self._waiting[parameter].drop()
 
     def hide(self) -> bool:
         """Remove what it shows, so that `.grad` is what was reduced; returns whether there was
@@ -105,12 +95,19 @@ class KeptStep:
                 parameter.grad = self._waiting[parameter].before if waits else before
         return bool(placed)
 
-    def give_up_if_cleared(self) -> None:
+    def follow_zero_grad(self) -> None:
         """Give the step up if the program has cleared all sums, or any gradient of a step that is
-        left out."""
-        cleared = (parameter.grad is not shown for parameter, shown, _ in self._placed)
-        if self._placed and (any if self.is_skipping else all)(cleared):
+        left out; else drop the sums of parameters that it has cleared. Not amid a pass."""
+        if not self._placed:
+            return
+        shown = [each for each in self._placed if each[0].grad is each[1]]
+        if len(shown) < len(self._placed) and (self.is_skipping or not shown):
             self.give_up()
+            return
+        for parameter, waiting, _ in self._placed:
+            if parameter.grad is not waiting:
+                self._waiting[parameter].drop()
+        self._placed = shown
 
     def give_up(self) -> None:
         """The program begins another step: drop what is kept of this one."""
@@ -128,8 +125,7 @@ class KeptStep:
 
     def before_step(self) -> None:
         """An optimizer steps, and must not take what is kept for gradients."""
-        self.give_up_if_cleared()
-        self.drop_cleared()
+        self.follow_zero_grad()
         self._is_stepping = self.hide()
 
     def after_step(self) -> None:

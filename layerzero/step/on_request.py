@@ -49,10 +49,9 @@ def reduce_waiting(root: RootState) -> None:
     )
     root.before_call("reduce_gradients")
     reducer = root.reducer
-    reducer.kept.give_up_if_cleared()
+    reducer.kept.follow_zero_grad()
     if not reducer.kept.adds_up:
         return
-    reducer.kept.drop_cleared()
     syncs = reducer.requires_sync
     reducer.set_requires_sync(True)
     on_main = root.streams.on_main()

@@ -48,6 +48,11 @@ class WaitingGradient(torch.Tensor):
         self._streams = streams
         self._gradients_ref = weakref.ref(gradients)
 
+    def stand_before(self, reduced: torch.Tensor | None) -> WaitingGradient:
+        """Take this for the reduced gradients."""
+        self.before = reduced
+        return self
+
     def _sums(self) -> list[torch.Tensor]:
         """Flat views of all that waits, in any order."""
         gradients = self._gradients_ref()
@@ -86,9 +91,9 @@ class WaitingGradient(torch.Tensor):
         targets, *factor = args
         if func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             # Autograd: the program has used the sharded parameter itself.
-            reduced = torch.zeros_like(factor[0]) if targets.before is None else targets.before
-            targets.before = reduced.add_(factor[0])
-            return targets
+            return targets.stand_before(
+                factor[0].clone() if targets.before is None else targets.before.add_(factor[0])
+            )
         several = isinstance(targets, (list, tuple))
         factors = factor[0] if factor and isinstance(factor[0], (list, tuple)) else None
         has_elements = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1

@@ -85,8 +85,7 @@ class GradientReducer:
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
-        self.kept.give_up_if_cleared()
-        self.kept.drop_cleared()
+        self.kept.follow_zero_grad()
         if self.chooses_sums and not self.requires_sync and not self.kept.adds_up:
             # The first micro-batch of several: the others must add up in the same place.
             handles = [handle for unit in self._units for handle in unit.handles]

@@ -214,7 +214,7 @@ class RootState:
             refuse_transform(unit.label)
         self._start = self.clock
         self.streams.begin_pass()
-        self.reducer.kept.give_up_if_cleared()
+        self.reducer.kept.follow_zero_grad()
         self.structure.check("forward")
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)

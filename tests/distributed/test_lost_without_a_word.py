@@ -1,5 +1,7 @@
 """What plain torch allows and sharding would drop in silence is refused, or told once."""
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -142,13 +144,20 @@ def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> No
     assert_same_parameters(found, full_gradients(expected), what="not what was dropped: gradient")
 
 
+def _of_eighths() -> nn.Linear:
+    """Sums of its weights are exact."""
+    linear = nn.Linear(8, 8)
+    linear.load_state_dict({k: (8 * v).round() / 8 for k, v in linear.state_dict().items()})
+    return linear
+
+
 def _penalty(power: int) -> tuple[list[str], bool]:
-    model = wrapped(lambda: nn.Linear(8, 8))  # each rank has a part of the weight
-    plain = seeded(lambda: nn.Linear(8, 8))
+    model, plain = wrapped(_of_eighths), seeded(_of_eighths)  # each rank has a part of the weight
     with recorded_warnings() as told:
-        for each in (model, plain):
+        for each, number in itertools.product((model, plain), range(3)):
             penalty = sum(p.norm() if power == 1 else p.square().sum() for p in each.parameters())
-            (each(torch.ones(3, 8)).sum() + 0.1 * penalty).backward()
+            with model.no_sync() if number < 2 else contextlib.nullcontext():
+                (each(torch.ones(3, 8)).sum() + 0.5 * penalty).backward()
     gradients = full_gradients(model)
     is_right = all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters())
     return told, is_right
@@ -156,7 +165,7 @@ def _penalty(power: int) -> tuple[list[str], bool]:
 
 @on_ranks(2)
 def test_a_penalty_on_shards_that_is_wrong_warns_on_the_first_rank() -> None:
-    """That of a norm is wrong, an L2 penalty is right."""
+    """That of a norm is wrong, an L2 penalty is right, in each micro-batch."""
     told, is_right = _penalty(1)
     assert not is_right and len(told) == int(dist.get_rank() == 0)
     for text in told:
