@@ -123,7 +123,7 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_beside_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the scale is on the host if gradients are: torch copies numbers from a device
         to the host without waiting until they are there, and uses them at once."""
-        scale = self._scale
+        scale = self._scale if self.is_enabled() else None
         gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
         if (
             scale is not None
@@ -134,7 +134,8 @@ class GradScaler(torch.amp.GradScaler):
         try:
             yield
         finally:
-            self._scale = scale
+            if scale is not None:
+                self._scale = scale
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:

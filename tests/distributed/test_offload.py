@@ -218,7 +218,8 @@ def test_the_host_waits_for_the_scale_by_which_it_divides_gradients() -> None:
         with mock.patch.object(scaler, "_agree", lambda found, _: found), _Copies() as copies:
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
-    assert copies.waited == [True, True]
+    assert copies.waited == [True, True] and scaler._scale.device.type == "cuda"
+    GradScaler("cpu", enabled=False).step(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
 
 def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
