@@ -167,6 +167,10 @@ def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
     if rng.random() < 0.2 and len(square) > 1:
         one, other = rng.sample(square, 2)
         one.weight = other.weight
+    for part in (part for part in model.modules() if getattr(part, "way", "") == "recomputed"):
+        for inner in part.modules():
+            if getattr(inner, "way", "") == "slope":
+                inner.way = "hooked"  # See migrating.md.
     if seed % 2:
         _hook(rng, model)
         for part in linears if rng.random() < 0.3 else ():
