@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.autograd import Variable
@@ -26,37 +27,34 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import BACKWARD, IDLE, Hold, Unit
+from layerzero.step.unit import BACKWARD, FORWARD, IDLE, Hold, Unit
 
 _PRE, _POST = BackwardPrefetch  # See the names of states in unit.py.
 
 
+@dataclass(eq=False)
 class ForwardPass:
     """One run of the outermost module: which units it called with autograd on."""
 
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.first_start: dict[Unit, int] = {}
-        """Start of each unit's first call with autograd on."""
-        self.order: Order = ()
-        """Order in which it gathered units."""
+    start: int
+    first_start: dict[Unit, int] = field(default_factory=dict)
+    """Start of each unit's first call with autograd on."""
+    order: Order = ()
+    """Order in which it gathered units."""
 
     def ended(self, order: Order) -> None:
         self.order = order
 
 
+@dataclass(slots=True, eq=False)
 class ForwardCall:
-    """One forward call of one unit. Hooks on its outputs reference it, so it lives as long as its
-    graph."""
+    """One forward call of one unit. Hooks on its outputs keep it alive as long as its graph."""
 
-    __slots__ = ("_graph_task", "end", "forward_pass", "start", "unit")
-
-    def __init__(self, unit: Unit, forward_pass: ForwardPass, start: int) -> None:
-        self.unit = unit
-        self.forward_pass = forward_pass
-        self.start = start
-        self.end = start
-        self._graph_task: int | None = None
+    unit: Unit
+    forward_pass: ForwardPass
+    start: int
+    end: int = 0
+    _graph_task: int | None = None
 
     def ended(self, time: int) -> None:
         self.end = time
@@ -67,30 +65,27 @@ class ForwardCall:
         return before != graph_task
 
 
+@dataclass(eq=False)
 class BackwardPass:
     """One run of autograd's engine; reentrant checkpointing nests them."""
 
-    def __init__(self, graph_task: int, makes_graph: bool, is_recorded: bool) -> None:
-        """
-        Args:
-            graph_task: autograd's id of the run.
-            makes_graph: whether it builds a graph of itself (`create_graph`).
-            is_recorded: whether the recorder's open pass is this one.
-        """
-        self.graph_task = graph_task
-        self.makes_graph = makes_graph
-        self.is_recorded = is_recorded
-        self.active: dict[Unit, int] = {}
-        """Units that this pass has reached -> start of their first call in that forward. A unit is
-        reduced once every autograd node created after that start has run."""
-        self.deferred: dict[Unit, int] = {}
-        """Units that this pass has reached, to be reduced when it ends -> the same start; -1 if
-        unknown."""
-        self.forwards: dict[ForwardPass, None] = {}
-        """Forwards whose graph this pass runs; maintained in the outermost pass only."""
-        self.touched: set[Unit] = set()
-        """Units reached by this pass or nested ones; maintained in the outermost pass only."""
-        self._final_callback: weakref.ref[object] | None = None
+    graph_task: int
+    """Autograd's id of the run."""
+    makes_graph: bool
+    """Whether it builds a graph of itself (`create_graph`)."""
+    is_recorded: bool
+    """Whether the recorder's open pass is this one."""
+    active: dict[Unit, int] = field(default_factory=dict)
+    """Units that this pass has reached -> start of their first call in that forward. A unit is
+    reduced once every autograd node created after that start has run."""
+    deferred: dict[Unit, int] = field(default_factory=dict)
+    """Units that this pass has reached, to be reduced when it ends -> the same start; -1 if
+    unknown."""
+    forwards: dict[ForwardPass, None] = field(default_factory=dict)
+    """Forwards whose graph this pass runs; maintained in the outermost pass only."""
+    touched: set[Unit] = field(default_factory=set)
+    """Units reached by this pass or nested ones; maintained in the outermost pass only."""
+    _final_callback: weakref.ref[object] | None = None
 
     def watch(self, final_callback: object, on_abandoned: Callable[[object], None]) -> None:
         """Call `on_abandoned` when autograd drops the callback for its end."""
@@ -160,6 +155,8 @@ class Backward:
         self._abort = abort
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
+        self._graphs: set[int] = set()
+        """Starts of forwards whose backward made a graph that waits for a backward."""
 
     @property
     def operations(self) -> Operations:
@@ -177,8 +174,8 @@ class Backward:
     def on_output_gradient(self, call: ForwardCall) -> None:
         """The gradient of an output of `call` has arrived: the backward of the call begins."""
         graph_task = torch._C._current_graph_task_id()
-        if not call.is_reached_first(graph_task):
-            return  # The gradient of another output of the same call.
+        if not call.is_reached_first(graph_task) or call.unit.training_state is FORWARD:
+            return  # Another output of this call; or `torch.autograd.grad` inside a later one.
         call.unit.open_starts.discard(call.start)
         current = self._backward_pass(graph_task, call.forward_pass)
         self._finish_done(current, call.end, call.unit)
@@ -360,9 +357,12 @@ class Backward:
         self._context.wait_for_uploads()
         if ended.is_recorded:
             self._scheduler.recorder.end()
-        # Ends the hold of earlier create_graph passes, too, if this one makes no graph.
-        self._scheduler.hold_for_graph(ended.makes_graph)
-        oldest = min((forward_pass.start for forward_pass in ended.forwards), default=0)
+        starts = {forward_pass.start for forward_pass in ended.forwards}
+        oldest = min(starts, default=0)
+        # A backward without create_graph ends the hold, but for forwards after its own.
+        waiting = {start for start in self._graphs - starts if start > oldest}
+        self._graphs = self._graphs | starts if ended.makes_graph else waiting
+        self._scheduler.hold_for_graph(bool(self._graphs))
         for unit in self._units:
             unit.keep_starts(oldest)
         for end_backward in self._extensions.end_backward:

@@ -166,7 +166,7 @@ class GradientReducer:
         if any(drops) or self.kept.is_skipping:
             self._drop_delivery(arrived)
             return
-        if self.step_by is not None:
+        if self.step_by is not None and any(present for _, present in arrived):
             self.step_by(
                 self._delivery,
                 [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived],

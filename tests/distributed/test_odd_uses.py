@@ -19,7 +19,7 @@ from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_same_gradients, assert_same_values, trained_alike, zero3
 from tests.harness.internals import inner_units
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
@@ -62,9 +62,30 @@ class ForceField(Mlp):
         return energy.sum() + force.square().sum()
 
 
+class Sloped(Block):
+    """Adds its slope; called again, that ends at what its first call returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        y = super().forward(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def _two_in_flight(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    losses = [loss_of(model(batch)), loss_of(model(batch * 2))]
+    for loss in losses:
+        loss.backward()
+    return torch.stack(losses).sum().detach()
+
+
 @on_ranks(2)
 def test_gradients_inside_a_forward_train_a_force_field() -> None:
     trained_alike(ForceField, Block, run=backward_of(lambda model, batch: model(batch)))
+    for build in (
+        lambda: nn.Sequential(*[Sloped()] * 2),
+        lambda: nn.Sequential(Sloped(), Sloped()),
+    ):
+        trained_alike(build, Sloped, run=_two_in_flight, regrouped=True)
 
 
 class Mixed(nn.Module):

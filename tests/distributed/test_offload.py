@@ -19,7 +19,7 @@ from tests.harness.compare import assert_same_values, sharded
 from tests.harness.fake_ranks import run_mirrored
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import waiting_nbytes
 from tests.harness.reference import (
@@ -238,8 +238,10 @@ def _steps_in_backward(optimizer_name: str, options: dict[str, Any]) -> None:
         if in_backward:
             model.step_in_backward(optimizer)
         for step in batches_of(CASES["mlp"], dist.get_world_size() * 2, steps=3):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
             own = step[dist.get_rank() * 2 :][:2]
+            seen = own[0].clone().requires_grad_()
+            torch.autograd.grad(loss_of(model(seen)), seen)  # Of no parameter: this steps none.
             with model.no_sync():
                 forward_backward(model, own[0])
             forward_backward(model, own[1])

@@ -10,6 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,12 +164,12 @@ class _Rounded(Run):
 
 
 def _run_on(
-    config: pytest.Config, world_size: int, train: Callable[[range], None], seeds: range
+    config: pytest.Config, world_size: int, train: Callable[..., None], seeds: range, *given: str
 ) -> None:
     """As many seeds as `--seeds` says, from the same first one; a few to a group of ranks."""
     stop = seeds.start + (config.getoption("--seeds") or len(seeds))
     for first in range(seeds.start, stop, 16):
-        run_ranks(world_size, train, range(first, min(first + 16, stop)), timeout=240)
+        run_ranks(world_size, train, range(first, min(first + 16, stop)), *given, timeout=240)
 
 
 def _train(seeds: range, make: Callable[[int], Run], actions: list[str]) -> None:
@@ -214,6 +215,33 @@ def test_random_models_train_like_one_process(
     world_size: int, seeds: range, pytestconfig: pytest.Config
 ) -> None:
     _run_on(pytestconfig, world_size, _train_exact, seeds)
+
+
+def _train_and_save(seeds: range, root: str) -> None:
+    for seed in seeds:
+        run = Run(2 * seed)
+        with named("seed", seed, run.log):
+            run.train(MOVABLE, 3)
+            run.save(f"{root}/{seed}")
+
+
+def _load_and_train(seeds: range, root: str) -> None:
+    for seed in seeds:
+        run = Run(2 * seed)
+        with named("seed", seed, run.log):
+            run.load(f"{root}/{seed}")
+            run.train(MOVABLE, 3)
+
+
+MOVABLE = [each for each in ACTIONS if each not in ("grow", "patch", "save_and_rebuild")]
+
+
+@pytest.mark.parametrize(("before", "after", "seeds"), [(2, 3, range(2)), (4, 2, range(50, 51))])
+def test_random_models_resume_on_another_number_of_ranks(
+    before: int, after: int, seeds: range, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    _run_on(pytestconfig, before, _train_and_save, seeds, str(tmp_path))
+    _run_on(pytestconfig, after, _load_and_train, seeds, str(tmp_path))
 
 
 def _train_on_a_device(seeds: range) -> None:

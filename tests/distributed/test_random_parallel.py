@@ -214,8 +214,11 @@ class Run:
             optimizer.zero_grad()
 
     def _freeze(self) -> None:
+        trained = [name for name, p in self._twin.named_parameters() if p.requires_grad]
         names = [name for name, _ in self._twin.named_parameters()][1:]
         name = self.rng.choice(names)
+        if name in trained and len(trained) < 4:
+            return
         for model in (self._model, self._twin):
             for own, parameter in model.named_parameters():
                 info = getattr(parameter, "layerzero", None)
@@ -264,10 +267,15 @@ class Experts(nn.Module):
         self.kind = rng.choice([NamedExperts, StackedExperts, LocalExperts])
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.Sequential(*(Layer(rng, self.kind) for _ in range(rng.randint(1, 3))))
+        # What is exchanged needs gradients on all ranks, or on none: experts run without tokens.
+        if self.kind is not NamedExperts and rng.random() < 0.5:
+            frozen = [self.stem, *self.layers[: rng.randrange(len(self.layers))]]
+            last = self.layers[len(frozen) - 1]
+            for part in (*frozen, last.norm, *[last.router] * (rng.random() < 0.5)):
+                part.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.stem(x)).requires_grad_()  # Else backwards differ where it is frozen.
-        return self.layers(x).square().mean()
+        return self.layers(torch.tanh(self.stem(x))).square().mean()
 
 
 class RunOfExperts(Run):

@@ -157,6 +157,8 @@ def _as_any_optimizer() -> None:
             schedule.step()
         if step == 2:
             for each, model in zip(both, (pair.model, pair.plain), strict=True):
+                with torch.no_grad():
+                    torch._foreach_mul_(list(model.parameters()), 0.9)
                 each.add_param_group({"params": list(model.parameters())[9:], "lr": 0.2})
             assert {p for g in optimizer.param_groups for p in g["params"]} == {
                 *pair.model.parameters()

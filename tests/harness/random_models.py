@@ -56,6 +56,29 @@ def _in_either_order(part: Branches, x: Tensor) -> Tensor:
     return part.once(x) if Branches.uses_all else part.linear(part.inner(x))
 
 
+def _hooked(part: Branches, x: Tensor) -> Tensor:
+    y = part.once(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 0.5)
+    return x + y
+
+
+def _with_its_slope(part: Branches, x: Tensor) -> Tensor:
+    """A gradient inside the forward, as forces of a potential."""
+    grows = torch.is_grad_enabled()
+    inside = [each.way for each in part.inner.modules() if isinstance(each, Branches)]
+    if torch.is_inference_mode_enabled() or "reentrant" in inside:
+        return x + part.once(x)
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        y = part.once(at)
+        if not y.requires_grad:
+            return x + y
+        (slope,) = torch.autograd.grad(y.sum(), at, create_graph=grows, allow_unused=True)
+    y = x + (y if grows else y.detach())
+    return y if slope is None else y + 0.1 * slope
+
+
 WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
     "plain": Branches.once,
     "residual": lambda part, x: x + part.once(x),
@@ -69,6 +92,8 @@ WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
     "passes": lambda part, x: x + part.once(x) if Branches.uses_all else x,
     "writes": _writes,
     "without gradients": _without_gradients,
+    "hooked": _hooked,
+    "slope": _with_its_slope,
     "lost": lambda part, x: x if part.once(x) is x else part.once(x),
 }
 
@@ -112,6 +137,25 @@ def _make(rng: random.Random, depth: int) -> nn.Module:
     return nn.Sequential(*(_make(rng, depth - 1) for _ in range(rng.randint(1, 3))))
 
 
+def _hook(rng: random.Random, model: nn.Module) -> None:
+    """Hooks on some modules, if none writes into what another one returned."""
+    if any(getattr(part, "way", None) == "writes" for part in model.modules()):
+        return
+    for part in (part for part in model.modules() if rng.random() < 0.1):
+        if rng.random() < 0.5:
+            part.register_forward_hook(_scale)
+        else:
+            part.register_full_backward_hook(_halve)
+
+
+def _scale(part: nn.Module, given: Any, output: Tensor) -> Tensor:
+    return 0.9 * output
+
+
+def _halve(part: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    return tuple(None if each is None else 0.5 * each for each in of_inputs)
+
+
 def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -123,6 +167,15 @@ def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
     if rng.random() < 0.2 and len(square) > 1:
         one, other = rng.sample(square, 2)
         one.weight = other.weight
+    for part in (part for part in model.modules() if getattr(part, "way", "") == "recomputed"):
+        for inner in part.modules():
+            if getattr(inner, "way", "") == "slope":
+                inner.way = "hooked"  # See migrating.md.
+    if seed % 2:
+        _hook(rng, model)
+        for part in linears if rng.random() < 0.3 else ():
+            if rng.random() < 0.3:
+                nn.utils.parametrizations.weight_norm(part)
     model.to(dtype)
     parameters = list(model.parameters())
     if rng.random() < 0.3:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import random
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from torch.distributed.fsdp.wrap import (
     always_wrap_policy,
     size_based_auto_wrap_policy,
 )
+from torch.nn.utils.parametrize import is_parametrized
 
 import layerzero
 from layerzero import (
@@ -131,7 +133,46 @@ def settings_of_passes(rng: Rng, model: nn.Module, world_size: int) -> dict[str,
 WAYS = ["zero3", "zero3", "zero3", "nested", "fully_shard", "fully_shard"]
 STARTS = ["given", "given", "written", "emptied", "emptied inside", "later", "first rank"]
 """Where a model's values come from."""
-OPTIMIZERS = ["adamw", "fused", "sgd", "native", "whole", "split", "in backward"]
+
+
+class Smooth(torch.optim.Optimizer):
+    """As users write them: no option of torch's, a count that is no tensor, state of one step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
+                p.sub_(torch.tanh(state["mean"]) / state["count"], alpha=group["lr"])
+
+
+# `eps` bounds how much they magnify a rounding.
+ELEMENT_WISE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"eps": 1e-4}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True, "eps": 1e-4}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "plain sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1, "eps": 1e-4}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "eps": 1e-2}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "eps": 1e-4}),
+    "adamax": (torch.optim.Adamax, {"eps": 1e-4}),
+    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "eps": 1e-4}),
+    "radam": (torch.optim.RAdam, {"eps": 1e-4}),
+    "adadelta": (torch.optim.Adadelta, {"eps": 1e-4}),
+    "smooth": (Smooth, {}),
+}
+WHOLE = ELEMENT_WISE | {"adafactor": (torch.optim.Adafactor, {}), "muon": (torch.optim.Muon, {})}
+SCHEDULES: list[Any] = [
+    functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    functools.partial(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+    functools.partial(torch.optim.lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.03, step_size_up=3),
+]
 
 
 def _draw(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any]:
@@ -150,6 +191,9 @@ def _draw_in_place(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any
     """Of `fully_shard`; what differs by module is drawn there."""
     offload = rng.choice([None, None, CPUOffloadPolicy(pin_memory=False)])
     return {"copies": world_size == 4 and rng.random() < 0.5, "offload": offload}
+
+
+_OF_TWIN = ["_twin", "_twin_optimizers", "_steps", "_groups", "_schedule", "_clips", "_generator"]
 
 
 class Boom(Exception):
@@ -178,9 +222,17 @@ class Run:
         """Whether a backward may leave units unsharded that it did not come to."""
         self._scaled: list[Any] = []
         self._build()
-        self._kind, self._adds_groups = self.rng.choice(OPTIMIZERS), self.rng.random() < 0.3
+        self._steps, self._schedule = self._draw_optimizers(), None
+        self._groups = self.rng.choice(["one"] * 4 + ["two", "later"])
+        if self._groups != "later" and self.rng.random() < 0.5:
+            self._schedule = self.rng.choice(SCHEDULES)
         self._make_optimizers()
-        self._clips = self.rng.random() < 0.3 and self._kind != "in backward"
+        after_backward = self._steps[0][1] != "in backward"
+        self._clips = self.rng.random() < 0.3 and after_backward
+        scales = self.rng.random() < 0.2 and after_backward and self._groups != "later"
+        scales &= "process_group" not in self._given  # It steps host memory on a device's stream.
+        self._scaler = layerzero.GradScaler(init_scale=8.0, growth_interval=2, enabled=scales)
+        self._scaler.scale(torch.ones(()))
         self._to_none = self.rng.random() < 0.7
         self._generator = torch.Generator().manual_seed(seed)
         if seed % 2:  # the others may grow, and shards that are laid out anew lose their hooks
@@ -215,6 +267,11 @@ class Run:
     @property
     def _divisor(self) -> int:
         return self._world if self._is_mean else 1
+
+    @property
+    def _own_divisor(self) -> float:
+        """Of the model's losses; a power of two, or the mean's."""
+        return 1 / self._scaler.get_scale()
 
     def _sharded(self, start: str) -> nn.Module:
         """A copy of the twin, sharded; its values reach it in one of the ways of `STARTS`."""
@@ -280,7 +337,7 @@ class Run:
         mesh = None
         if self._settings["copies"]:
             mesh = init_device_mesh("cpu", (2, self._world // 2), mesh_dim_names=("r", "s"))
-        values = [None, True, False] + ([2, self._world] if mesh is None else [])
+        values = [None, True, False] + ([1, self._world] if mesh is None else [])
         policies = {"offload_policy": self._settings["offload"]}
         if (precision := self._settings.get("mixed_precision")) is not None:
             policies["mp_policy"] = MixedPrecisionPolicy(
@@ -288,7 +345,10 @@ class Run:
                 reduce_dtype=precision.reduce_dtype,
                 cast_forward_inputs=precision.cast_forward_inputs,
             )
-        named = [name for name, part in module.named_modules() if name and rng.random() < 0.4]
+        parts = (
+            (n, p) for n, p in module.named_modules() if n and not isinstance(p, nn.ModuleDict)
+        )
+        named = [name for name, _ in parts if name and rng.random() < 0.4]
 
         def shard(what: Any) -> None:
             fully_shard(what, mesh=mesh, reshard_after_forward=rng.choice(values), **policies)
@@ -297,7 +357,7 @@ class Run:
             siblings = [module.get_submodule(name)]
             if rng.random() < 0.3:
                 siblings = [*module.get_submodule(name.rpartition(".")[0]).children()]
-            siblings = [each for each in siblings if not isinstance(each, FSDPModule)]
+            siblings = [e for e in siblings if not isinstance(e, (FSDPModule, nn.ModuleDict))]
             if any(isinstance(module.get_submodule(each), FSDPModule) for each in _above(name)):
                 continue
             self.log.append(("in place", name, len(siblings)))
@@ -390,38 +450,65 @@ class Run:
     def _inner(self) -> nn.Module:
         return self._model.module if isinstance(self._model, ZeRO3) else self._model
 
+    def _draw_optimizers(self) -> list[tuple[str, str, str]]:
+        """Of each: which parameters it has, where it runs, and its formula."""
+        rng = self.rng
+        way = rng.choice(["shards", "shards", "native", "whole", "split", "in backward"])
+        if way == "split":
+            first = "matrices", "whole", rng.choice(sorted(WHOLE))
+            return [first, ("rest", "shards", rng.choice(sorted(ELEMENT_WISE)))]
+        known: Any = ("adamw", "amsgrad") if way == "native" else ELEMENT_WISE
+        return [("all", way, rng.choice(sorted(known)))]
+
     def _make_optimizers(self) -> None:
-        sgd = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-        torchs = functools.partial(torch.optim.AdamW, lr=1e-2)
-        whole = functools.partial(torch.optim.Adafactor, lr=1e-2)
-        pairs: dict[str, tuple[Any, Any]] = {
-            "adamw": (torchs, torchs),
-            "fused": (functools.partial(torchs, fused=True), torchs),
-            "sgd": (sgd, sgd),
-            "in backward": (sgd, sgd),
-            "native": (functools.partial(AdamW, lr=1e-2), torchs),
-            "whole": (
-                lambda given: WholeTensorOptimizer(
-                    given, torch.optim.Adafactor, lr=1e-2, bucket_bytes=300
-                ),
-                whole,
-            ),
-        }
         ours, twins = dict(self._model.named_parameters()), dict(self._twin.named_parameters())
-        if self._kind == "split":
-            names = [[n for n, p in twins.items() if (p.ndim == 2) == big] for big in (True, False)]
-            kinds = [pairs["whole"], pairs["native"]]
-        else:
-            names, kinds = [list(twins)], [pairs[self._kind]]
-        chosen = [(n, kind) for n, kind in zip(names, kinds, strict=True) if n]
-        self._optimizers, self._twin_optimizers = (
-            [_made(kind[twin], [of[name] for name in n], self._adds_groups) for n, kind in chosen]
-            for twin, of in enumerate((ours, twins))
-        )
-        self._steps_in_backward = False
-        if self._kind == "in backward" and isinstance(self._model, ZeRO3):
+        pairs, self._later, self._steps_in_backward = [], list[list[str]](), False
+        for part, way, formula in self._steps:
+            names = [
+                n for n, p in twins.items() if part in ("all", ["rest", "matrices"][p.ndim == 2])
+            ]
+            kind, options = WHOLE[formula]
+            makes = [functools.partial(kind, lr=1e-2, **options)] * 2
+            known = inspect.signature(kind).parameters
+            if way == "whole":
+                makes[0] = functools.partial(_whole, kind, options)
+            elif way == "native" or (kind is torch.optim.AdamW and self.rng.random() < 0.3):
+                makes[0] = functools.partial(AdamW, lr=1e-2, **options)
+            elif flags := [
+                # torch's fused SGD fails on a momentum that begins later than others.
+                each
+                for each in ("foreach", "fused")[: 1 if kind is torch.optim.SGD else 2]
+                if each in known
+            ]:
+                flag = {self.rng.choice(flags): self.rng.choice([True, True, False])}
+                makes[0] = functools.partial(makes[0], **flag)
+            if names:
+                half = 0 if self._groups == "one" else len(names) // 2
+                of_both = zip(makes, (ours, twins), strict=True)
+                pairs.append([make([of[name] for name in names[half:]]) for make, of in of_both])
+                self._later.append(names[:half])
+                for optimizer, of in zip(pairs[-1], (ours, twins), strict=True):
+                    if self._groups == "two":
+                        _add_group(optimizer, of, names[:half])
+        self._optimizers, self._twin_optimizers = (list(each) for each in zip(*pairs, strict=True))
+        if self._steps[0][1] == "in backward" and isinstance(self._model, ZeRO3):
             self._try(self._step_in_backward)
-        self.log.append((self._kind, self._steps_in_backward))
+        schedule = self._schedule
+        if schedule is not None and schedule.func is torch.optim.lr_scheduler.CyclicLR:
+            schedule = functools.partial(schedule, cycle_momentum=False)
+        self._schedulers = [
+            [schedule(each) for each in every] if schedule is not None else []
+            for every in (self._optimizers, self._twin_optimizers)
+        ]
+        self.log.append((self._steps, self._optimizers, schedule, self._steps_in_backward))
+
+    def _add_groups(self) -> None:
+        """Parameters that were in no optimizer so far."""
+        if self._groups == "later":
+            self._groups = "two"
+            for model, optimizers in self._pairs():
+                for optimizer, names in zip(optimizers, self._later, strict=True):
+                    _add_group(optimizer, dict(model.named_parameters()), names)
 
     def _step_in_backward(self) -> None:
         self._model.step_in_backward(self._optimizers[0])
@@ -477,8 +564,8 @@ class Run:
             assert_close_in_float64(sharded_params[name].detach().reshape(-1), own, name)
 
     def _zero_grad(self) -> None:
-        for optimizer in (*self._optimizers, *self._twin_optimizers):
-            optimizer.zero_grad(set_to_none=self._to_none)
+        for each in (*self._optimizers, *self._twin_optimizers, self._model, self._twin):
+            each.zero_grad(set_to_none=self._to_none)  # Some parameters may be in no optimizer.
 
     def _batches(self) -> list[Tensor]:
         """Every rank's."""
@@ -507,6 +594,10 @@ class Run:
             finally:
                 self._model.set_requires_gradient_sync(True)
 
+    @property
+    def _is_sloped(self) -> bool:
+        return any(_way_of(module) == "slope" for module in self._twin.modules())
+
     def _step(self) -> None:
         Branches.uses_all = self.rng.random() < 0.7
         count = 1 if self._steps_in_backward else self.rng.choice([1, 1, 2, 3])
@@ -514,9 +605,13 @@ class Run:
         for number in range(count):
             is_last = number + 1 == count
             flipped = self._some_names() if self.rng.random() < 0.2 else set()
+            if self._is_sloped:
+                flipped = set()  # No hook gathers again what a graph of a backward reads.
             writes = self.rng.random() < 0.2 and not self._steps_in_backward
             way = self.rng.choice(["one"] * 3 + ["sum", "in order", "reversed", "one by one"])
-            if self._steps_in_backward and way != "sum":
+            if (self._steps_in_backward and way != "sum") or (
+                self._is_sloped and way == "reversed"
+            ):
                 way = "one"
             self.log.append((way, len(flipped), writes, Branches.uses_all))
             several = [self._batches() for _ in range(1 if way == "one" else 2)]
@@ -525,7 +620,13 @@ class Run:
             if writes and way == "one" and not getattr(offload, "params", offload):
                 self._write_inside_next_forward(self._some_names())
             with self._no_sync(waits and not is_last):
-                self._pass(self._model, [each[self._rank] for each in several], flipped, way, 1)
+                self._pass(
+                    self._model,
+                    [each[self._rank] for each in several],
+                    flipped,
+                    way,
+                    self._own_divisor,
+                )
             for rank in range(self._world):
                 own = [each[rank] for each in several]
                 self._pass(self._twin, own, flipped, way, self._divisor)
@@ -538,7 +639,7 @@ class Run:
         if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
             with self._no_sync(True):
                 batches = self._batches()
-                self._pass(self._model, [batches[self._rank]], set(), "one", 1)
+                self._pass(self._model, [batches[self._rank]], set(), "one", self._own_divisor)
             for each in batches:
                 self._pass(self._twin, [each], set(), "one", self._divisor)
             self._model.reduce_gradients()
@@ -546,7 +647,7 @@ class Run:
         self._run_optimizers()
 
     def _pass(
-        self, model: Any, batches: list[Tensor], flipped: set[str], way: str, divisor: int
+        self, model: Any, batches: list[Tensor], flipped: set[str], way: str, divisor: float
     ) -> None:
         """Forwards, and backwards in an order that `way` says."""
         if way == "one by one":  # The second forward runs between the first one's two passes.
@@ -564,6 +665,8 @@ class Run:
     def _clip(self) -> None:
         if not self._clips or all(each.grad is None for each in self._twin.parameters()):
             return
+        for optimizer in self._optimizers:
+            self._scaler.unscale_(optimizer)
         if isinstance(self._model, ZeRO3):
             norm = self._model.clip_grad_norm_(0.5)
         else:
@@ -583,8 +686,15 @@ class Run:
             return
         for optimizer in self._twin_optimizers:
             optimizer.step()
-        for optimizer in self._optimizers if not self._steps_in_backward else ():
-            optimizer.step()
+        if not self._steps_in_backward:
+            self._step_scaled()
+        for schedule in (each for every in self._schedulers for each in every):
+            schedule.step()
+
+    def _step_scaled(self) -> None:
+        for optimizer in self._optimizers:
+            self._scaler.step(optimizer)
+        self._scaler.update()
 
     def _some_names(self) -> set[str]:
         return {name for name, _ in self._twin.named_parameters() if self.rng.random() < 0.5}
@@ -667,7 +777,7 @@ class Run:
             with self._no_sync(waits):
                 output = self._model(batches[self._rank])
                 if where == "backward":
-                    _backward(output)
+                    _backward(output, self._own_divisor)
             fails = False
         for batch in batches if not fails and where == "backward" else ():
             _backward(self._twin(batch), self._divisor)
@@ -739,7 +849,8 @@ class Run:
         name = self.rng.choice(names)
         batches = self._batches()
         self.log.append(("part", name))
-        _backward(dict(self._model.named_modules())[name](batches[self._rank]))
+        own = dict(self._model.named_modules())[name](batches[self._rank])
+        _backward(own, self._own_divisor)
         for batch in batches:
             _backward(self._twin.get_submodule(name)(batch), self._divisor)
         self._run_optimizers()
@@ -748,12 +859,12 @@ class Run:
 
     def _retain(self) -> None:
         """Two backwards of one graph."""
-        if self._steps_in_backward:
+        if self._steps_in_backward or self._is_sloped:
             return
         batches = self._batches()
         Branches.uses_all = True
         for model, own, divisor in (
-            (self._model, [batches[self._rank]], 1),
+            (self._model, [batches[self._rank]], self._own_divisor),
             (self._twin, batches, self._divisor),
         ):
             for batch in own:
@@ -765,12 +876,86 @@ class Run:
         self._compare()
         self._zero_grad()
 
+    def _input_gradient(self) -> None:
+        """Of the batch alone, as for saliency; the parameters get none."""
+        if any(_way_of(module) in _ONCE for module in self._twin.modules()):
+            return
+        batch = self._batches()[0].requires_grad_()
+        found = []
+        for model in (self._model, self._twin):
+            loss = model(batch).square().mean()
+            found += torch.autograd.grad(loss, batch)
+            assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+        assert_close_in_float64(*found, "gradient of the batch")
+
+    def _penalty(self) -> None:
+        """The gradient with regard to the batch is part of the loss."""
+        if self._steps_in_backward or any(_way_of(m) in _ONCE for m in self._twin.modules()):
+            return
+        batches, Branches.uses_all = self._batches(), True
+        for model, own, divisor in (
+            (self._model, [batches[self._rank]], self._own_divisor),
+            (self._twin, batches, self._divisor),
+        ):
+            for batch in own:
+                batch = batch.clone().requires_grad_()
+                output = model(batch)
+                (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+                _backward(output + slope, divisor)
+        self._run_optimizers()
+        self._compare()
+        self._zero_grad()
+
+    def _second_model(self) -> None:
+        """Another engine with the same weights: a teacher, a judge, an encoder, or its equal."""
+        if self._steps_in_backward:
+            return
+        rng, twin = self.rng, copy.deepcopy(self._twin)
+        if is_frozen := rng.random() < 0.5:
+            twin.requires_grad_(False)
+        twin.zero_grad()
+        settings = settings_of_passes(rng, twin, self._world) | _groups(rng, twin, self._world)
+        settings["auto_wrap_policy"] = _policy(rng, twin, self._world)
+        group = self._given.get("process_group")
+        other = self._try(lambda: ZeRO3(copy.deepcopy(twin), group, **settings))
+        if other is None:
+            return
+        Branches.uses_all = True
+        for _ in range(2):
+            way = rng.choice(["teacher", "judge", "encoder", "beside"])
+            self.log.append(("second", way, is_frozen, settings))
+            batches = self._batches()
+            _backward(_of_both(way, self._model, other, batches[self._rank]), self._own_divisor)
+            for batch in batches:
+                _backward(_of_both(way, self._twin, twin, batch), self._divisor)
+            self._compare_gradients_of(other, twin)
+            self._run_optimizers()
+            self._compare()
+            self._zero_grad()
+            full = checkpoint.get_model_state_dict(self._model, full=True)
+            other.load_state_dict(full)
+            twin.load_state_dict(self._twin.state_dict())
+            for each in (other, twin):
+                each.zero_grad()
+
+    def _compare_gradients_of(self, other: ZeRO3, twin: nn.Module) -> None:
+        scale = 1.0 if self._is_mean else 1.0 / self._world
+        with other.summon_full_params(writeback=False, with_grads=True):
+            for (name, p), q in zip(other.named_parameters(), twin.parameters(), strict=True):
+                if p.grad is None or q.grad is None:
+                    assert not any(g.any() for g in (p.grad, q.grad) if g is not None), name
+                else:
+                    grad = p.grad * self._own_divisor
+                    assert_close_in_float64(grad, q.grad * scale, name)
+
     def _join(self) -> None:
         """Steps, and micro-batches of a step, of which a rank has fewer, and passes of a rank that
         no other runs."""
         given = self._settings
         of_participants = given.get("optional_mean") == "participants"  # Not those out of batches.
         if self._way == "fully_shard" or (given.get("optional_modules") and of_participants):
+            return
+        if self._is_sloped:  # Not inside a join (migrating.md).
             return
         Branches.uses_all = True
         most = 1 if self._steps_in_backward else self.rng.choice([1, 3])
@@ -824,7 +1009,7 @@ class Run:
     def _not_finite(self) -> None:
         """On one rank; with `on_nonfinite` the step is none."""
         way = self._settings.get("on_nonfinite")
-        if way is None or self._steps_in_backward:
+        if (way is None and not self._scaler.is_enabled()) or self._steps_in_backward:
             return
         batch = self._batches()[self._rank]
         factor = float("nan") if self._rank == self._world - 1 else 1.0
@@ -836,8 +1021,7 @@ class Run:
                 loss.backward()
         else:
             loss.backward()
-            for optimizer in self._optimizers:
-                optimizer.step()
+            self._step_scaled()
         self._zero_grad()
         self._clear_alike()
 
@@ -850,7 +1034,7 @@ class Run:
     def _keep_graph(self) -> None:
         """A graph from before a step goes backward after it: torch's error, or, where a unit stayed
         full, the gradients of the weights that it was made with."""
-        if self._steps_in_backward:
+        if self._steps_in_backward or self._is_sloped:
             return
         batch, raised = self._batches()[0], []
         before = copy.deepcopy(self._twin)
@@ -916,59 +1100,87 @@ class Run:
 
     def _reload(self) -> None:
         """Both through torch's own state dicts, into weights of zero and fresh optimizers."""
-        if self._kind in ("whole", "split") or self._steps_in_backward:
+        if any(way == "whole" for _, way, _ in self._steps) or self._steps_in_backward:
             return
+        for unit in units(self._model):
+            unit.reshard()  # Else full parameters, which no optimizer has, are in the model.
         options = theirs.StateDictOptions(
-            full_state_dict=self.rng.random() < 0.5,
+            # torch's needs a state that is a tensor.
+            full_state_dict=self._steps[0][2] != "plain sgd" and self.rng.random() < 0.5,
             strict=False,  # a parameter that had no gradient yet has no state
         )
         by_name = self.rng.random() < 0.7
-        pairs = [(self._model, self._optimizers), (self._twin, self._twin_optimizers)]
-        for model, optimizers in pairs:
-            optimizer = optimizers[0]
-            optimizer.zero_grad()  # torch's functions make state only where there is no gradient
-            weights, state = theirs.get_state_dict(model, optimizer, options=options)
-            weights, state = copy.deepcopy((weights, state))
-            own = copy.deepcopy(optimizer.state_dict())
+        for each in (self._model, self._twin):
+            each.zero_grad()  # torch's functions make state only where there is no gradient
+        saved = []
+        for model, optimizers in self._pairs():
+            weights, state = theirs.get_state_dict(model, optimizers, options=options)
+            own = [each.state_dict() for each in optimizers]
+            saved.append(copy.deepcopy((weights, state, own)))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-            momentum = {"momentum": 0.9} if "momentum" in optimizer.defaults else {}
-            groups = [{"params": group["params"]} for group in optimizer.param_groups]
-            fresh = type(optimizer)(groups, lr=1.0, **momentum)
+        schedules = copy.deepcopy([[each.state_dict() for each in e] for e in self._schedulers])
+        self._make_optimizers()
+        for (model, optimizers), (weights, state, own) in zip(self._pairs(), saved, strict=True):
+            for group in (group for each in optimizers for group in each.param_groups):
+                group["lr"] = 1.0
             if by_name:
-                theirs.set_optimizer_state_dict(model, fresh, state, options=options)
-            else:
-                fresh.load_state_dict(own)
+                theirs.set_optimizer_state_dict(model, optimizers, state, options=options)
+            for optimizer, of_it in zip(optimizers, own, strict=True):
+                if not by_name:
+                    optimizer.load_state_dict(of_it)
             theirs.set_model_state_dict(model, weights, options=options)
-            optimizers[0] = fresh
+        for every, states in zip(self._schedulers, schedules, strict=True):
+            for schedule, state in zip(every, states, strict=True):
+                schedule.load_state_dict(state)
+
+    def _pairs(self) -> list[tuple[nn.Module, list[Any]]]:
+        return [(self._model, self._optimizers), (self._twin, self._twin_optimizers)]
 
     def _save_and_rebuild(self) -> None:
         """Continue from a checkpoint with another model: other units, layout, groups, engine."""
-        if self._hooked or any("forward" in part.__dict__ for part in self._twin.modules()):
+        if self._hooked or any(
+            "forward" in part.__dict__ or is_parametrized(part) for part in self._twin.modules()
+        ):
             return
         with folder_of_ranks() as folder:
-            checkpoint.save(folder, self._model, self._named_optimizers(), step=1)
-            state = copy.deepcopy([each.state_dict() for each in self._twin_optimizers])
-            values = copy.deepcopy(self._twin.state_dict())
-            self._twin.zero_grad(set_to_none=True)
-            with torch.no_grad():
-                for parameter in self._twin.parameters():
-                    parameter.add_(1.0)
+            self.save(folder)
             del self._model
-            self._build()
-            if self._kind in ("adamw", "fused", "native"):
-                self._kind = self.rng.choice(["adamw", "fused", "native"])
-            self._make_optimizers()
-            checkpoint.load(folder, self._model, self._named_optimizers())
-            self._twin.load_state_dict(values)
-            for optimizer, own in zip(self._twin_optimizers, state, strict=True):
-                optimizer.load_state_dict(own)
+            self.load(folder)
             self._zero_grad()
             self._compare()
 
-    def _named_optimizers(self) -> dict[str, Any]:
-        return {str(number): each for number, each in enumerate(self._optimizers)}
+    def save(self, folder: str) -> None:
+        """The model as a checkpoint; the twin and its optimizers as they are."""
+        checkpoint.save(folder, self._model, step=1, **self._named())
+        if self._rank == 0:
+            twin = [getattr(self, name) for name in _OF_TWIN]
+            torch.save((twin, self._schedulers[1]), f"{folder}/twin")
+        dist.barrier()
+
+    def load(self, folder: str) -> None:
+        twin, schedulers = torch.load(f"{folder}/twin", weights_only=False)
+        for name, value in zip(_OF_TWIN, twin, strict=True):
+            setattr(self, name, value)
+        twin_optimizers = self._twin_optimizers
+        values = copy.deepcopy(self._twin.state_dict())
+        with torch.no_grad():
+            for parameter in self._twin.parameters():
+                parameter.add_(1.0)
+        self._build()
+        self._make_optimizers()
+        for group in (group for each in self._optimizers for group in each.param_groups):
+            group["lr"] = 1.0
+        checkpoint.load(folder, self._model, **self._named())
+        self._twin.load_state_dict(values)
+        self._twin_optimizers, self._schedulers[1] = twin_optimizers, schedulers
+
+    def _named(self) -> dict[str, Any]:
+        """For `checkpoint.save` and `load`."""
+        schedules = self._schedulers[0]
+        named = {"optimizer": self._optimizers, "scheduler": schedules or None}
+        return {k: each and dict(zip("01", each, strict=False)) for k, each in named.items()}
 
     def _states(self) -> None:
         """State dicts, whole and in shards, are those of the twin, and load again."""
@@ -978,9 +1190,24 @@ class Run:
         self._model.load_state_dict(self._model.state_dict() if self.rng.random() < 0.5 else full)
 
 
+_ONCE = ("without gradients", "reentrant")
+"""Ways that have no gradient with regard to the batch, or no second one."""
+
+
+def _of_both(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
+    if way == "teacher":
+        with torch.no_grad():
+            target = other(batch)
+        return own(batch) - 0.5 * target
+    if way == "judge":
+        return other(own(batch))
+    return own(other(batch)) if way == "encoder" else own(batch) + other(batch)
+
+
 ACTIONS = [
     *("nothing", "evaluate", "raise", "freeze", "summon", "reload", "spoil", "patch", "grow"),
     *("keep_graph", "unshard", "copies", "reshards", "call_part", "retain", "join"),
+    *("add_groups", "add_groups", "input_gradient", "penalty", "second_model", "second_model"),
     *("not_finite", "save_and_rebuild", "save_and_rebuild", "states", "phase"),
 ]
 BETWEEN = ["fail", "fail", "evaluate", "unshard", "phase", "gather"]
@@ -1033,12 +1260,13 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for _, p in module.named_parameters(remove_duplicate=False)]
 
 
-def _made(kind: Any, parameters: list[nn.Parameter], adds_groups: bool) -> Any:
-    half = len(parameters) // 2 if adds_groups else 0
-    optimizer = kind(parameters[half:])
-    if half:
-        optimizer.add_param_group({"params": parameters[:half], "lr": 2e-2})
-    return optimizer
+def _add_group(optimizer: Any, named: dict[str, nn.Parameter], names: list[str]) -> None:
+    if names:
+        optimizer.add_param_group({"params": [named[name] for name in names], "lr": 2e-2})
+
+
+def _whole(kind: Any, options: dict[str, Any], given: list[nn.Parameter]) -> Any:
+    return WholeTensorOptimizer(given, kind, lr=1e-2, bucket_bytes=300, **options)
 
 
 def _way_of(module: nn.Module) -> str:
@@ -1058,7 +1286,7 @@ def _copy_values(source: nn.Module, target: nn.Module, recurse: bool = False) ->
             target.get_buffer(name).copy_(value)
 
 
-def _backward(output: Tensor, divisor: int = 1) -> None:
+def _backward(output: Tensor, divisor: float = 1) -> None:
     """Where there is something to go back through."""
     loss = output.square().mean() / divisor
     if loss.requires_grad:

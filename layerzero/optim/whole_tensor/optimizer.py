@@ -160,7 +160,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._buckets.clear()
         self._members |= {member.parameter: member for member in added}
         self.owned |= {member.fqn: each for member in added if (each := member.tensor) is not None}
-        self._fetch(root, added, range(len(added)))
+        self._fetch(root, range(len(self._members)))  # Earlier ones may have been written.
         self._contents = self._contents_now(root)
         error: Exception | None = None
         try:
@@ -170,8 +170,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         arguments.raise_together(root, error)
 
     @torch.no_grad()
-    def _fetch(self, root: RootState, members: Sequence[Member], numbers: Iterable[int]) -> None:
+    def _fetch(self, root: RootState, numbers: Iterable[int]) -> None:
         """Bring values of shards to their owners. Collective."""
+        members = list(self._members.values())
         buckets = stepping.buckets_of(members, numbers, self._limit)
         stepping.exchange_all(root, members, buckets, "values to owners")
 
@@ -248,7 +249,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         members = list(self._members.values())
         agreed = stepping.agree(root, members, self._find_written(root))
         if agreed.written:
-            self._fetch(root, members, agreed.written)
+            self._fetch(root, agreed.written)
         if agreed.present not in self._buckets:
             buckets = stepping.buckets_of(members, agreed.present, self._limit)
             self._buckets = {agreed.present: buckets}
@@ -298,9 +299,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """For each member, whether its flat parameter was written since the last step."""
         for handle, member in self._handles().items():
             handle.reset_sharded_params(member.fqn)
-        now = self._contents_now(root)
-        written = {handle: self._contents.get(handle) != each for handle, each in now.items()}
-        return [written[member.handle] for member in self._members.values()]
+        now, before = self._contents_now(root), self._contents
+        return [now[each.handle] != before.get(each.handle) for each in self._members.values()]
 
     def _contents_now(self, root: RootState) -> dict[FlatParamHandle, tuple[list[int], int]]:
         return {handle: each.contents(root) for handle, each in self._handles().items()}
