@@ -111,11 +111,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
-        if self.is_enabled() and not isinstance(optimizer, AdamW):
-            stage = self._per_optimizer_states[id(optimizer)]["stage"]
-            if stage is torch.amp.grad_scaler.OptState.READY:
-                # Optimizers that unscale themselves would check only this rank's shards.
-                self.unscale_(optimizer)
+        if not self.is_enabled() or isinstance(optimizer, AdamW):
+            return super().step(optimizer, *args, **kwargs)
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is torch.amp.grad_scaler.OptState.READY:
+            # Optimizers that unscale themselves would check only this rank's shards.
+            self.unscale_(optimizer)
         with self._scale_beside_gradients(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
@@ -123,19 +124,14 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_beside_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the scale is on the host if gradients are: torch copies numbers from a device
         to the host without waiting until they are there, and uses them at once."""
-        scale = self._scale if self.is_enabled() else None
+        scale = self._scale
         gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
-        if (
-            scale is not None
-            and not isinstance(optimizer, AdamW)
-            and any(grad is not None and grad.device.type == "cpu" for grad in gradients)
-        ):
+        if scale is not None and any(g is not None and g.device.type == "cpu" for g in gradients):
             self._scale = scale.cpu()
         try:
             yield
         finally:
-            if scale is not None:
-                self._scale = scale
+            self._scale = scale
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
