@@ -12,6 +12,7 @@ _ELEMENTWISE = (
     "adagrad",
     "rmsprop",
     "schedule_free_adamw",
+    "schedule_free_radam",
     "schedule_free_sgd",
 )
 """Element-wise optimizers, which work on shards."""
