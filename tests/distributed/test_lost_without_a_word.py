@@ -41,6 +41,8 @@ class Writes(nn.Module):
                 self.linear.weight.clamp_(-0.01, 0.01)
         elif self.how == "data":
             self.codes.data.copy_(x[:2].detach())
+        elif self.how == "other data":  # MoCo; a clamp may leave all values as they are at first.
+            self.codes.data = self.codes.data.clamp(max=1.0)
         elif self.how == "replaced":
             self.codes = nn.Parameter(self.codes * 0.5 + 1)
         row = self.table(torch.tensor([1]))
@@ -64,6 +66,7 @@ def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("in place", "linear.weight", "wrote into")
     _writes("max_norm", "table.weight", "wrote into")
     _writes("data", "codes", "wrote into")
+    _writes("other data", "codes", "wrote into")
     _writes("replaced", "codes", "replaced")
 
 
@@ -106,6 +109,22 @@ class _Parametrizes(Block):
             return super().forward(x)
         finally:
             parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+class _Flattens(Block):
+    """As `rnn.flatten_parameters()` does with cuDNN: weights are `set_` into one buffer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.set_(parameter.detach().clone())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_parameters_that_a_forward_sets_elsewhere_follow_the_weights(world_size: int) -> None:
+    trained_alike(lambda: nn.Sequential(_Flattens(), Block()), Block)
 
 
 @on_ranks(2)
