@@ -28,14 +28,10 @@ class EachForward(Extension):
 
     def __init__(self, context: RuntimeContext, units: Sequence[Unit], first: FirstForward) -> None:
         self._first = first
-        self._unchanged: set[str] = set()
-        """Parameters whose versions grow without a change of their bits: `set_` to themselves."""
         self._context = context
         self._units = units
-        self._unsharded_params = [
-            unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
-        ]
         self._handles = [handle for unit in units for handle in unit.handles]
+        self._unsharded_params = [p for handle in self._handles for p in handle.unsharded_params]
 
     def before_forward(self, unit: Unit, forward_pass: object) -> None:
         """
@@ -57,7 +53,7 @@ class EachForward(Extension):
             self._refuse_gradients()
 
     def _refuse_gradients(self) -> None:
-        fqns = [fqn for unit in self._units for handle in unit.handles for fqn in handle.fqns]
+        fqns = [fqn for handle in self._handles for fqn in handle.fqns]
         pairs = zip(fqns, self._unsharded_params, strict=True)
         names = [fqn for fqn, unsharded in pairs if unsharded.grad is not None]
         for unit in self._units:
@@ -87,6 +83,5 @@ class EachForward(Extension):
                     names += [fqn for fqn, before, now in triples if before != now]
                 handle.left_versions = versions
                 rejoin(handle)  # As `flatten_parameters` of cuDNN's RNNs needs.
-        self._unchanged |= self._first.unchanged(names) if names else set()
-        names = [name for name in names if name not in self._unchanged]
+        names = self._first.changed(names) if names else names
         return written_into(names) if names else None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -46,26 +46,28 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstForward(Extension):
-    """Sums the bits of unsharded parameters around each call: in the first evaluation, and until a
-    training forward is clean."""
+    """Sums the bits of unsharded parameters around calls: in the first evaluation, until a training
+    forward is clean, and where versions grow without a change (a clamp, which may act later)."""
 
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
         self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
         self._draws = EqualDraws(units)
-        self._has_evaluated = False
+        self._lasting: set[Unit] = set()
+        self._has_evaluated = self._is_clean = False
         self._begin()
 
     def _begin(self) -> None:
         self._was_training = False
         self._before: dict[Unit, list[torch.Tensor]] = {}
-        self._pairs: list[tuple[FlatParamHandle, torch.Tensor, torch.Tensor]] = []
+        self._pairs: list[tuple[Unit, FlatParamHandle, torch.Tensor, torch.Tensor]] = []
 
     def begin_call(self, unit: Unit) -> None:
         is_training = torch.is_grad_enabled() and unit.module.training
-        if is_training or not self._has_evaluated:
+        is_early = not self._is_clean and (is_training or not self._has_evaluated)
+        if is_early or unit in self._lasting:
             self._before[unit] = _digests(unit)
-        if is_training:
+        if is_training and not self._is_clean:
             self._was_training = True
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
@@ -75,10 +77,10 @@ class FirstForward(Extension):
     def end_call(self, unit: Unit) -> None:
         if unit in self._before:
             before, after = self._before.pop(unit), _digests(unit)
-            self._pairs += zip(unit.handles, before, after, strict=True)
+            self._pairs += zip(repeat(unit), unit.handles, before, after)
 
     def after_forward(self) -> RuntimeError | None:
-        if not self._was_training:
+        if self._is_clean or not self._was_training:
             # Nothing is looked at unless a version has changed: that would block the host.
             self._has_evaluated = True
             self._begin()
@@ -87,20 +89,25 @@ class FirstForward(Extension):
         self._begin()
         if names:
             return written_into(names)
-        self._extensions.remove(self)
+        if not self._lasting:
+            self._extensions.remove(self)
+        self._is_clean = True
         if text := self._draws.found():
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
             warn_once(text, is_first=is_first)
         return None
 
-    def unchanged(self, names: Sequence[str]) -> set[str]:
-        """Those whose bits the forward that ends left alone; none, unless it was looked at."""
-        return {*names}.difference(self.written()) if self._pairs else set()
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Of parameters whose versions grew: without those whose bits are known to be the same."""
+        same = {fqn for _, handle, _, _ in self._pairs for fqn in handle.fqns}
+        same = same.intersection(names).difference(self.written())
+        self._lasting |= {pair[0] for pair in self._pairs if not same.isdisjoint(pair[1].fqns)}
+        return [name for name in names if name not in same]
 
     def written(self) -> list[str]:
         """Names of parameters whose bits changed. Blocks the host."""
         names: dict[str, None] = {}
-        for handle, before, after in self._pairs:
+        for _, handle, before, after in self._pairs:
             for fqn, is_equal in zip(handle.fqns, (before == after).tolist(), strict=True):
                 if not is_equal:
                     names[fqn] = None
@@ -139,12 +146,11 @@ def _digests(unit: Unit) -> list[torch.Tensor]:
 
 
 def _sums(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
-    full = handle.full.data
+    full, size = handle.full.data, handle.full.element_size()
     for index, parameter in enumerate(handle.unsharded_params):
         own, moved = local_of(parameter).detach().reshape(-1), 0
         if own.numel() and version_of(parameter) == handle.left_versions[index]:
-            place = handle.layout.starts[index] * full.element_size()
-            moved = address_of(own) - address_of(full) - place
+            moved = address_of(own) - address_of(full) - handle.layout.starts[index] * size
         bits = own[: 0 if is_main_memory(handle) else None]
         yield bits.view(_BITS.get(own.element_size(), torch.uint8)).sum(dtype=torch.int64) + moved
 

@@ -61,6 +61,19 @@ def _writes(how: str, name: str, verb: str) -> None:
     assert model.module.linear.weight.grad is not None
 
 
+def _acts_later() -> None:
+    """A clamp that leaves all values as they are in the first forwards, of BLIP's temperature."""
+    model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
+    with model.summon_full_params(), torch.no_grad():
+        model.module.linear.weight.clamp_(-0.01, 0.01)
+    for _ in range(2):
+        model(own_batch()).sum().backward()
+    with torch.no_grad():
+        model.linear.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"wrote into.*'linear\.weight'"):
+        model(own_batch())
+
+
 @on_ranks(2)
 def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("in place", "linear.weight", "wrote into")
@@ -68,6 +81,7 @@ def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("data", "codes", "wrote into")
     _writes("other data", "codes", "wrote into")
     _writes("replaced", "codes", "replaced")
+    _acts_later()
 
 
 class _Replaces(nn.Module):
