@@ -1,15 +1,8 @@
 """Checks before and after each forward of a model.
 
 Unsharded parameters are copies, freed after use. Some things that plain torch allows never reach
-the sharded parameters; they raise at the end of the forward, or at the beginning of the next one:
-
-- A write in forward: `nn.Embedding(max_norm=...)`, a clamp, a codebook that follows its inputs.
-  Version counters show it, except for writes through `.data`: see first_forward.py.
-- A parameter assigned over an unsharded one in forward (`self.w = nn.Parameter(...)`).
-- A gradient for a unit none of whose outputs had one: a tensor left the unit another way (a hook
-  that keeps an activation), and backward did not enter the unit through any output.
-
-An engine around the model that would take sharded parameters for full ones is refused as well.
+the sharded parameters, and raise (docs/reference/errors.md). Version counters show what a forward
+writes, except through `.data`: see first_forward.py.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from operator import attrgetter, is_
 from torch.nn.parallel import DistributedDataParallel
 
 from layerzero.flat.flat_param import version_of
-from layerzero.guards.first_forward import FirstForward, is_main_memory, written_into
+from layerzero.guards.first_forward import FirstForward, is_main_memory, rejoin, written_into
 from layerzero.notices import some
 from layerzero.step.context import RuntimeContext
 from layerzero.step.extension import Extension
@@ -35,14 +28,10 @@ class EachForward(Extension):
 
     def __init__(self, context: RuntimeContext, units: Sequence[Unit], first: FirstForward) -> None:
         self._first = first
-        self._unchanged: set[str] = set()
-        """Parameters whose versions grow without a change of their bits: `set_` to themselves."""
         self._context = context
         self._units = units
-        self._unsharded_params = [
-            unsharded for unit in units for h in unit.handles for unsharded in h.unsharded_params
-        ]
-        self._copies = [h for unit in units for h in unit.handles if not is_main_memory(h)]
+        self._handles = [handle for unit in units for handle in unit.handles]
+        self._unsharded_params = [p for handle in self._handles for p in handle.unsharded_params]
 
     def before_forward(self, unit: Unit, forward_pass: object) -> None:
         """
@@ -64,7 +53,7 @@ class EachForward(Extension):
             self._refuse_gradients()
 
     def _refuse_gradients(self) -> None:
-        fqns = [fqn for unit in self._units for handle in unit.handles for fqn in handle.fqns]
+        fqns = [fqn for handle in self._handles for fqn in handle.fqns]
         pairs = zip(fqns, self._unsharded_params, strict=True)
         names = [fqn for fqn, unsharded in pairs if unsharded.grad is not None]
         for unit in self._units:
@@ -86,13 +75,13 @@ class EachForward(Extension):
                 "inside summon_full_params()"
             )
         names: list[str] = []
-        for handle in self._copies:
+        for handle in self._handles:
             versions = [*map(version_of, handle.unsharded_params)]
             if versions != handle.left_versions:
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
-                names += [fqn for fqn, before, now in triples if before != now]
+                if not is_main_memory(handle):
+                    names += [fqn for fqn, before, now in triples if before != now]
                 handle.left_versions = versions
-        if names and self._first.has_sums:
-            self._unchanged.update({*names}.difference(self._first.written()))
-        names = [name for name in names if name not in self._unchanged]
+                rejoin(handle)  # As `flatten_parameters` of cuDNN's RNNs needs.
+        names = self._first.changed(names) if names else names
         return written_into(names) if names else None

@@ -1,6 +1,7 @@
 """Looks at the bits of unsharded parameters around the first forwards of a model.
 
-- A write in forward through `.data` changes no version (each_forward.py): sums of the bits show it.
+- A write in forward through `.data` changes no version (each_forward.py): sums of the bits show it,
+  and the place where `p.data = other` puts a parameter.
 - Random numbers that ranks drew alike for their unequal parts: a warning, see Note [Equal draws].
 
 Note [Equal draws]
@@ -19,11 +20,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from layerzero.flat.flat_param import address_of, version_of
+from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some, warn_once
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
@@ -43,26 +46,28 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstForward(Extension):
-    """Sums the bits of unsharded parameters around each call: in the first evaluation, and until a
-    training forward is clean."""
+    """Sums the bits of unsharded parameters around calls: in the first evaluation, until a training
+    forward is clean, and where versions grow without a change (a clamp, which may act later)."""
 
     def __init__(self, extensions: Extensions, units: Sequence[Unit]) -> None:
         self._extensions = weakref.proxy(extensions)  # Which hold this object.
         self._units = units
         self._draws = EqualDraws(units)
-        self._has_evaluated = False
+        self._lasting: set[Unit] = set()
+        self._has_evaluated = self._is_clean = False
         self._begin()
 
     def _begin(self) -> None:
         self._was_training = False
         self._before: dict[Unit, list[torch.Tensor]] = {}
-        self._pairs: list[tuple[Unit, list[torch.Tensor], list[torch.Tensor]]] = []
+        self._pairs: list[tuple[Unit, FlatParamHandle, torch.Tensor, torch.Tensor]] = []
 
     def begin_call(self, unit: Unit) -> None:
         is_training = torch.is_grad_enabled() and unit.module.training
-        if is_training or not self._has_evaluated:
+        is_early = not self._is_clean and (is_training or not self._has_evaluated)
+        if is_early or unit in self._lasting:
             self._before[unit] = _digests(unit)
-        if is_training:
+        if is_training and not self._is_clean:
             self._was_training = True
             # Hidden from dispatch modes: selective checkpointing counts operations.
             with _disable_current_modes(), torch.no_grad():
@@ -70,12 +75,12 @@ class FirstForward(Extension):
                     self._draws.note(handle)
 
     def end_call(self, unit: Unit) -> None:
-        before = self._before.pop(unit, None)
-        if before is not None:
-            self._pairs.append((unit, before, _digests(unit)))
+        if unit in self._before:
+            before, after = self._before.pop(unit), _digests(unit)
+            self._pairs += zip(repeat(unit), unit.handles, before, after)
 
     def after_forward(self) -> RuntimeError | None:
-        if not self._was_training:
+        if self._is_clean or not self._was_training:
             # Nothing is looked at unless a version has changed: that would block the host.
             self._has_evaluated = True
             self._begin()
@@ -84,26 +89,29 @@ class FirstForward(Extension):
         self._begin()
         if names:
             return written_into(names)
-        self._extensions.remove(self)
+        if not self._lasting:
+            self._extensions.remove(self)
+        self._is_clean = True
         if text := self._draws.found():
             is_first = all(h.placement.is_first for unit in self._units for h in unit.handles)
             warn_once(text, is_first=is_first)
         return None
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether it has sums of the forward that ends: of training, or the first evaluation."""
-        return bool(self._pairs)
+    def changed(self, names: Sequence[str]) -> list[str]:
+        """Of parameters whose versions grew: without those whose bits are known to be the same."""
+        same = {fqn for _, handle, _, _ in self._pairs for fqn in handle.fqns}
+        same = same.intersection(names).difference(self.written())
+        self._lasting |= {pair[0] for pair in self._pairs if not same.isdisjoint(pair[1].fqns)}
+        return [name for name in names if name not in same]
 
     def written(self) -> list[str]:
         """Names of parameters whose bits changed. Blocks the host."""
         names: dict[str, None] = {}
-        for unit, before, after in self._pairs:
-            handles = [handle for handle in unit.handles if not is_main_memory(handle)]
-            for handle, old, new in zip(handles, before, after, strict=True):
-                for fqn, is_equal in zip(handle.fqns, (old == new).tolist(), strict=True):
-                    if not is_equal:
-                        names[fqn] = None
+        for _, handle, before, after in self._pairs:
+            for fqn, is_equal in zip(handle.fqns, (before == after).tolist(), strict=True):
+                if not is_equal:
+                    names[fqn] = None
+                    rejoin(handle)
         return list(names)
 
 
@@ -115,28 +123,36 @@ def written_into(names: Sequence[str]) -> RuntimeError:
     )
 
 
+def rejoin(handle: FlatParamHandle) -> None:
+    """Have parameters that `set_` or `.data = other` took away lie in the full buffer again."""
+    is_free = not handle.buffer.storage.nbytes()
+    if is_free:
+        handle.allocate_full()
+    handle.move_full(handle.full.data)
+    if is_free:
+        handle.free_full()
+
+
 def is_main_memory(handle: FlatParamHandle) -> bool:
     """Whether unsharded parameters are the optimizer's memory: writes stay, as in plain torch."""
     return handle.is_whole and not handle.has_compute_shard
 
 
 def _digests(unit: Unit) -> list[torch.Tensor]:
-    """For each flat parameter, the sum of the bits of each parameter: [num_parameters], int64."""
+    """For each flat parameter: the sum of the bits of each parameter, and how far it was moved."""
     # Hidden from dispatch modes: selective checkpointing counts operations.
     with _disable_current_modes(), torch.no_grad():
-        return [_digest(handle) for handle in unit.handles if not is_main_memory(handle)]
+        return [torch.stack([*_sums(handle)]) for handle in unit.handles]
 
 
-def _digest(handle: FlatParamHandle) -> torch.Tensor:
-    full = handle.full.data
-    bits = full.view(_BITS.get(full.element_size(), torch.uint8))
-    factor = bits.numel() // max(full.numel(), 1)
-    starts, numels = handle.layout.starts, handle.layout.numels
-    sums = [
-        bits[start * factor : (start + numel) * factor].sum(dtype=torch.int64)
-        for start, numel in zip(starts, numels, strict=True)
-    ]
-    return torch.stack(sums)
+def _sums(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
+    full, size = handle.full.data, handle.full.element_size()
+    for index, parameter in enumerate(handle.unsharded_params):
+        own, moved = local_of(parameter).detach().reshape(-1), 0
+        if own.numel() and version_of(parameter) == handle.left_versions[index]:
+            moved = address_of(own) - address_of(full) - handle.layout.starts[index] * size
+        bits = own[: 0 if is_main_memory(handle) else None]
+        yield bits.view(_BITS.get(own.element_size(), torch.uint8)).sum(dtype=torch.int64) + moved
 
 
 class EqualDraws:

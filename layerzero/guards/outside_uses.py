@@ -1,9 +1,4 @@
-"""Guards against what uses sharded parameters outside the forward of their units, as losses do.
-
-A penalty on `model.parameters()`, which are sharded between calls, is right if it is a sum over
-elements, and wrong if it is a norm or needs whole tensors: a warning once autograd computes such a
-gradient.
-"""
+"""Warns where autograd computes a gradient of a shard, as for a penalty on `model.parameters()`."""
 
 from __future__ import annotations
 

@@ -142,11 +142,12 @@ def _has_sharded_param(group: dict[str, Any]) -> bool:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    # One that wraps another and is not initialised (timm's Lookahead) leaves all to the one inside.
-    if WAITING in optimizer.__dict__ or "_optimizer_state_dict_post_hooks" not in vars(optimizer):
+    if WAITING in optimizer.__dict__:
         return
     while _before_first:
         _before_first.pop()()
     setattr(optimizer, WAITING, [*_on_first_step])
-    for function in _on_sharded_params:
+    # One that wraps another and is not initialised (Lookahead, OrthoGrad) leaves the rest to it.
+    is_initialised = "_optimizer_state_dict_post_hooks" in vars(optimizer)
+    for function in _on_sharded_params if is_initialised else ():
         function(optimizer)

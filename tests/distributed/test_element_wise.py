@@ -1,5 +1,6 @@
 """Code that takes shards for whole parameters warns: optimizers, groups by shape."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -28,6 +29,20 @@ class Signed(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
+class Around(torch.optim.Optimizer):
+    """Around another one, and not initialised, as OrthoGrad and TRAC of pytorch_optimizer."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = OrderedDict()
+        self._patch_step_function()
+        self.inside, self.param_groups = inside, inside.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm() + 1
+        return self.inside.step(closure)
 
 
 class Renamed(torch.optim.AdamW):
@@ -103,6 +118,8 @@ def test_what_takes_shards_for_whole_parameters_warns_once_or_is_refused() -> No
     signed = Signed(model.parameters())
     _expect(_steps(signed), "Signed", "more than one element", whole, "AdamW or SGD")
     _expect(_steps(Signed(model.parameters())))  # once
+    around = Around(torch.optim.SGD(model.parameters(), lr=1e-3))
+    _expect(_steps(around), "Around was given sharded parameters", "more than one element")
     plain = nn.Linear(3, 3)
     plain(torch.ones(3)).sum().backward()
     _expect(_steps(Signed(plain.parameters())))

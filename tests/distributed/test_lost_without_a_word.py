@@ -43,6 +43,8 @@ class Writes(nn.Module):
                 self.linear.weight.clamp_(-0.01, 0.01)
         elif self.how == "data":
             self.codes.data.copy_(x[:2].detach())
+        elif self.how == "other data":  # MoCo; a clamp may leave all values as they are at first.
+            self.codes.data = self.codes.data.clamp(max=1.0)
         elif self.how == "replaced":
             self.codes = nn.Parameter(self.codes * 0.5 + 1)
         row = self.table(torch.tensor([1]))
@@ -61,12 +63,27 @@ def _writes(how: str, name: str, verb: str) -> None:
     assert model.module.linear.weight.grad is not None
 
 
+def _acts_later() -> None:
+    """A clamp that leaves all values as they are in the first forwards, of BLIP's temperature."""
+    model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
+    with model.summon_full_params(), torch.no_grad():
+        model.module.linear.weight.clamp_(-0.01, 0.01)
+    for _ in range(2):
+        model(own_batch()).sum().backward()
+    with torch.no_grad():
+        model.linear.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"wrote into.*'linear\.weight'"):
+        model(own_batch())
+
+
 @on_ranks(2)
 def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _writes("in place", "linear.weight", "wrote into")
     _writes("max_norm", "table.weight", "wrote into")
     _writes("data", "codes", "wrote into")
+    _writes("other data", "codes", "wrote into")
     _writes("replaced", "codes", "replaced")
+    _acts_later()
 
 
 class _Replaces(nn.Module):
@@ -108,6 +125,22 @@ class _Parametrizes(Block):
             return super().forward(x)
         finally:
             parametrize.remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+class _Flattens(Block):
+    """As `rnn.flatten_parameters()` does with cuDNN: weights are `set_` into one buffer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.set_(parameter.detach().clone())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_parameters_that_a_forward_sets_elsewhere_follow_the_weights(world_size: int) -> None:
+    trained_alike(lambda: nn.Sequential(_Flattens(), Block()), Block)
 
 
 @on_ranks(2)

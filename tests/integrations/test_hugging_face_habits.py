@@ -115,12 +115,17 @@ class _Preferences(Trainer):
         model.resize_token_embeddings(model.config.vocab_size + 3)
         super().__init__(model=model, args=args, **named)
         reference.resize_token_embeddings(reference.config.vocab_size + 3)
-        self.reference = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.reference = reference
+        self.reference = self.accelerator.prepare_model(self.reference, evaluation_mode=True)
+        self.teacher = self.accelerator.prepare_model(build("llama"), evaluation_mode=True)
         self.distances: list[float] = []
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
         with torch.no_grad():
             reference = self.reference(**inputs).logits
+            # As in DistillationTrainer, which projects by the teacher's head itself.
+            taught = self.teacher.model(inputs["input_ids"])[0] @ self.teacher.lm_head.weight.T
+            reference[..., : taught.shape[-1]] += taught
         loss, outputs = super().compute_loss(model, inputs, True, **named)
         self.distances.append((outputs.logits - reference).abs().max().item())
         return loss
@@ -140,7 +145,7 @@ class _ShardedFirst(ZeRO3Trainer, _Preferences):
 
 
 @on_ranks(2, timeout=120)
-def test_a_derived_trainer_changes_its_model_first_and_has_a_sharded_reference(
+def test_a_derived_trainer_changes_its_model_first_and_has_a_reference_and_a_teacher(
     tmp_path: Path,
 ) -> None:
     results = []

@@ -462,7 +462,7 @@ def test_arguments_reach_the_engine_or_are_refused_with_what_to_use(tmp_path: Pa
     model, quantized = build("llama"), build("llama")
     quantized.is_quantized = True
     for given, changes, options, message in (
-        (model, {"optim": "adafactor"}, {}, "expected an element-wise one.*WholeTensorOptimizer"),
+        (model, {"optim": "adafactor"}, {}, "on shards: .*schedule_free_radam,.*WholeTensorOpt"),
         (model, {"auto_find_batch_size": True}, {}, "set per_device_train_batch_size"),
         (model, {"bf16_full_eval": True}, {}, "use bf16=True"),
         (model, fsdp, {}, "leave fsdp and fsdp_config out, and pass options as zero3="),

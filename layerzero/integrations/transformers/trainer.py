@@ -2,11 +2,7 @@
 
 The Trainer's `model` is the module inside the wrapper, so that code that inspects its class, config
 or names works; `model_wrapped` is the ZeRO3 module that it trains. Calls of either unshard units.
-
-    checkpoint-N/
-      config.json, model.safetensors, ...   as from save_pretrained, for from_pretrained
-      layerzero/step-N/                     model, optimizer, scheduler, random states, to resume
-      trainer_state.json                    written last; a folder without it is incomplete
+A checkpoint-N (docs/reference/transformers.md) is complete once it has trainer_state.json.
 """
 
 from __future__ import annotations
@@ -111,15 +107,14 @@ class ZeRO3Trainer(Trainer):
         if is_peft_model(model) and args.load_best_model_at_end and args.save_only_model:
             raise NotImplementedError(_NEEDS_ALL)
         inside = next(iter(sharded_inside(model)), None)
-        if before is not None:
-            if self._options:
-                raise ValueError(
-                    f"zero3={self._options}: expected none, this {type(model).__name__} is sharded "
-                    "already; to shard it otherwise, use a separate model"
-                )
-            self.sharded_model = before
-        else:
-            self.sharded_model = self._shard_alike(model, args, args.bf16 and inside is None)
+        if before is not None and self._options:
+            raise ValueError(
+                f"zero3={self._options}: expected none, this {type(model).__name__} is sharded "
+                "already; to shard it otherwise, use a separate model"
+            )
+        if before is None:
+            before = self._shard_alike(model, args, args.bf16 and inside is None)
+        self.sharded_model = before
         unit = get_unit(inside or self.sharded_model)
         computes = None if unit is None else unit.options.mixed_precision.param_dtype
         if args.bf16 and computes != torch.bfloat16 and dist.get_rank() == 0:
@@ -144,8 +139,11 @@ class ZeRO3Trainer(Trainer):
         return shard(model, **options)
 
     def _shard_reference(self, model: nn.Module) -> bool:
-        """Shard TRL's reference model as the trained one, with whose parameters it is updated."""
-        is_reference = type(model) is type(self.model) and sharded_before(model) is None
+        """Shard TRL's reference model as the trained one, with whose parameters it is updated.
+
+        The trainer has it as an attribute; not yet a teacher, whose head TRL uses by itself."""
+        held = any(each is model for each in vars(self).values())
+        is_reference = held and type(model) is type(self.model) and sharded_before(model) is None
         if is_reference:
             self._shard_alike(model, self.args, self.args.bf16)
         return is_reference

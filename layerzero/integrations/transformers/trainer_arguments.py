@@ -12,6 +12,7 @@ _ELEMENTWISE = (
     "adagrad",
     "rmsprop",
     "schedule_free_adamw",
+    "schedule_free_radam",
     "schedule_free_sgd",
 )
 """Element-wise optimizers, which work on shards."""
@@ -59,8 +60,8 @@ def check_arguments(args: Any) -> None:
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _ELEMENTWISE:
         raise ValueError(
-            f"ZeRO3Trainer: optim={optim!r} needs whole parameters; expected an element-wise one: "
-            f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs=(layerzero.optim."
-            "WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...}), which steps any torch "
-            "optimizer on whole tensors"
+            f"ZeRO3Trainer: optim={optim!r}: expected one that is known to work on shards: "
+            f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs: an element-wise class, "
+            "or (layerzero.optim.WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...}), which "
+            "steps any torch optimizer on whole tensors"
         )
