@@ -109,7 +109,7 @@ def fully_shard(
         _check_module(each)
     top = modules[0] if len(modules) == 1 else _Together(modules)
     _check_placements(top, shard_placement_fn)
-    ignored = ignored_params or set()
+    ignored, values = ignored_params or set(), (*top.parameters(), *top.buffers())
     given = {
         **KEYWORDS,
         "module": top,
@@ -118,7 +118,7 @@ def fully_shard(
         "mixed_precision": mp_policy,
         "offload": offload_policy,
         "ignored_parameters": [p for p in top.parameters() if p in ignored],
-        "param_init_fn": "later" if _has_meta(top) else None,
+        "param_init_fn": "later" if any(each.is_meta for each in values) else None,
         "device": current_accelerator() or "cpu" if mesh is None else mesh.device_type,
         # As torch adds up micro-batches: before anything is sent.
         "accumulation": "unsharded",
@@ -207,10 +207,6 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
             "use True or False"
         )
     return {"zero3_size": value, "outer": "shard", "reshard_after_forward": "compute_shard"}
-
-
-def _has_meta(module: nn.Module) -> bool:
-    return any(each.is_meta for of in (module.parameters, module.buffers) for each in of())
 
 
 class _Together(nn.Module):

@@ -187,9 +187,8 @@ class GradientSums(GradientBuffer):
         earlier = self._earlier  # Also amid a pass, or after one that has failed.
         if index in earlier.local:
             yield 0, earlier.local[index].view(-1)
-        flats = [] if earlier.area is None else [earlier.area.tensor]
-        flats += [each for each in (earlier.shard_sum, earlier.host_sum) if each is not None]
-        for flat in flats:
+        area = None if earlier.area is None else earlier.area.tensor
+        for flat in filter(torch.is_tensor, (area, earlier.shard_sum, earlier.host_sum)):
             for run in self._runs_in(flat, self.layout):
                 if run.param == index:
                     yield run.start, flat[run.offset : run.offset + run.numel]

@@ -95,9 +95,9 @@ def _step(tensors: StepTensors, grad_scale: float, seed: int) -> None:
         if factor.numel():
             given = given * factor.to(given.device, dtype)
         options = values[row[ROW]]
-        now = [
+        now = [  # A row without amsgrad, where another has it, leaves the third state alone.
             _widen(i, states[i][_state_part(row)], scales[i] if scales else None, row)
-            for i in range(_num_states(options))
+            for i in range(3 if options[FLAG] else 2)
         ]
         last = None
         if states[0].dtype.itemsize >= 4:
@@ -105,11 +105,6 @@ def _step(tensors: StepTensors, grad_scale: float, seed: int) -> None:
         p, now = _adamw(options, given, main[part].to(dtype), now, last)
         main[part] = p.to(main.dtype)
         store_states(now, states, scales, row, int(options[STEP]), seed)
-
-
-def _num_states(options: list[float]) -> int:
-    """States that a row uses: one without amsgrad, where another has it, leaves the third alone."""
-    return 3 if options[FLAG] else 2
 
 
 def store_states(

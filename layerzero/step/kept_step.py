@@ -86,8 +86,7 @@ class KeptStep:
         parameter.grad = shown
 
     def hide(self) -> bool:
-        """Remove what it shows, so that `.grad` is what was reduced; returns whether there was
-        anything."""
+        """Remove what it shows, so that `.grad` is what was reduced; returns whether it did."""
         placed, self._placed = self._placed, []
         for parameter, shown, before in placed:
             if parameter.grad is shown:
@@ -98,12 +97,9 @@ class KeptStep:
     def follow_zero_grad(self) -> None:
         """Give the step up if the program has cleared all sums, or any gradient of a step that is
         left out; else drop the sums of parameters that it has cleared. Not amid a pass."""
-        if not self._placed:
-            return
         shown = [each for each in self._placed if each[0].grad is each[1]]
         if len(shown) < len(self._placed) and (self.is_skipping or not shown):
-            self.give_up()
-            return
+            return self.give_up()
         for parameter, waiting, _ in self._placed:
             if parameter.grad is not waiting:
                 self._waiting[parameter].drop()

@@ -91,9 +91,8 @@ class WaitingGradient(torch.Tensor):
         targets, *factor = args
         if func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
             # Autograd: the program has used the sharded parameter itself.
-            return targets.stand_before(
-                factor[0].clone() if targets.before is None else targets.before.add_(factor[0])
-            )
+            reduced = 0 if targets.before is None else targets.before
+            return targets.stand_before(reduced + factor[0])
         several = isinstance(targets, (list, tuple))
         factors = factor[0] if factor and isinstance(factor[0], (list, tuple)) else None
         has_elements = factor and isinstance(factor[0], torch.Tensor) and factor[0].numel() != 1

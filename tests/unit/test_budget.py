@@ -18,16 +18,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_193,
+    "": 40_214,
     "flat": 2_658,
-    "step": 4_382,
+    "step": 4_389,
     "comm": 1_489,
     "watch": 912,
     "build": 2_325,
     "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_401
+TOUR = 16, 4_402
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_664
 """Files that a plain step enters once its orders are recorded, and their lines."""

@@ -26,7 +26,9 @@ def map_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     # Small tensors outside the weights may be kept for long. They are copied, because the mapping
     # becomes invalid if the file is overwritten.
     for name in checkpoint.keys() - {"state_dict"}:
-        checkpoint[name] = apply_to_collection(checkpoint[name], torch.Tensor, _own_if_small)
+        checkpoint[name] = apply_to_collection(
+            checkpoint[name], torch.Tensor, lambda t: t.clone() if t.nbytes <= _COPIED_NBYTES else t
+        )
     return checkpoint
 
 
@@ -63,10 +65,6 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
             {**each, "params": [new[old] for old in each["params"]]} for each in groups
         ],
     }
-
-
-def _own_if_small(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.nbytes <= _COPIED_NBYTES else tensor
 
 
 def open_folder(path: Path) -> dict[str, Any]:
