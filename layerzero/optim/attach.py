@@ -57,6 +57,11 @@ def on_first_step(function: _Function) -> _Function:
     return function
 
 
+def holds_sharded_params(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any of its parameters is a sharded parameter of a wrapped model."""
+    return any(_has_sharded_param(group) for group in optimizer.param_groups)
+
+
 def watch(before_first: Callable[[], None]) -> None:
     """Start checking the parameters of optimizers. Called before any optimizer has a sharded one.
 
@@ -93,7 +98,7 @@ def look_at(optimizer: torch.optim.Optimizer) -> None:
                 )
             # In place: the optimizer may have other references to the list.
             group["params"][place] = sharded
-    if any(map(_has_sharded_param, optimizer.param_groups)):
+    if holds_sharded_params(optimizer):
         _attach(optimizer)
 
 

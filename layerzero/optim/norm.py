@@ -259,10 +259,14 @@ def _power(
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """[len(tensors)] norms of tensors on one device, summed in float64."""
-    if tensors[0].device.type != "cpu":
+    if _is_on_device(tensors[0]):
         # One call reads each tensor once; `vector_norm` would copy it to float64 first.
         return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float64))
     return torch.stack([*map(sum_squares, tensors)]).sqrt()
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 def all_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

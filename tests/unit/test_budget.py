@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_214,
+    "": 40_223,
     "flat": 2_658,
     "step": 4_389,
     "comm": 1_489,
