@@ -113,9 +113,7 @@ class _Rounded(Run):
                 if way == "wait" or not waiting:
                     continue
                 with self._no_sync(way == "no_sync") if is_sharded else contextlib.nullcontext():
-                    # Of the twin, so that each is a term of the sum, one after the other.
-                    for each in [torch.stack(waiting).sum()] if is_sharded else waiting:
-                        each.backward()
+                    torch.stack(waiting).sum().backward()
                 waiting = []
                 self._num_backwards += 1
         return losses
@@ -128,8 +126,8 @@ class _Rounded(Run):
         self._roundings = Counter[str]()
 
         def add(name: str, gradient: Tensor) -> None:
-            # Parts of one backward add up in the parameter's dtype: those of several forwards, and
-            # those of each reentrant recomputation.
+            # Each reentrant recomputation is a backward of its own inside another one, and their
+            # parts add up in the parameter's dtype.
             self._roundings[name] += latest.get(name) == self._num_backwards
             latest[name] = self._num_backwards
             value = gradient.detach().float()

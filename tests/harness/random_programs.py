@@ -194,6 +194,7 @@ def _draw_in_place(rng: Rng, model: nn.Module, world_size: int) -> dict[str, Any
 
 
 _OF_TWIN = ["_twin", "_twin_optimizers", "_steps", "_groups", "_schedule", "_clips", "_generator"]
+_OF_TWIN += ["_scaler"]  # The model's, but it may be enabled only with some of these.
 
 
 class Boom(Exception):
@@ -232,7 +233,6 @@ class Run:
         scales = self.rng.random() < 0.2 and after_backward and self._groups != "later"
         scales &= "process_group" not in self._given  # It steps host memory on a device's stream.
         self._scaler = layerzero.GradScaler(init_scale=8.0, growth_interval=2, enabled=scales)
-        self._scaler.scale(torch.ones(()))
         self._to_none = self.rng.random() < 0.7
         self._generator = torch.Generator().manual_seed(seed)
         if seed % 2:  # the others may grow, and shards that are laid out anew lose their hooks
@@ -271,7 +271,7 @@ class Run:
     @property
     def _own_divisor(self) -> float:
         """Of the model's losses; a power of two, or the mean's."""
-        return 1 / self._scaler.get_scale()
+        return 1 / self._scaler.scale(torch.ones(())).item()  # Only this sets its scale up.
 
     def _sharded(self, start: str) -> nn.Module:
         """A copy of the twin, sharded; its values reach it in one of the ways of `STARTS`."""
@@ -1013,7 +1013,7 @@ class Run:
             return
         batch = self._batches()[self._rank]
         factor = float("nan") if self._rank == self._world - 1 else 1.0
-        loss = self._model(batch).square().mean() * factor
+        loss = self._model(batch).square().mean() * factor / self._own_divisor
         if not loss.requires_grad:
             return
         if way == "raise":
