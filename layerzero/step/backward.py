@@ -53,7 +53,7 @@ class ForwardCall:
     unit: Unit
     forward_pass: ForwardPass
     start: int
-    end: int = 0
+    end: int
     _graph_task: int | None = None
 
     def ended(self, time: int) -> None:

@@ -189,7 +189,7 @@ class RootState:
             self._begin_forward(unit)
         self._call_depth += 1
         self.clock += 1
-        call = ForwardCall(unit, self._forward_pass, self.clock)
+        call = ForwardCall(unit, self._forward_pass, self.clock, self.clock)
         unit.enter_forward()
         try:
             self.scheduler.unshard_for_call(unit, in_backward=self.context.in_backward)
