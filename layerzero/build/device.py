@@ -81,7 +81,7 @@ def _resolve_device(
     """The unit and name of the first parameter on each device."""
     for plan in plans:
         for handle in () if plan.existing is None else plan.existing.handles:
-            found.setdefault(handle.main_shard.device, (plan.label, handle.fqns[0]))
+            found.setdefault(plan.existing.context.device, (plan.label, handle.fqns[0]))
         for original in plan.originals:
             problem = _problem_of(original.parameter, original)
             if problem is not None:

@@ -298,6 +298,10 @@ def _without_a_device() -> None:
         for handle in (handle for unit in inner_units(model) for handle in unit.handles):
             assert handle.params_on is None and handle.gradients.sums_on is None
         forward_backward(model, torch.randn(2, WIDTH))
+    # A unit is of the device that it trains on, wherever its main shards are.
+    inner_units(model)[0].context.device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"need one device, got cpu \(.*\) and cuda:0 \("):
+        ZeRO3(nn.Sequential(model, nn.Linear(2, 2)))
     message = r"offload: expected an OffloadPolicy\(params=True\) or None, got True"
     with pytest.raises(TypeError, match=message):
         ZeRO3(Mlp(), offload=True)
