@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -233,8 +233,9 @@ class Backward:
         self._context.set_in_backward(True)
         return begun
 
-    def forget_passes(self) -> None:
+    def forget_passes(self, graphs: Iterable[int] = ()) -> None:
         self._passes.clear()
+        self._graphs = set(graphs)
         self._context.set_in_backward(False)
 
     def _on_abandoned(self) -> Callable[[object], None]:
@@ -352,7 +353,6 @@ class Backward:
 
     def _complete(self, ended: BackwardPass, first: Unit | None) -> None:
         """Return to the state between steps."""
-        self.forget_passes()
         # The optimizer comes next, and may write main shards on the host.
         self._context.wait_for_uploads()
         if ended.is_recorded:
@@ -361,7 +361,7 @@ class Backward:
         oldest = min(starts, default=0)
         # A backward without create_graph ends the hold, but for forwards after its own.
         waiting = {start for start in self._graphs - starts if start > oldest}
-        self._graphs = self._graphs | starts if ended.makes_graph else waiting
+        self.forget_passes(self._graphs | starts if ended.makes_graph else waiting)
         self._scheduler.hold_for_graph(bool(self._graphs))
         for unit in self._units:
             unit.keep_starts(oldest)

@@ -297,3 +297,12 @@ def test_all_units_stay_for_a_second_backward() -> None:
     assert all(holds & Hold.DOUBLE_BACKWARD for holds in held.values())
     gradient.pow(2).sum().backward()
     assert _held(model) == {}
+    # A second backward that fails does not keep them for a graph that is gone.
+    earlier = model(x).sum()
+    (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    handle = x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gradient.pow(2).sum().backward()
+    handle.remove()
+    earlier.backward()
+    assert _held(model) == {}
