@@ -80,8 +80,9 @@ def _resolve_device(
     found: dict[torch.device, tuple[str, str]] = {}
     """The unit and name of the first parameter on each device."""
     for plan in plans:
-        for handle in () if plan.existing is None else plan.existing.handles:
-            found.setdefault(plan.existing.context.device, (plan.label, handle.fqns[0]))
+        if plan.existing is not None and plan.existing.handles:
+            name = plan.existing.handles[0].fqns[0]
+            found.setdefault(plan.existing.context.device, (plan.label, name))
         for original in plan.originals:
             problem = _problem_of(original.parameter, original)
             if problem is not None:
