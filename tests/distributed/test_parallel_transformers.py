@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from layerzero import ParallelManager, ShardingPlan, units
-from layerzero.integrations.transformers import save_pretrained
 from layerzero.parallel.tp_plans import resolve_styles
 from tests.distributed.test_tensor_parallel import VOCAB, follows
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
@@ -21,6 +20,8 @@ from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_parameters, seeded
 
 pytest.importorskip("transformers")
+
+from layerzero.integrations.transformers import save_pretrained
 
 TIMEOUT = timedelta(seconds=25)
 

@@ -167,6 +167,8 @@ ELEMENT_WISE: dict[str, tuple[Any, dict[str, Any]]] = {
     "adadelta": (torch.optim.Adadelta, {"eps": 1e-4}),
     "smooth": (Smooth, {}),
 }
+if torch.__version__ < "2.13":  # A group that is added later has no state there.
+    del ELEMENT_WISE["adagrad"]
 WHOLE = ELEMENT_WISE | {"adafactor": (torch.optim.Adafactor, {}), "muon": (torch.optim.Muon, {})}
 SCHEDULES: list[Any] = [
     functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
