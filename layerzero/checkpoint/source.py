@@ -32,6 +32,9 @@ from layerzero.checkpoint.format.safetensors_file import (
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 
+_CHUNK_NBYTES = 8 << 20
+"""Bytes of a file held in memory at a time."""
+
 
 class Location(NamedTuple):
     """Where a tensor is, in values that JSON has."""
@@ -123,7 +126,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
     for kind in kinds:
         names = [check_file_name(name, path / MANIFEST) for name in manifest.files]
         if index_name(kind) in names:
-            check_index(path / index_name(kind), manifest.files[index_name(kind)])
+            check_file(path / index_name(kind), manifest.files[index_name(kind)])
         own = [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
         tensors, _ = _tensors_of(path, own, manifest)
         if tensors.keys() != manifest.tensors[kind].keys():
@@ -153,10 +156,14 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def check_index(path: Path, record: FileRecord) -> None:
-    """Raise CheckpointError if an index file has another size or checksum than was written."""
-    check_size(path, record)
-    check_crc(path, crc32(read_small(path)), record.crc32)
+def check_file(path: Path, record: FileRecord) -> None:
+    """Read a file; raise CheckpointError if its size or checksum is not what was written."""
+    _check_size(path, record)
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            crc = crc32(chunk, crc)
+    check_crc(path, crc, record.crc32)
 
 
 def check_crc(where: object, crc: int, written: int | None) -> None:
@@ -168,7 +175,7 @@ def check_crc(where: object, crc: int, written: int | None) -> None:
         )
 
 
-def check_size(path: Path, record: FileRecord) -> None:
+def _check_size(path: Path, record: FileRecord) -> None:
     try:
         check_regular(path)
         nbytes = path.stat().st_size
@@ -186,7 +193,7 @@ def _tensors_of(
     tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        head, found = read_head(folder / name, manifest)
+        head, found = _read_head(folder / name, manifest)
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
@@ -203,7 +210,7 @@ def _tensors_of(
     return tensors, aliases
 
 
-def read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, TensorEntry]]:
+def _read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, TensorEntry]]:
     """The bytes before the first tensor of a safetensors file, and its tensors.
 
     Args:
@@ -214,7 +221,7 @@ def read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, T
     """
     try:
         if manifest is not None:
-            check_size(path, manifest.files[path.name])
+            _check_size(path, manifest.files[path.name])
         check_regular(path, follow=manifest is None)
         nbytes = path.stat().st_size
         with path.open("rb") as file:
