@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,6 @@ from torch import nn
 
 from layerzero.checkpoint.file_io.transfer import Transfer, is_on_host, write_ranges
 from layerzero.checkpoint.format import folder as folders
-from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.save_plan import SavePlan
 from layerzero.config import parse_nbytes
 from layerzero.flat.device_streams import stream_interface
@@ -149,7 +149,7 @@ def save(
 
     arguments = [str(path), step, keep]
     plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
-    lock = RootLock(path)
+    lock = folders.RootLock(path)
     made: list[Path] = []
 
     def prepare() -> tuple[int, str] | None:
@@ -175,7 +175,7 @@ def save(
         number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
         for partial in made:
-            folders.discard(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         lock.release()
         raise
     final = path / folders.step_name(number)
@@ -225,7 +225,7 @@ def _write_and_commit(
     together: CheckpointGroup,
     step: int,
     keep: int | None,
-    lock: RootLock,
+    lock: folders.RootLock,
 ) -> None:
     """The second half of a save. Runs in the caller or in a thread."""
 
@@ -245,7 +245,7 @@ def _write_and_commit(
         together.from_first("commit", commit)
     except BaseException:
         if together.is_first:
-            folders.discard(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         lock.release()

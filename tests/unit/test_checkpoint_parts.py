@@ -19,7 +19,6 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.format import folder
 from layerzero.checkpoint.format.crc import combine, placed
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
-from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head, parse_head
 from layerzero.checkpoint.source import open_source
 from layerzero.state_dict.dtype_names import DTYPES
@@ -256,7 +255,7 @@ def test_names_of_new_folders_are_on_the_disk(
     synced: list[Path] = []
     monkeypatch.setattr(folder, "sync_folder", synced.append)
     root = tmp_path / "runs" / "a"
-    RootLock(root).acquire()
+    folder.RootLock(root).acquire()
     assert set(synced) == {tmp_path, tmp_path / "runs"}
     folder.prepare(root, 0)
     assert len(synced) == 2, "what was there before is not synced again"
