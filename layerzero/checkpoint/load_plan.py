@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Transfer
 from layerzero.checkpoint.format.inventory import (
     MODEL,
     OPTIMIZER,
@@ -23,6 +22,7 @@ from layerzero.checkpoint.format.inventory import (
 )
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Source
+from layerzero.checkpoint.transfer import Transfer
 from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.notices import some
 from layerzero.state_dict.errors import CheckpointError

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Tally, read_ranges, sum_tallies
 from layerzero.checkpoint.format.inventory import MODEL
 from layerzero.checkpoint.load_plan import LoadPlan
 from layerzero.checkpoint.source import Source, check_crc, open_source
+from layerzero.checkpoint.transfer import Tally, read_ranges, sum_tallies
 from layerzero.notices import some
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError

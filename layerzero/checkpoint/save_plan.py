@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Tally, Transfer, sum_tallies
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import announce, merge, plan_files
 from layerzero.checkpoint.format.inventory import (
@@ -22,6 +21,7 @@ from layerzero.checkpoint.format.inventory import (
     optimizer_parts,
 )
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
+from layerzero.checkpoint.transfer import Tally, Transfer, sum_tallies
 from layerzero.state_dict.checkpoint_group import CheckpointGroup
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from layerzero.checkpoint.file_io.transfer import Transfer, is_on_host, write_ranges
 from layerzero.checkpoint.format import folder as folders
 from layerzero.checkpoint.save_plan import SavePlan
+from layerzero.checkpoint.transfer import Transfer, is_on_host, write_ranges
 from layerzero.config import parse_nbytes
 from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
