@@ -26,7 +26,7 @@ from layerzero.checkpoint.transfer import Transfer
 from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.notices import some
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.json_codec import decode, decode_dict
+from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import options_of_groups, refuse_other_class
 from layerzero.state_dict.optimizers import (
@@ -117,8 +117,7 @@ class LoadPlan:
         saved = {} if manifest is None else manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                where = f"{self._source.folder}: the extra state of {name}"
-                self.extra_states.append((module, decode(saved[name], where)))
+                self.extra_states.append((module, decode(saved[name])))
             else:
                 self.missing.append(f"the extra state of {name}")
 
@@ -138,7 +137,7 @@ class LoadPlan:
                 f"{self._source.folder}: contains the state of {_text('scheduler', saved)}, but "
                 f"scheduler= has {_text('scheduler', wanted)}; pass what was saved"
             )
-        states = decode_dict(manifest.scheduler, f"{self._source.folder}: the scheduler's state")
+        states = decode(manifest.scheduler)
         for name, scheduler in schedulers.items():
             self.schedulers.append((scheduler, states[name] if name else states))
 
@@ -190,9 +189,7 @@ class LoadPlan:
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)
         options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
-        self.options[optimizer_name] = [
-            decode_dict(each, f"{where}: the options of a group") for each in options
-        ]
+        self.options[optimizer_name] = [decode(each) for each in options]
         wanted = set(parameters_with_state(optimizer))
         name_of = {
             parameter: name
@@ -201,9 +198,7 @@ class LoadPlan:
             if name in known and parameter in wanted
         }
         values = {
-            parameter: decode_dict(
-                manifest.optimizer_values[name], f"{where}: the optimizer state of {name}"
-            )
+            parameter: decode(manifest.optimizer_values[name])
             for parameter, name in name_of.items()
             if name in manifest.optimizer_values
         }

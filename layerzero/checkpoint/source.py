@@ -23,12 +23,7 @@ from layerzero.checkpoint.format.folder import (
 )
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
-from layerzero.checkpoint.format.safetensors_file import (
-    TensorEntry,
-    head_nbytes,
-    metadata_of,
-    parse_head,
-)
+from layerzero.checkpoint.format.safetensors_file import TensorEntry, head_nbytes, parse_head
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
 
@@ -128,12 +123,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         if index_name(kind) in names:
             check_file(path / index_name(kind), manifest.files[index_name(kind)])
         own = [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
-        tensors, _ = _tensors_of(path, own, manifest)
-        if tensors.keys() != manifest.tensors[kind].keys():
-            raise CheckpointError(
-                f"{path}: damaged: its {kind} files contain other tensors than {MANIFEST} lists"
-            )
-        by_kind[kind] = tensors
+        by_kind[kind], _ = _tensors_of(path, own, manifest)
     return Source(path, by_kind, manifest.aliases, manifest)
 
 
@@ -193,7 +183,7 @@ def _tensors_of(
     tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        head, found = _read_head(folder / name, manifest)
+        found, own_metadata = _read_head(folder / name, manifest)
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
@@ -203,15 +193,17 @@ def _tensors_of(
             crc = None if manifest is None else manifest.crc_of(tensor)
             dtype = dtype_name(entry.dtype, tensor)
             tensors[tensor] = Location(name, dtype, entry.shape, entry.begin, crc)
-        metadata |= metadata_of(head)
+        metadata |= own_metadata
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.
     aliases = {k: v for k, v in metadata.items() if v in tensors and k not in tensors}
     return tensors, aliases
 
 
-def _read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The bytes before the first tensor of a safetensors file, and its tensors.
+def _read_head(
+    path: Path, manifest: Manifest | None
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata.
 
     Args:
         manifest: of the checkpoint that it is part of, to compare it with; None: another source.
@@ -227,7 +219,7 @@ def _read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, 
         with path.open("rb") as file:
             start = file.read(8)
             head = start + file.read(head_nbytes(start, nbytes) - len(start))
-        found = parse_head(head, nbytes)
+        found, metadata = parse_head(head, nbytes)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
@@ -242,4 +234,4 @@ def _read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, 
         )
         if not is_same:
             raise CheckpointError(f"{path}: damaged: its header differs from what was written")
-    return head, found
+    return found, metadata

@@ -91,7 +91,7 @@ def test_a_head_is_read_back_as_it_was_planned() -> None:
     head, planned = make_head(tensors, {"format": "pt"})
     nbytes = len(head) + sum(entry.nbytes for entry in planned.values())
     assert head_nbytes(head[:8], nbytes) == len(head)
-    assert parse_head(head, nbytes) == planned
+    assert parse_head(head, nbytes) == (planned, {"format": "pt"})
     assert len(head) % 64 == 0
     assert all(entry.begin % entry.dtype.itemsize == 0 for entry in planned.values())
 
