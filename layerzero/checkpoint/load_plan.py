@@ -82,10 +82,6 @@ class LoadPlan:
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: Counter[tuple[str, str]] = Counter()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(transfer.entry.tensor.nbytes for transfer in self.transfers)
-
     def match_model(self) -> None:
         """Find parameters, buffers and extra states.
 

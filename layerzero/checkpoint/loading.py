@@ -108,7 +108,8 @@ def load(
             plan.match_optimizers(optimizers)
         if schedulers is not None:
             plan.match_schedulers(schedulers)
-        return {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": plan.nbytes}
+        nbytes = sum(transfer.entry.tensor.nbytes for transfer in plan.transfers)
+        return {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": nbytes}
 
     summaries = together.exchange("names to load", find)
     _check_names(source, summaries, strict, together)

@@ -35,7 +35,7 @@ class SavePlan:
     Construction is collective over `together`.
 
     Attributes:
-        files: the files of each kind.
+        files: by kind.
         transfers: what this rank writes, from `match` on; the caller may replace the tensors by
             copies.
         nbytes_moved: bytes that the rank with the most moves.
@@ -72,7 +72,7 @@ class SavePlan:
         if any(each["groups"] != messages[0]["groups"] for each in messages):
             groups = _merge_groups(together.exchange("groups", lambda: self._groups))
         kinds = [MODEL] if groups is None else [MODEL, OPTIMIZER]
-        self.files = [plan_files(kind, announced, max_file_nbytes) for kind in kinds]
+        self.files = {kind: plan_files(kind, announced, max_file_nbytes) for kind in kinds}
         extras = [each["extra"] for each in messages]
         self._manifest = Manifest(
             step=0,
@@ -128,9 +128,9 @@ class SavePlan:
             CheckpointError: the rank that should announce a tensor does not have it.
         """
         places = {
-            (plan.kind, name): (file.name, entry)
-            for plan in self.files
-            for file in plan.files
+            (kind, name): (file.name, entry)
+            for kind, files in self.files.items()
+            for file in files
             for name, entry in file.tensors.items()
         }
         self._numbers = {key: number for number, key in enumerate(places)}
@@ -159,12 +159,12 @@ class SavePlan:
         sums = sum_tallies(tallies)
         crcs: dict[str, dict[str, int]] = {}
         records: dict[str, FileRecord] = {}
-        for plan in self.files:
-            own = crcs.setdefault(plan.kind, {})
-            for file in plan.files:
+        for kind, files in self.files.items():
+            own = crcs.setdefault(kind, {})
+            for file in files:
                 parts, sizes = [crc32(file.head)], [len(file.head)]
                 for name, entry in file.tensors.items():
-                    nbytes, crc = sums.get((self._numbers[plan.kind, name], 0), (0, 0))
+                    nbytes, crc = sums.get((self._numbers[kind, name], 0), (0, 0))
                     if nbytes != entry.nbytes:
                         raise CheckpointError(
                             f"{name}: ranks wrote {nbytes} of {entry.nbytes} bytes; process_group= "
@@ -174,8 +174,6 @@ class SavePlan:
                     parts.append(crc)
                     sizes.append(nbytes)
                 records[file.name] = FileRecord(file.nbytes, combine(parts, sizes))
-            if plan.index is not None:
-                records[plan.index_name] = FileRecord(len(plan.index), crc32(plan.index))
         return replace(self._manifest, step=step, files=records, tensors=crcs)
 
 

@@ -14,6 +14,7 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -164,11 +165,8 @@ def save(
         lock.acquire()
         number, partial = folders.prepare(path, step)
         made.append(partial)
-        for files in plan.files:
-            for file in files.files:
-                folders.write_durably(partial / file.name, file.head, file.nbytes)
-            if files.index is not None:
-                folders.write_durably(partial / files.index_name, files.index)
+        for file in itertools.chain.from_iterable(plan.files.values()):
+            folders.write_durably(partial / file.name, file.head, file.nbytes)
         return number, partial.name
 
     try:

@@ -108,13 +108,10 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         CheckpointError: there is no checkpoint, or one of its files is missing or damaged.
     """
     path = resolve(path)
-    if path.is_file():
-        tensors, aliases = _tensors_of(path.parent, [check_file_name(path.name, path)], None)
-        return Source(path.parent, {MODEL: tensors}, aliases, None)
     if not (path / MANIFEST).exists():
-        names = foreign_files(path)
-        tensors, aliases = _tensors_of(path, names, None)
-        return Source(path, {MODEL: tensors}, aliases, None)
+        folder = path.parent if path.is_file() else path
+        tensors, aliases = _tensors_of(folder, _foreign_files(path), None)
+        return Source(folder, {MODEL: tensors}, aliases, None)
     manifest = Manifest.from_bytes(read_small(path / MANIFEST), path / MANIFEST)
     by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
@@ -127,12 +124,10 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
     return Source(path, by_kind, manifest.aliases, manifest)
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """Names of the safetensors files with the weights, in a folder from another source.
-
-    Raises:
-        CheckpointError: the index is damaged, or the folder is one of our unfinished checkpoints.
-    """
+def _foreign_files(folder: Path) -> list[str]:
+    """Names of the safetensors files with the weights: `folder` from another source, or a file."""
+    if folder.is_file():
+        return [check_file_name(folder.name, folder)]
     if is_unfinished(folder):
         raise CheckpointError(
             f"{folder}: has no {MANIFEST}: its save or removal was interrupted; load another "

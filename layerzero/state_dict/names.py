@@ -124,8 +124,6 @@ def names_in_groups(
 
 def group_text(optimizer: str, number: int) -> str:
     """A parameter group, for messages; `optimizer` is "" for one without a name."""
-    return (
-        f"group {number} of the optimizer {optimizer!r}"
-        if optimizer
-        else (f"the optimizer's group {number}")
-    )
+    if optimizer:
+        return f"group {number} of the optimizer {optimizer!r}"
+    return f"the optimizer's group {number}"
