@@ -124,7 +124,7 @@ def load(
     of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
     extras = [] if source.manifest is None else source.manifest.extras
-    own = together.rank if len(extras) == together.size else 0
+    own = together.rank if len(extras) == len(together.ranks) else 0
     extra = decode(extras[own]) if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.before_load()

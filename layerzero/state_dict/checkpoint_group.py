@@ -40,6 +40,11 @@ _TOGETHER = "the ranks that save or load together"
 class CheckpointGroup:
     """The ranks of one save or load, in the order of their global ranks."""
 
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    rank: int
+    """This rank's place among them."""
+    is_first: bool
     wait_for_save: Callable[[], object] | None
     """Blocks until a background save is done, which exchanges messages while it runs."""
     timeout: timedelta
@@ -48,6 +53,9 @@ class CheckpointGroup:
     def __init__(self, group: ShardGroup | None) -> None:
         """`group`: a group on the CPU; None: this rank alone."""
         self._group = group
+        self.ranks = (dist.get_rank(),) if group is None else group.ranks
+        self.rank = 0 if group is None else group.rank
+        self.is_first = self.rank == 0
         self._num_operations = 0
         self.wait_for_save = None
         self.timeout = DEFAULT_TIMEOUT
@@ -57,23 +65,6 @@ class CheckpointGroup:
         wait, self.wait_for_save = self.wait_for_save, None
         if wait is not None:
             wait()
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
-
-    @property
-    def size(self) -> int:
-        return 1 if self._group is None else self._group.size
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks."""
-        return (dist.get_rank(),) if self._group is None else self._group.ranks
 
     def exchange(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> list[Any]:
         """What `make` returns on every rank, in rank order. Collective; blocks the host.
