@@ -35,9 +35,8 @@ from layerzero.state_dict.optimizers import (
     parameters_with_state,
     take_tensors,
 )
-from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
-from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
 
 StateDict = dict[str, Any]

@@ -22,8 +22,7 @@ from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
 from layerzero.state_dict.optimizers import map_values
-from layerzero.state_dict.parameter_shard import ParameterShard
-from layerzero.state_dict.rank_local import RankLocal, rank_local
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal, rank_local
 
 StateDict = dict[str, Any]
 

@@ -33,9 +33,8 @@ from layerzero.state_dict.optimizers import (
     parameters_with_state,
     take_tensors,
 )
-from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
-from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
 from layerzero.step.unit import get_unit
 

@@ -23,8 +23,8 @@ from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head,
 from layerzero.checkpoint.source import open_source
 from layerzero.state_dict.dtype_names import DTYPES
 from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.parameter_shard import RankLocal, rank_local
 from layerzero.state_dict.ranges import Extent, boxes, runs
-from layerzero.state_dict.rank_local import RankLocal, rank_local
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
