@@ -55,12 +55,11 @@ class ParallelManager:
         sequence_parallel: tensor-parallel ranks split the sequence between their matrices.
         mixed_precision, offload: for every model, as in `ZeRO3`.
         backend: backend of the groups that are made; None: that of the default group.
-        **of_torch: `mp_policy` and `offload_policy`, names of `fully_shard` for these two.
+        mp_policy, offload_policy: names of `fully_shard` for `mixed_precision` and `offload`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError, TypeError: sizes do not fit the world, or differ between ranks; or an argument
-            of another library's manager, with what to use instead.
+        ValueError, TypeError: sizes do not fit the world, or differ between ranks.
     """
 
     sizes: MeshSizes
@@ -83,11 +82,12 @@ class ParallelManager:
         mixed_precision: MixedPrecision | None = None,
         offload: OffloadPolicy | None = None,
         backend: str | None = None,
-        **of_torch: Any,
+        mp_policy: Any = None,
+        offload_policy: Any = None,
     ) -> None:
         resolve_process_groups(None)  # Raises if torch.distributed is not initialised.
-        _refuse_unknown(of_torch)
-        policies = {"mixed_precision": mixed_precision, "offload": offload, **of_torch}
+        policies: dict[str, Any] = {"mixed_precision": mixed_precision, "offload": offload}
+        policies |= {"mp_policy": mp_policy, "offload_policy": offload_policy}
         policies = {name: value for name, value in policies.items() if value is not None}
         policies = read_options("ParallelManager", policies, ("mixed_precision", "offload"))
         self.sizes = MeshSizes.infer(
@@ -228,32 +228,6 @@ class ParallelManager:
         return experimental.context_parallel(
             mesh, buffers=list(buffers), buffer_seq_dims=list(seq_dims)
         )
-
-
-_OF_NEMO = {
-    "dp_replicate_size": "pass zero3_size, the number of ranks that shard, here, and "
-    'outer="replicate" to parallelize',
-    "use_hf_tp_plan": 'pass tp_plan="model" to parallelize',
-    "custom_tp_plan": "pass it to parallelize as tp_plan",
-    "activation_checkpointing": "pass parallelize a plan with act_ckpt",
-    "megatron_fsdp_unit_modules": "pass auto_wrap_policy={LayerClass} to parallelize",
-    "zero_dp_strategy": "leave it out, it is always 3",
-    "world_size": "leave it out, it is that of the process group",
-    "config": "pass its fields one by one",
-}
-_OF_NEMO |= dict.fromkeys(
-    ("device_mesh", "moe_mesh"),
-    "the manager makes its meshes: pass sizes. For a model on a mesh of your own, use "
-    'parallelize_module on its tensor-parallel axis, then ZeRO3(model, mesh["dp"])',
-)
-"""Arguments of NeMo's managers that this one lacks, and what to use instead."""
-
-
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in ("mp_policy", "offload_policy"):
-            advice = _OF_NEMO.get(name, "expected sizes, mixed_precision, offload or backend")
-            raise TypeError(f"ParallelManager has no argument {name} (got {value!r}): {advice}")
 
 
 def _check_agreement(own: str) -> None:
