@@ -46,10 +46,8 @@ class Piece:
         if local_shape == shape:
             return rest
         found = torch.zeros_like(rest)
-        for dim in reversed(range(len(shape))):
-            coordinate = rest % local_shape[dim] + offsets[dim]
-            found += coordinate * math.prod(shape[dim + 1 :])
-            rest = rest // local_shape[dim]
+        for dim, place in enumerate(torch.unravel_index(rest, local_shape)):
+            found += (place + offsets[dim]) * math.prod(shape[dim + 1 :])
         return found
 
 
