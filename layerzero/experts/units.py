@@ -14,7 +14,6 @@ So an expert's gradient is summed over its expert-data group and divided by four
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from layerzero.build.compare import hash_of
 from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import gather_along
@@ -124,16 +124,11 @@ class Experts(Feature):
         ranks."""
         for plan in self._plans:
             if id(plan) in self.groups:
-                group_number = _number(repr(ranks_of(self.groups[id(plan)])))
+                group_number = hash_of(ranks_of(self.groups[id(plan)]))
                 for original in plan.originals:
                     split = split_of(original.parameter)
                     offset = None if split is None else split.offset
-                    yield group_number, _number(f"{original.fqn} {offset}")
-
-
-def _number(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
+                    yield group_number, hash_of([original.fqn, offset])
 
 
 def _find_groups(
