@@ -23,7 +23,7 @@ from layerzero.parallel.mesh import MeshSizes, make_meshes
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
 from layerzero.plan.options import ZERO3_OPTIONS, near_matches, read_options
-from layerzero.plan.resolve import resolve
+from layerzero.plan.resolve import Resolved
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.zero3 import ZeRO3
@@ -152,7 +152,7 @@ class ParallelManager:
         else:
             plan = self._completed(plan, options)
             if not callable(getattr(model, "fully_shard", None)):
-                resolve(plan, model).raise_or_warn()  # before anything is changed
+                Resolved(plan, model).raise_or_warn()  # before anything is changed
         if self.sizes.tp > 1:
             chosen = "auto" if tp_plan is None else tp_plan
             if styles := resolve_styles(model, chosen, self.sequence_parallel):
