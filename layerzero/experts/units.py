@@ -271,11 +271,6 @@ def _list_around(fqn: str, unit: str) -> str | None:
     return None
 
 
-def _members(module: nn.Module) -> list[int]:
-    named = (*module._modules, *module._parameters)
-    return sorted({int(name) for name in named if name.isdigit()})
-
-
 def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:
     """Global numbers of the members, by name: consecutive along the ranks of the expert axis.
 
@@ -298,7 +293,8 @@ def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Modu
             f"ranks {list(ranks_of(group))}; only this rank may be in both: ranks of the axis have "
             "different experts, ranks of the process_group the same ones"
         )
-    members = _members(module)
+    named = (*module._modules, *module._parameters)
+    members = sorted({int(name) for name in named if name.isdigit()})
     if members != list(range(len(members))):
         raise ValueError(
             f"{where}: {path} has the experts {members}; expected local numbers from 0; if these "
