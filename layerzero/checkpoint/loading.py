@@ -53,7 +53,6 @@ from layerzero.state_dict.optimizers import (
     keeps_whole_states,
     parameters_with_state,
     refuse_shared,
-    slots_of,
 )
 from layerzero.state_dict.preconditions import root_states_of
 
@@ -216,7 +215,7 @@ def _apply_to_optimizer(
     for parameter, values in plan.state_values[name]:
         own = states.setdefault(parameter, {})
         for key, value in values.items():
-            own[key] = fill_slots(value, {slot: own.pop(slot) for slot in slots_of(value)})
+            own[key] = fill_slots(value, own.pop)
     put_state(optimizer, options, states, exact=True)
 
 
@@ -382,7 +381,8 @@ class LoadPlan:
         keys = {}
         for parameter, name in name_of.items():
             own = values.get(parameter, {})
-            inside = {slot for value in own.values() for slot in slots_of(value)}
+            inside: list[str] = []
+            fill_slots(own, inside.append)
             listed = [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
             keys[parameter] = dict.fromkeys([*(k for k in listed if k not in inside), *own])
         refuse_other_class(optimizer, self.options[optimizer_name], keys, name_of.__getitem__)

@@ -229,7 +229,7 @@ def _of_all_ranks(
                     none = torch.zeros_like(parameter, dtype=DTYPES[dtype])
                     tensors[key] = shard_of(parameter, held.get(key, none).detach())
             if parameter is not None and keeps:
-                result[name] = fill_slots(decode(rest), tensors)
+                result[name] = fill_slots(decode(rest), tensors.__getitem__)
     return {each[0]: result[each[0]] for _, each in names.parameters if each[0] in result}
 
 

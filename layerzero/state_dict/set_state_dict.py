@@ -171,5 +171,5 @@ def _from_first(
             values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())
         else:
             values[path] = full
-    result: StateDict = fill_slots(decode(rest), values)
+    result: StateDict = fill_slots(decode(rest), values.__getitem__)
     return result
