@@ -47,6 +47,8 @@ def _made(
     roots: Sequence[RootState], found: StateDict, full: bool, cpu_offload: bool, rank0_only: bool
 ) -> StateDict:
     """What was asked for, from a state dict of shards. Collective if `full`."""
+    if rank0_only and not full:
+        raise ValueError("rank0_only needs full=True: shards are on every rank")
     keepers = [checkpoint_group_of(roots[0], None).ranks[0]] if rank0_only else []
     if full:
         found = gather_shards(found, cpu_offload=cpu_offload, ranks_only=keepers)
@@ -54,11 +56,6 @@ def _made(
         return {}
     moved: StateDict = map_values(found, _on_host) if cpu_offload else found
     return moved
-
-
-def _check(full: bool, rank0_only: bool) -> None:
-    if rank0_only and not full:
-        raise ValueError("rank0_only needs full=True: shards are on every rank")
 
 
 def _on_host(value: Any) -> Any:
@@ -85,7 +82,6 @@ def get_model_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    _check(full, rank0_only)
     roots = root_states_of(model, "get_model_state_dict", full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     if full:
@@ -128,7 +124,6 @@ def get_optimizer_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    _check(full, rank0_only)
     check_optimizer(optimizer, "get_optimizer_state_dict: optimizer")
     roots = root_states_of(model, "get_optimizer_state_dict", full)
     if keeps_whole_states(optimizer) and not full:
