@@ -47,8 +47,8 @@ def _inspect(path: Path) -> int:
     """Print what the manifest and the headers say; values in the manifest stay encoded."""
     source = open_source(path)
     manifest = source.manifest
-    found: dict[str, Any] = {"path": str(path), "aliases": source.aliases}
-    if manifest is not None:
+    found: dict[str, Any] = {"path": str(path), "aliases": manifest.aliases}
+    if manifest.files:
         found |= {**vars(manifest), "files": {k: r.nbytes for k, r in manifest.files.items()}}
     found["tensors"] = {
         kind: {name: f"{place.dtype} {list(place.shape)}" for name, place in places.items()}

@@ -138,7 +138,7 @@ def load(
     most = max(each["nbytes"] for each in summaries)
     of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
     together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
-    extras = [] if source.manifest is None else source.manifest.extras
+    extras = source.manifest.extras
     own = together.rank if len(extras) == len(together.ranks) else 0
     extra = decode(extras[own]) if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
@@ -289,8 +289,7 @@ class LoadPlan:
                 self.model_parts.append((target, self._plan_read(MODEL, name, entry)))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
-        manifest = self._source.manifest
-        saved = {} if manifest is None else manifest.extra_states
+        saved = self._source.manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
                 self.extra_states.append((module, decode(saved[name])))
@@ -304,7 +303,7 @@ class LoadPlan:
                 names.
         """
         manifest = self._source.manifest
-        if manifest is None or manifest.scheduler is None:
+        if manifest.scheduler is None:
             self._note_missing("scheduler")
             return
         wanted, saved = _names_in(schedulers), manifest.scheduler_names
@@ -325,7 +324,7 @@ class LoadPlan:
                 those that were saved.
         """
         manifest = self._source.manifest
-        if manifest is None or manifest.optimizer_groups is None:
+        if manifest.optimizer_groups is None:
             self._note_missing("optimizer")
             return
         refuse_shared(optimizers, self._names)
@@ -357,7 +356,7 @@ class LoadPlan:
             saved.setdefault(split_state_name(name)[0], []).append(name)
         known = {name for group in saved_groups for name in group["params"]}
         # A parameter that was tied to another may have been saved under that one's name.
-        aliases = self._source.aliases
+        aliases = manifest.aliases
         names_of_groups = [
             [each if each in known else aliases.get(each, each) for each in group]
             for group in names_in_groups(self._names, optimizer, optimizer_name)

@@ -54,14 +54,13 @@ class Source:
 
     folder: Path
     tensors: dict[str, dict[str, Location]]
-    aliases: dict[str, str]
-    manifest: Manifest | None
-    """None: weights from another source."""
+    manifest: Manifest
+    """Of weights from another source, one that lists no files."""
 
     def find(self, names: Sequence[str]) -> tuple[str, Location] | None:
         """Find a weight under any of `names`, or under a name that one was tied to when saved."""
-        tensors = self.tensors[MODEL]
-        for name in (*names, *(self.aliases.get(name, name) for name in names)):
+        tensors, aliases = self.tensors[MODEL], self.manifest.aliases
+        for name in (*names, *(aliases.get(name, name) for name in names)):
             if name in tensors:
                 return name, tensors[name]
         return None
@@ -82,23 +81,22 @@ class Source:
                     f"{self.folder}: rename maps {old!r} to {new!r}, which is taken already"
                 )
             places[new] = place
-        renames = {alias: (rename(alias), rename(name)) for alias, name in self.aliases.items()}
-        aliases = {alias: name for alias, name in renames.values() if alias and name}
-        return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
+        pairs = [(rename(alias), rename(name)) for alias, name in self.manifest.aliases.items()]
+        aliases = {alias: name for alias, name in pairs if alias and name}
+        manifest = replace(self.manifest, aliases=aliases)
+        return Source(self.folder, {**self.tensors, MODEL: places}, manifest)
 
     def to_json(self) -> list[Any]:
-        manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
-        return [str(self.folder), self.tensors, self.aliases, manifest]
+        return [str(self.folder), self.tensors, self.manifest.to_bytes().decode()]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Source:
-        folder, tensors, aliases, manifest = values
+        folder, tensors, manifest = values
         found = {
             kind: {name: Location(*place) for name, place in places.items()}
             for kind, places in tensors.items()
         }
-        sealed = None if manifest is None else Manifest.from_bytes(manifest.encode(), folder)
-        return cls(Path(folder), found, aliases, sealed)
+        return cls(Path(folder), found, Manifest.from_bytes(manifest.encode(), folder))
 
 
 def open_source(path: Path, with_optimizer: bool = True) -> Source:
@@ -110,8 +108,9 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
     path = resolve(path)
     if not (path / MANIFEST).exists():
         folder = path.parent if path.is_file() else path
-        tensors, aliases = _tensors_of(folder, _foreign_files(path), None)
-        return Source(folder, {MODEL: tensors}, aliases, None)
+        foreign = Manifest(step=0, world_size=0, files={}, tensors={})
+        tensors, aliases = _tensors_of(folder, _foreign_files(path), foreign)
+        return Source(folder, {MODEL: tensors}, replace(foreign, aliases=aliases))
     manifest = Manifest.from_bytes(read_small(path / MANIFEST), path / MANIFEST)
     by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
@@ -121,7 +120,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
             check_file(path / index_name(kind), manifest.files[index_name(kind)])
         own = [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
         by_kind[kind], _ = _tensors_of(path, own, manifest)
-    return Source(path, by_kind, manifest.aliases, manifest)
+    return Source(path, by_kind, manifest)
 
 
 def _foreign_files(folder: Path) -> list[str]:
@@ -173,7 +172,7 @@ def _check_size(path: Path, record: FileRecord) -> None:
 
 
 def _tensors_of(
-    folder: Path, names: Sequence[str], manifest: Manifest | None
+    folder: Path, names: Sequence[str], manifest: Manifest
 ) -> tuple[dict[str, Location], dict[str, str]]:
     tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
@@ -185,9 +184,8 @@ def _tensors_of(
                     f"{folder / name}: contains {tensor!r}, which {tensors[tensor].file} contains "
                     "too"
                 )
-            crc = None if manifest is None else manifest.crc_of(tensor)
-            dtype = dtype_name(entry.dtype, tensor)
-            tensors[tensor] = Location(name, dtype, entry.shape, entry.begin, crc)
+            described = dtype_name(entry.dtype, tensor), entry.shape, entry.begin
+            tensors[tensor] = Location(name, *described, manifest.crc_of(tensor))
         metadata |= own_metadata
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.
@@ -195,21 +193,20 @@ def _tensors_of(
     return tensors, aliases
 
 
-def _read_head(
-    path: Path, manifest: Manifest | None
-) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _read_head(path: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a safetensors file, and its metadata.
 
     Args:
-        manifest: of the checkpoint that it is part of, to compare it with; None: another source.
+        manifest: of the checkpoint that it is part of, to compare it with, if that lists it.
 
     Raises:
         CheckpointError: it is missing, damaged, of a later format, or not as it was written.
     """
+    record = manifest.files.get(path.name)
     try:
-        if manifest is not None:
-            _check_size(path, manifest.files[path.name])
-        check_regular(path, follow=manifest is None)
+        if record is not None:
+            _check_size(path, record)
+        check_regular(path, follow=record is None)
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
@@ -219,14 +216,12 @@ def _read_head(
         raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged, or of another format: {error}") from error
-    if manifest is not None:
+    if record is not None:
         # The head has no checksum of its own: the CRCs of head and tensors must combine to the
         # file's.
         crcs = [crc for name in found if (crc := manifest.crc_of(name)) is not None]
         sizes = [len(head), *(entry.nbytes for entry in found.values())]
-        is_same = len(crcs) == len(found) and (
-            combine([crc32(head), *crcs], sizes) == manifest.files[path.name].crc32
-        )
+        is_same = len(crcs) == len(found) and (combine([crc32(head), *crcs], sizes) == record.crc32)
         if not is_same:
             raise CheckpointError(f"{path}: damaged: its header differs from what was written")
     return found, metadata
