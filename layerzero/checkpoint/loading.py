@@ -208,10 +208,7 @@ def _apply_to_optimizer(
 ) -> None:
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for part in plan.state_parts[name]:
-        memory = part.memory.view(part.shape)
-        if part.follows_parameter:
-            memory = memory.to(part.parameter.dtype)
-        states.setdefault(part.parameter, {})[part.key] = memory
+        states.setdefault(part.parameter, {})[part.key] = part.memory.to(part.dtype)
     for parameter, values in plan.state_values[name]:
         own = states.setdefault(parameter, {})
         for key, value in values.items():
@@ -224,11 +221,10 @@ class StatePart(NamedTuple):
 
     parameter: nn.Parameter
     key: str
-    shape: torch.Size
     memory: torch.Tensor
-    """What is read: 1-D, on the CPU."""
-    follows_parameter: bool
-    """Whether it was saved in the parameter's dtype; then it is cast to that of the new one."""
+    """What is read: on the CPU, in the dtype that was saved."""
+    dtype: torch.dtype
+    """That of the state: the parameter's own now, if it was saved in the parameter's then."""
 
 
 class LoadPlan:
@@ -414,7 +410,8 @@ class LoadPlan:
         main = self._source.tensors[MODEL].get(parameter_name)
         follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
         memory = self._plan_read(OPTIMIZER, name, entry)
-        return StatePart(parameter, key, like.shape, memory, follows)
+        dtype = parameter.dtype if follows else saved.dtype
+        return StatePart(parameter, key, memory.view(like.shape), dtype)
 
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
