@@ -142,7 +142,7 @@ def _foreign_files(folder: Path) -> list[str]:
 
 def check_file(path: Path, record: FileRecord) -> None:
     """Read a file; raise CheckpointError if its size or checksum is not what was written."""
-    _check_size(path, record)
+    _size_of(path, record)
     crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_NBYTES):
@@ -159,16 +159,18 @@ def check_crc(where: object, crc: int, written: int | None) -> None:
         )
 
 
-def _check_size(path: Path, record: FileRecord) -> None:
+def _size_of(path: Path, record: FileRecord | None) -> int:
+    """The size of a file, which must be that in `record`; None: one from another source."""
     try:
-        check_regular(path)
+        check_regular(path, follow=record is None)
         nbytes = path.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
-    if nbytes != record.nbytes:
+    if record is not None and nbytes != record.nbytes:
         raise CheckpointError(
             f"{path}: damaged: it has {nbytes} bytes, but {record.nbytes} were written"
         )
+    return nbytes
 
 
 def _tensors_of(
@@ -203,17 +205,12 @@ def _read_head(path: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], 
         CheckpointError: it is missing, damaged, of a later format, or not as it was written.
     """
     record = manifest.files.get(path.name)
+    nbytes = _size_of(path, record)
     try:
-        if record is not None:
-            _check_size(path, record)
-        check_regular(path, follow=record is None)
-        nbytes = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             head = start + file.read(head_nbytes(start, nbytes) - len(start))
         found, metadata = parse_head(head, nbytes)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged, or of another format: {error}") from error
     if record is not None:
