@@ -130,27 +130,20 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path}: no such folder")
     if (path / MANIFEST).exists() or any(path.glob("*.safetensors")):
         return path
-    name = _latest_name(path)
-    if name is None:
-        steps = committed_steps(path)
-        if not steps:
-            there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
-            is_torchs = (path / ".metadata").exists()
-            raise CheckpointError(
-                f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a "
-                f"folder of checkpoints (step-...), found {there}"
-                + ("; load that by torch.distributed.checkpoint.load" if is_torchs else "")
-            )
+    name, steps = _latest_name(path), committed_steps(path)
+    if name is None and steps:
         # A run was killed after its first commit and before it wrote `latest`.
         return steps[max(steps)]
-    for folder in (path / name, path / (_REPLACED + name)):
+    for folder in (path / name, path / (_REPLACED + name)) if name else ():
         if folder.is_dir():
             return folder
-    steps = committed_steps(path)
+    there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+    advice = f"; {LATEST} names {name}, which does not exist: pass another folder" if name else ""
+    if name is None and (path / ".metadata").exists():
+        advice = "; load that by torch.distributed.checkpoint.load"
     raise CheckpointError(
-        f"{path / LATEST} names {name}, which does not exist; found "
-        + (", ".join(step.name for step in steps.values()) or "no checkpoint")
-        + ". Pass the folder of the checkpoint to load"
+        f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a folder of "
+        f"checkpoints (step-...), found {there}{advice}"
     )
 
 

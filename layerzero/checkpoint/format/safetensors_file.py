@@ -37,12 +37,8 @@ class TensorEntry:
     """Byte offset in the file."""
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
