@@ -166,15 +166,10 @@ def check_regular(path: Path, follow: bool = False) -> None:
         follow: accept links to files, as downloads of other projects keep them.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        OSError: there is nothing, or it cannot be read.
         CheckpointError: it is something else.
     """
-    try:
-        mode = os.stat(path, follow_symlinks=follow).st_mode
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    mode = os.stat(path, follow_symlinks=follow).st_mode
     if stat.S_ISLNK(mode):
         raise CheckpointError(
             f"{path}: a symbolic link, which is not followed inside a checkpoint; copy the files"
