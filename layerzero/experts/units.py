@@ -135,14 +135,11 @@ def _find_groups(
     plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
 ) -> dict[int, AnyGroup]:
     """The expert-data group of each expert unit, keyed by id(plan)."""
-    if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
-        return {}
-    everyone = everyone_of_model()
+    own = [(plan, _own_group(plan)) for plan in plans if plan.existing is None]
+    given = [(plan, group) for plan, group in own if group is not None]
+    everyone = everyone_of_model() if given else ()
     found: dict[int, AnyGroup] = {}
-    for plan in plans:
-        group = None if plan.existing is not None else _own_group(plan)
-        if group is None:
-            continue
+    for plan, group in given:
         try:
             if not isinstance(group, Ranks):
                 resolve_process_groups(group)
