@@ -218,7 +218,6 @@ def _read_head(path: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], 
         # file's.
         crcs = [crc for name in found if (crc := manifest.crc_of(name)) is not None]
         sizes = [len(head), *(entry.nbytes for entry in found.values())]
-        is_same = len(crcs) == len(found) and (combine([crc32(head), *crcs], sizes) == record.crc32)
-        if not is_same:
+        if len(crcs) < len(found) or combine([crc32(head), *crcs], sizes) != record.crc32:
             raise CheckpointError(f"{path}: damaged: its header differs from what was written")
     return found, metadata
