@@ -142,21 +142,14 @@ class Verifier(Transport, Extension):
             )
         own = chunks.chunk(group.size)
         chosen = own if order is None else [own[place] for place in order]
-        check_and_add = self._checked(_of_peers(chosen, group), group, operation, add)
-        return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
-
-    def _checked(
-        self, sent: torch.Tensor, group: ShardGroup, operation: Operation, add: Add
-    ) -> Add:
-        """`add`, which also notes what was `sent` and received: checksums of each rank's part."""
-        kept_sent = kept(sent)
+        sent = kept(_of_peers(chosen, group))
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             received = kept(_of_peers(parts, group))
             add(summed, parts, scale)
-            self._wire.note(operation, group, kept_sent, received)
+            self._wire.note(operation, group, sent, received)
 
-        return check_and_add
+        return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
 
     def before_write(self, reductions: object) -> bool:
         """See Note [A check is before delivery]. Collective; blocks the host.
