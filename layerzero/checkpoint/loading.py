@@ -195,25 +195,16 @@ def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
     for module, value in plan.extra_states:
         module.set_extra_state(value)
     for name, options in plan.options.items():
-        _apply_to_optimizer(plan, name, optimizers[name], options)
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for part in plan.state_parts[name]:
+            states.setdefault(part.parameter, {})[part.key] = part.memory.to(part.dtype)
+        for parameter, values in plan.state_values[name]:
+            own = states.setdefault(parameter, {})
+            for key, value in values.items():
+                own[key] = fill_slots(value, own.pop)
+        put_state(optimizers[name], options, states, exact=True)
     for scheduler, state in plan.schedulers:
         scheduler.load_state_dict(state)
-
-
-def _apply_to_optimizer(
-    plan: LoadPlan,
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    options: Sequence[dict[str, Any]],
-) -> None:
-    states: dict[nn.Parameter, dict[str, Any]] = {}
-    for part in plan.state_parts[name]:
-        states.setdefault(part.parameter, {})[part.key] = part.memory.to(part.dtype)
-    for parameter, values in plan.state_values[name]:
-        own = states.setdefault(parameter, {})
-        for key, value in values.items():
-            own[key] = fill_slots(value, own.pop)
-    put_state(optimizer, options, states, exact=True)
 
 
 class StatePart(NamedTuple):
