@@ -90,7 +90,15 @@ class Experts(Feature):
         return {plan: made[_key(group)] for plan, group in self.groups.items()}
 
     def _check(self, placement: Placement, device: torch.device) -> None:
-        own = [dist.get_rank(), *(number for block in self._blocks() for number in block)]
+        # Hashes of each expert parameter's group, and of its name and offset.
+        own = [dist.get_rank()]
+        experts = [plan for plan in self._plans if id(plan) in self.groups]
+        for plan in experts:
+            group_number = hash_of(ranks_of(self.groups[id(plan)]))
+            for original in plan.originals:
+                split = split_of(original.parameter)
+                offset = None if split is None else split.offset
+                own += group_number, hash_of([original.fqn, offset])
         values = torch.tensor(own, dtype=torch.int64, device=device)
         name = Operation("exchange", "experts", 0)
         values = gather_along(values, placement.groups, lambda _: name)
@@ -100,7 +108,6 @@ class Experts(Feature):
             for group_number, block in zip(numbers[::2], numbers[1::2], strict=True):
                 groups_of_block.setdefault(block, set()).add(group_number)
                 blocks_of_group.setdefault(group_number, {}).setdefault(rank, set()).add(block)
-        experts = [plan for plan in self._plans if id(plan) in self.groups]
         names = sorted({original.fqn for plan in experts for original in plan.originals})[:2]
         for by_rank in blocks_of_group.values():
             if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
@@ -118,17 +125,6 @@ class Experts(Feature):
                 "parameter that holds several experts a DTensor that is Shard(0) over the "
                 "expert-parallel axis"
             )
-
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Hashes of each expert parameter's group, and of its name and offset; the same on all
-        ranks."""
-        for plan in self._plans:
-            if id(plan) in self.groups:
-                group_number = hash_of(ranks_of(self.groups[id(plan)]))
-                for original in plan.originals:
-                    split = split_of(original.parameter)
-                    offset = None if split is None else split.offset
-                    yield group_number, hash_of([original.fqn, offset])
 
 
 def _find_groups(
