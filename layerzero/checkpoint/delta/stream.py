@@ -332,7 +332,11 @@ class Chunk:
         main = self.source.read()
         room = max(1, min(room, self.numel - start))
         if self.unknown is not None:
-            return self._changed_or_unknown(main, start, room)
+            block = slice(start, start + room)
+            new = cast(main[block], self.dtype)
+            is_sent = differs(new, self.snapshot[block]) | self.unknown[block]
+            places = is_sent.nonzero().view(-1)
+            return Found(places + start, new[places], start + room, False)
         indices = torch.empty(room, dtype=torch.int64, device=main.device)
         values = torch.empty(room, dtype=self.dtype, device=main.device)
         count, end = find_changed(main, self.snapshot, start, indices, values, settles)
@@ -343,15 +347,6 @@ class Chunk:
             self.forget(found.places)
             raise
         return found
-
-    def _changed_or_unknown(self, main: torch.Tensor, start: int, room: int) -> Found:
-        assert self.unknown is not None
-        stop = min(self.numel, start + room)
-        block = slice(start, stop)
-        new = cast(main[block], self.dtype)
-        found = differs(new, self.snapshot[block])
-        places = (found | self.unknown[block]).nonzero().view(-1)
-        return Found(places + start, new[places], stop, False)
 
     def current(self, begin: int, end: int) -> torch.Tensor:
         """The values now of elements [begin, end). Some receiver may get them: those that differ
