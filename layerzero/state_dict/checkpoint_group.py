@@ -144,7 +144,11 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
     if process_group is not None:
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
     elif placements:
-        ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
+        # Of all that share the model, data-parallel and tensor-parallel.
+        members = sorted({rank for placement in placements for rank in placement.members})
+        name = partial(root.operations.next, "checkpoint", "ranks")
+        own = torch.tensor(members, device=root.device)
+        ranks = gather_along(own, root.tensor_parallel_groups, name).unique().tolist()
         parent = placements[0].shard_group.process_group
     made = _made.setdefault(parent, {})
     key = tuple(ranks)
@@ -172,10 +176,3 @@ def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> tim
         chosen = chosen_timeout(process_group, root.device)
         timeouts += [] if chosen is None else [chosen]
     return max(timeouts, default=DEFAULT_TIMEOUT)
-
-
-def _sharing(root: RootState, members: set[int]) -> list[int]:
-    """Global ranks of all that share the model, data-parallel and tensor-parallel. Collective."""
-    own = torch.tensor(sorted(members), device=root.device)
-    name = partial(root.operations.next, "checkpoint", "ranks")
-    return sorted(set(gather_along(own, root.tensor_parallel_groups, name).view(-1).tolist()))
