@@ -46,7 +46,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 
 from layerzero import checkpoint
-from layerzero.checkpoint.file_io.direct_io import PAGE_NBYTES, bytes_of, pages
+from layerzero.checkpoint.transfer import PAGE_NBYTES, bytes_of, pages
 
 NAMES = ("dd", "disk", "memory", "layerzero", "dcp", "dcp_fully_shard")
 BARS = {"of_dd": 0.8, "of_dcp": 0.5, "save_of_disk": 1.25, "load_of_disk": 1.4}

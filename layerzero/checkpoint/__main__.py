@@ -13,16 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerzero.checkpoint.format.crc import crc32
 from layerzero.checkpoint.format.folder import MANIFEST, read_small, resolve
 from layerzero.checkpoint.format.manifest import Manifest, check_file_name
-from layerzero.checkpoint.format.safetensors_file import TensorEntry
-from layerzero.checkpoint.source import check_crc, check_index, open_source, read_head
+from layerzero.checkpoint.source import check_file, open_source
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.optimizers import map_values
 
-_CHUNK_NBYTES = 8 << 20
-"""Bytes of a tensor held in memory at a time."""
 _MOST_CHARS = 300
 """Longer texts, such as encoded tensors, are cut."""
 
@@ -51,8 +47,8 @@ def _inspect(path: Path) -> int:
     """Print what the manifest and the headers say; values in the manifest stay encoded."""
     source = open_source(path)
     manifest = source.manifest
-    found: dict[str, Any] = {"path": str(path), "aliases": source.aliases}
-    if manifest is not None:
+    found: dict[str, Any] = {"path": str(path), "aliases": manifest.aliases}
+    if manifest.files:
         found |= {**vars(manifest), "files": {k: r.nbytes for k, r in manifest.files.items()}}
     found["tensors"] = {
         kind: {name: f"{place.dtype} {list(place.shape)}" for name, place in places.items()}
@@ -70,20 +66,18 @@ def _cut(value: Any) -> Any:
 def _verify(path: Path) -> int:
     # Each file as soon as it is verified, because terabytes take long.
     print(path)
-    num_bad = 0
-    for file, damages in verify(path):
-        num_bad += bool(damages)
-        for damage in damages:
-            print(f"  DAMAGED  {damage}", flush=True)
-        if not damages:
-            print(f"  OK       {file.name}  {file.stat().st_size} bytes", flush=True)
-    return int(num_bad > 0)
+    is_bad = False
+    for file, damage in verify(path):
+        is_bad |= bool(damage)
+        text = damage and f"  DAMAGED  {damage}"
+        print(text or f"  OK       {file.name}  {file.stat().st_size} bytes", flush=True)
+    return int(is_bad)
 
 
-def verify(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Read every byte of a checkpoint; yields each file with all its damages.
+def verify(path: Path) -> Iterator[tuple[Path, str]]:
+    """Read every byte of a checkpoint; yields each file, with its damage or "".
 
-    `load` raises at the first damage; this lists all of it.
+    `load` raises at the first damaged file; this lists all of them.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
@@ -93,36 +87,14 @@ def verify(path: Path) -> Iterator[tuple[Path, list[str]]]:
         manifest = Manifest.from_bytes(read_small(listing), listing)
     except OSError as error:
         raise CheckpointError(f"{listing}: {error.strerror}; nothing else has checksums") from error
-    yield listing, []
-    for name in manifest.files:
-        file = path / check_file_name(name, listing)
-        yield file, list(_damages_of(file, manifest))
-
-
-def _damages_of(path: Path, manifest: Manifest) -> Iterator[str]:
-    try:
-        if path.suffix == ".json":
-            check_index(path, manifest.files[path.name])
-            return
-        _, found = read_head(path, manifest)
-    except (CheckpointError, OSError) as error:
-        yield str(error)
-        return
-    for name, entry in found.items():
+    yield listing, ""
+    for name, record in manifest.files.items():
+        file, damage = path / check_file_name(name, listing), ""
         try:
-            check_crc(f"{path}: {name}", _crc_of(path, entry), manifest.crc_of(name))
+            check_file(file, record)
         except (CheckpointError, OSError) as error:
-            yield str(error)
-
-
-def _crc_of(path: Path, entry: TensorEntry) -> int:
-    rest, crc = entry.nbytes, 0
-    with path.open("rb") as file:
-        file.seek(entry.begin)
-        while rest and (chunk := file.read(min(_CHUNK_NBYTES, rest))):
-            crc = crc32(chunk, crc)
-            rest -= len(chunk)
-    return crc
+            damage = str(error)
+        yield file, damage
 
 
 if __name__ == "__main__":

@@ -23,14 +23,12 @@ from layerzero.checkpoint.format.folder import (
 )
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
-from layerzero.checkpoint.format.safetensors_file import (
-    TensorEntry,
-    head_nbytes,
-    metadata_of,
-    parse_head,
-)
+from layerzero.checkpoint.format.safetensors_file import TensorEntry, head_nbytes, parse_head
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
+
+_CHUNK_NBYTES = 8 << 20
+"""Bytes of a file held in memory at a time."""
 
 
 class Location(NamedTuple):
@@ -56,14 +54,13 @@ class Source:
 
     folder: Path
     tensors: dict[str, dict[str, Location]]
-    aliases: dict[str, str]
-    manifest: Manifest | None
-    """None: weights from another source."""
+    manifest: Manifest
+    """Of weights from another source, one that lists no files."""
 
     def find(self, names: Sequence[str]) -> tuple[str, Location] | None:
         """Find a weight under any of `names`, or under a name that one was tied to when saved."""
-        tensors = self.tensors[MODEL]
-        for name in (*names, *(self.aliases.get(name, name) for name in names)):
+        tensors, aliases = self.tensors[MODEL], self.manifest.aliases
+        for name in (*names, *(aliases.get(name, name) for name in names)):
             if name in tensors:
                 return name, tensors[name]
         return None
@@ -84,23 +81,22 @@ class Source:
                     f"{self.folder}: rename maps {old!r} to {new!r}, which is taken already"
                 )
             places[new] = place
-        renames = {alias: (rename(alias), rename(name)) for alias, name in self.aliases.items()}
-        aliases = {alias: name for alias, name in renames.values() if alias and name}
-        return replace(self, tensors={**self.tensors, MODEL: places}, aliases=aliases)
+        pairs = [(rename(alias), rename(name)) for alias, name in self.manifest.aliases.items()]
+        aliases = {alias: name for alias, name in pairs if alias and name}
+        manifest = replace(self.manifest, aliases=aliases)
+        return Source(self.folder, {**self.tensors, MODEL: places}, manifest)
 
     def to_json(self) -> list[Any]:
-        manifest = None if self.manifest is None else self.manifest.to_bytes().decode()
-        return [str(self.folder), self.tensors, self.aliases, manifest]
+        return [str(self.folder), self.tensors, self.manifest.to_bytes().decode()]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Source:
-        folder, tensors, aliases, manifest = values
+        folder, tensors, manifest = values
         found = {
             kind: {name: Location(*place) for name, place in places.items()}
             for kind, places in tensors.items()
         }
-        sealed = None if manifest is None else Manifest.from_bytes(manifest.encode(), folder)
-        return cls(Path(folder), found, aliases, sealed)
+        return cls(Path(folder), found, Manifest.from_bytes(manifest.encode(), folder))
 
 
 def open_source(path: Path, with_optimizer: bool = True) -> Source:
@@ -110,36 +106,27 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         CheckpointError: there is no checkpoint, or one of its files is missing or damaged.
     """
     path = resolve(path)
-    if path.is_file():
-        tensors, aliases = _tensors_of(path.parent, [check_file_name(path.name, path)], None)
-        return Source(path.parent, {MODEL: tensors}, aliases, None)
     if not (path / MANIFEST).exists():
-        names = foreign_files(path)
-        tensors, aliases = _tensors_of(path, names, None)
-        return Source(path, {MODEL: tensors}, aliases, None)
+        folder = path.parent if path.is_file() else path
+        foreign = Manifest(step=0, world_size=0, files={}, tensors={})
+        tensors, aliases = _tensors_of(folder, _foreign_files(path), foreign)
+        return Source(folder, {MODEL: tensors}, replace(foreign, aliases=aliases))
     manifest = Manifest.from_bytes(read_small(path / MANIFEST), path / MANIFEST)
     by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
     for kind in kinds:
         names = [check_file_name(name, path / MANIFEST) for name in manifest.files]
         if index_name(kind) in names:
-            check_index(path / index_name(kind), manifest.files[index_name(kind)])
+            check_file(path / index_name(kind), manifest.files[index_name(kind)])
         own = [n for n in names if n.startswith(kind) and n.endswith(".safetensors")]
-        tensors, _ = _tensors_of(path, own, manifest)
-        if tensors.keys() != manifest.tensors[kind].keys():
-            raise CheckpointError(
-                f"{path}: damaged: its {kind} files contain other tensors than {MANIFEST} lists"
-            )
-        by_kind[kind] = tensors
-    return Source(path, by_kind, manifest.aliases, manifest)
+        by_kind[kind], _ = _tensors_of(path, own, manifest)
+    return Source(path, by_kind, manifest)
 
 
-def foreign_files(folder: Path) -> list[str]:
-    """Names of the safetensors files with the weights, in a folder from another source.
-
-    Raises:
-        CheckpointError: the index is damaged, or the folder is one of our unfinished checkpoints.
-    """
+def _foreign_files(folder: Path) -> list[str]:
+    """Names of the safetensors files with the weights: `folder` from another source, or a file."""
+    if folder.is_file():
+        return [check_file_name(folder.name, folder)]
     if is_unfinished(folder):
         raise CheckpointError(
             f"{folder}: has no {MANIFEST}: its save or removal was interrupted; load another "
@@ -153,10 +140,14 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-def check_index(path: Path, record: FileRecord) -> None:
-    """Raise CheckpointError if an index file has another size or checksum than was written."""
-    check_size(path, record)
-    check_crc(path, crc32(read_small(path)), record.crc32)
+def check_file(path: Path, record: FileRecord) -> None:
+    """Read a file; raise CheckpointError if its size or checksum is not what was written."""
+    _size_of(path, record)
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_NBYTES):
+            crc = crc32(chunk, crc)
+    check_crc(path, crc, record.crc32)
 
 
 def check_crc(where: object, crc: int, written: int | None) -> None:
@@ -168,71 +159,65 @@ def check_crc(where: object, crc: int, written: int | None) -> None:
         )
 
 
-def check_size(path: Path, record: FileRecord) -> None:
+def _size_of(path: Path, record: FileRecord | None) -> int:
+    """The size of a file, which must be that in `record`; None: one from another source."""
     try:
-        check_regular(path)
+        check_regular(path, follow=record is None)
         nbytes = path.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
-    if nbytes != record.nbytes:
+    if record is not None and nbytes != record.nbytes:
         raise CheckpointError(
             f"{path}: damaged: it has {nbytes} bytes, but {record.nbytes} were written"
         )
+    return nbytes
 
 
 def _tensors_of(
-    folder: Path, names: Sequence[str], manifest: Manifest | None
+    folder: Path, names: Sequence[str], manifest: Manifest
 ) -> tuple[dict[str, Location], dict[str, str]]:
     tensors: dict[str, Location] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        head, found = read_head(folder / name, manifest)
+        found, own_metadata = _read_head(folder / name, manifest)
         for tensor, entry in found.items():
             if tensor in tensors:
                 raise CheckpointError(
                     f"{folder / name}: contains {tensor!r}, which {tensors[tensor].file} contains "
                     "too"
                 )
-            crc = None if manifest is None else manifest.crc_of(tensor)
-            dtype = dtype_name(entry.dtype, tensor)
-            tensors[tensor] = Location(name, dtype, entry.shape, entry.begin, crc)
-        metadata |= metadata_of(head)
+            described = dtype_name(entry.dtype, tensor), entry.shape, entry.begin
+            tensors[tensor] = Location(name, *described, manifest.crc_of(tensor))
+        metadata |= own_metadata
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.
     aliases = {k: v for k, v in metadata.items() if v in tensors and k not in tensors}
     return tensors, aliases
 
 
-def read_head(path: Path, manifest: Manifest | None) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The bytes before the first tensor of a safetensors file, and its tensors.
+def _read_head(path: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata.
 
     Args:
-        manifest: of the checkpoint that it is part of, to compare it with; None: another source.
+        manifest: of the checkpoint that it is part of, to compare it with, if that lists it.
 
     Raises:
         CheckpointError: it is missing, damaged, of a later format, or not as it was written.
     """
+    record = manifest.files.get(path.name)
+    nbytes = _size_of(path, record)
     try:
-        if manifest is not None:
-            check_size(path, manifest.files[path.name])
-        check_regular(path, follow=manifest is None)
-        nbytes = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
             head = start + file.read(head_nbytes(start, nbytes) - len(start))
-        found = parse_head(head, nbytes)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
+        found, metadata = parse_head(head, nbytes)
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged, or of another format: {error}") from error
-    if manifest is not None:
+    if record is not None:
         # The head has no checksum of its own: the CRCs of head and tensors must combine to the
         # file's.
         crcs = [crc for name in found if (crc := manifest.crc_of(name)) is not None]
         sizes = [len(head), *(entry.nbytes for entry in found.values())]
-        is_same = len(crcs) == len(found) and (
-            combine([crc32(head), *crcs], sizes) == manifest.files[path.name].crc32
-        )
-        if not is_same:
+        if len(crcs) < len(found) or combine([crc32(head), *crcs], sizes) != record.crc32:
             raise CheckpointError(f"{path}: damaged: its header differs from what was written")
-    return head, found
+    return found, metadata

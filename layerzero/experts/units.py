@@ -14,7 +14,6 @@ So an expert's gradient is summed over its expert-data group and divided by four
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from layerzero.build.compare import hash_of
 from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import gather_along
@@ -90,7 +90,15 @@ class Experts(Feature):
         return {plan: made[_key(group)] for plan, group in self.groups.items()}
 
     def _check(self, placement: Placement, device: torch.device) -> None:
-        own = [dist.get_rank(), *(number for block in self._blocks() for number in block)]
+        # Hashes of each expert parameter's group, and of its name and offset.
+        own = [dist.get_rank()]
+        experts = [plan for plan in self._plans if id(plan) in self.groups]
+        for plan in experts:
+            group_number = hash_of(ranks_of(self.groups[id(plan)]))
+            for original in plan.originals:
+                split = split_of(original.parameter)
+                offset = None if split is None else split.offset
+                own += group_number, hash_of([original.fqn, offset])
         values = torch.tensor(own, dtype=torch.int64, device=device)
         name = Operation("exchange", "experts", 0)
         values = gather_along(values, placement.groups, lambda _: name)
@@ -100,7 +108,6 @@ class Experts(Feature):
             for group_number, block in zip(numbers[::2], numbers[1::2], strict=True):
                 groups_of_block.setdefault(block, set()).add(group_number)
                 blocks_of_group.setdefault(group_number, {}).setdefault(rank, set()).add(block)
-        experts = [plan for plan in self._plans if id(plan) in self.groups]
         names = sorted({original.fqn for plan in experts for original in plan.originals})[:2]
         for by_rank in blocks_of_group.values():
             if any(each != next(iter(by_rank.values())) for each in by_rank.values()):
@@ -119,35 +126,16 @@ class Experts(Feature):
                 "expert-parallel axis"
             )
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Hashes of each expert parameter's group, and of its name and offset; the same on all
-        ranks."""
-        for plan in self._plans:
-            if id(plan) in self.groups:
-                group_number = _number(repr(ranks_of(self.groups[id(plan)])))
-                for original in plan.originals:
-                    split = split_of(original.parameter)
-                    offset = None if split is None else split.offset
-                    yield group_number, _number(f"{original.fqn} {offset}")
-
-
-def _number(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
-
 
 def _find_groups(
     plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
 ) -> dict[int, AnyGroup]:
     """The expert-data group of each expert unit, keyed by id(plan)."""
-    if all(plan.existing is not None or _own_group(plan) is None for plan in plans):
-        return {}
-    everyone = everyone_of_model()
+    own = [(plan, _own_group(plan)) for plan in plans if plan.existing is None]
+    given = [(plan, group) for plan, group in own if group is not None]
+    everyone = everyone_of_model() if given else ()
     found: dict[int, AnyGroup] = {}
-    for plan in plans:
-        group = None if plan.existing is not None else _own_group(plan)
-        if group is None:
-            continue
+    for plan, group in given:
         try:
             if not isinstance(group, Ranks):
                 resolve_process_groups(group)
@@ -276,11 +264,6 @@ def _list_around(fqn: str, unit: str) -> str | None:
     return None
 
 
-def _members(module: nn.Module) -> list[int]:
-    named = (*module._modules, *module._parameters)
-    return sorted({int(name) for name in named if name.isdigit()})
-
-
 def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Module) -> Numbers:
     """Global numbers of the members, by name: consecutive along the ranks of the expert axis.
 
@@ -303,7 +286,8 @@ def _from_axis(where: str, path: str, axis: Group, group: Group, module: nn.Modu
             f"ranks {list(ranks_of(group))}; only this rank may be in both: ranks of the axis have "
             "different experts, ranks of the process_group the same ones"
         )
-    members = _members(module)
+    named = (*module._modules, *module._parameters)
+    members = sorted({int(name) for name in named if name.isdigit()})
     if members != list(range(len(members))):
         raise ValueError(
             f"{where}: {path} has the experts {members}; expected local numbers from 0; if these "

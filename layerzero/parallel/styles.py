@@ -91,11 +91,8 @@ class Whole(ParallelStyle):
         distribute_module(module, device_mesh)
         place = PlaceHidden(self.given, Replicate(), as_dtensor=True)
         place._apply(module, device_mesh)
-        module.register_forward_hook(self._after_forward)
+        module.register_forward_hook(lambda module, args, output: output.to_local())
         return module
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
-        return output.to_local()
 
 
 class Arrived(ParallelStyle):
@@ -106,11 +103,8 @@ class Arrived(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(self._after_forward)
+        module.register_forward_hook(lambda module, args, output: arrived(output))
         return module
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return arrived(output)
 
 
 def arrived(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,25 +29,6 @@ class ResolvedUnit:
     options: Mapping[str, Any]
     hook: nn.Module | None = None
     is_expert: bool = False
-
-
-@dataclass
-class Resolved:
-    """The result of matching a plan with a model."""
-
-    units: list[ResolvedUnit] = field(default_factory=list)
-    """Units in the order of the module tree, without the root."""
-    ignored_modules: list[nn.Module] = field(default_factory=list)
-    ignored_parameters: list[nn.Parameter] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def raise_or_warn(self) -> None:
-        """Raise one ValueError that lists all errors, if there are any; else give the warnings."""
-        if self.errors:
-            raise ValueError("\n".join(self.errors))
-        for text in self.warnings:
-            warn_once(text)
 
 
 _SHARDED = "sharded already, and keeps its own options"
@@ -79,43 +60,51 @@ def _by_name(root: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def resolve(plan: Any, model: nn.Module) -> Resolved:
-    """Match all patterns. Changes nothing; collects problems instead of raising them.
+class Resolved:
+    """The result of matching a plan with a model. Changes nothing; collects problems.
 
     Args:
         plan: a `ShardingPlan`, which lies above this file.
     """
-    resolver = _Resolver(model)
-    resolver.match_ignored(plan.ignored_modules, plan.ignored_parameters)
-    resolver.match_units(plan.apply_modules, plan.hook_modules)
-    resolver.match_experts(plan.ep_plan)
-    for text in plan.optional:
-        resolver.match("optional", text)
-    return resolver.result
 
+    units: list[ResolvedUnit]
+    """Units in the order of the module tree, without the root."""
 
-class _Resolver:
-    """Matches the patterns of one plan; `resolve` calls its methods in order."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.result = Resolved()
-        self._root = root
-        self._modules = _by_name(root)
+    def __init__(self, plan: Any, model: nn.Module) -> None:
+        self.units = []
+        self.ignored_modules: list[nn.Module] = []
+        self.ignored_parameters: list[nn.Parameter] = []
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self._root = model
+        self._modules = _by_name(model)
         self._ignored: set[int] = set()
+        self._match_ignored(plan.ignored_modules, plan.ignored_parameters)
+        self._match_units(plan.apply_modules, plan.hook_modules)
+        self._match_experts(plan.ep_plan)
+        for text in plan.optional:
+            self._match("optional", text)
 
-    def match(self, key: str, text: str, known: Mapping[str, Any] | None = None) -> list[str]:
+    def raise_or_warn(self) -> None:
+        """Raise one ValueError that lists all errors, if there are any; else give the warnings."""
+        if self.errors:
+            raise ValueError("\n".join(self.errors))
+        for text in self.warnings:
+            warn_once(text)
+
+    def _match(self, key: str, text: str, known: Mapping[str, Any] | None = None) -> list[str]:
         """The names that a pattern matches; an error if there are none."""
         known = self._modules if known is None else known
         pattern = parse_pattern(text)
         found = [fqn for fqn in known if pattern.fullmatch(fqn) is not None]
         if not found:
-            self.result.errors.append(_no_match(key, text, known))
+            self.errors.append(_no_match(key, text, known))
         return found
 
-    def match_ignored(self, modules: Iterable[str], parameters: Iterable[str]) -> None:
+    def _match_ignored(self, modules: Iterable[str], parameters: Iterable[str]) -> None:
         for text in modules:
-            for fqn in self.match("ignored_modules", text):
-                self.result.ignored_modules.append(self._modules[fqn])
+            for fqn in self._match("ignored_modules", text):
+                self.ignored_modules.append(self._modules[fqn])
                 self._ignored |= {id(module) for module in self._modules[fqn].modules()}
         known = {
             f"{prefix}.{name}" if prefix else name: parameter
@@ -124,17 +113,17 @@ class _Resolver:
             if parameter is not None
         }
         for text in parameters:
-            for fqn in self.match("ignored_parameters", text, known):
-                self.result.ignored_parameters.append(known[fqn])
+            for fqn in self._match("ignored_parameters", text, known):
+                self.ignored_parameters.append(known[fqn])
 
-    def match_units(self, patterns: Mapping[str, Mapping[str, Any]], hooks: Iterable[str]) -> None:
+    def _match_units(self, patterns: Mapping[str, Mapping[str, Any]], hooks: Iterable[str]) -> None:
         """The last pattern that matches a module decides; of hook modules, the nearest around."""
         matched: dict[int, ResolvedUnit] = {}
         for text, options in patterns.items():
-            for fqn in self.match("apply_modules", text):
+            for fqn in self._match("apply_modules", text):
                 module = self._modules[fqn]
                 matched[id(module)] = ResolvedUnit(fqn, module, text, options)
-        found = {text: self.match("hook_modules", text) for text in hooks}
+        found = {text: self._match("hook_modules", text) for text in hooks}
         pairs = ((fqn, text) for text, fqns in found.items() for fqn in fqns)
         hook_of = {fqn: text for fqn, text in pairs if has_forward(self._modules[fqn])}
         used = set[str]()
@@ -150,13 +139,13 @@ class _Resolver:
                 used.add(hook_of[nearest])
             reason = self._reason_against(unit)
             if reason is None:
-                self.result.units.append(unit)
+                self.units.append(unit)
             else:
                 skipped[unit.pattern].setdefault(reason, []).append(fqn)
         self._warn(skipped)
         for text in found:
             if found[text] and text not in used:
-                self.result.errors.append(
+                self.errors.append(
                     f"hook_modules: {text!r} gathers nothing: expected modules with a forward, and "
                     "units inside them"
                 )
@@ -174,7 +163,7 @@ class _Resolver:
         return None if unit.hook is not None or has_forward(unit.module) else _NO_FORWARD
 
     def _warn(self, skipped: Mapping[str, Mapping[str, list[str]]]) -> None:
-        effective = {unit.pattern for unit in self.result.units}
+        effective = {unit.pattern for unit in self.units}
         for text, by_reason in skipped.items():
             told = {
                 reason: fqns
@@ -185,16 +174,16 @@ class _Resolver:
                 told = {"later patterns match the same modules": [text]}
             listed = "; ".join(f"{_quoted(fqns)}: {reason}" for reason, fqns in told.items())
             if listed:
-                self.result.warnings.append(f"apply_modules: {text!r} does not apply to {listed}")
+                self.warnings.append(f"apply_modules: {text!r} does not apply to {listed}")
 
-    def match_experts(self, texts: Iterable[str]) -> None:
+    def _match_experts(self, texts: Iterable[str]) -> None:
         for text in texts:
-            found = self.match("ep_plan", text)
-            experts = [unit for unit in self.result.units if unit.fqn in found]
+            found = self._match("ep_plan", text)
+            experts = [unit for unit in self.units if unit.fqn in found]
             for unit in experts:
                 unit.is_expert = True
             if found and not experts:
-                self.result.errors.append(
+                self.errors.append(
                     f"ep_plan: {text!r} matches {_quoted(found)}, but no unit: list them in "
                     "apply_modules as well"
                 )

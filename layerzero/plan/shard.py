@@ -15,7 +15,7 @@ from layerzero.build.arguments import check_module
 from layerzero.build.wrap import Choice, has_forward
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.options import engine_arguments
-from layerzero.plan.resolve import ResolvedUnit, optional_by_name, resolve
+from layerzero.plan.resolve import Resolved, ResolvedUnit, optional_by_name
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.step.root import root_of
 from layerzero.step.unit import get_unit
@@ -101,7 +101,7 @@ def _call_optional(model: nn.Module, name: str, arguments: list[Any], **optional
 
 
 def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, experts: Mapping[str, Any]) -> ZeRO3:
-    resolved = resolve(plan, model)
+    resolved = Resolved(plan, model)
     resolved.raise_or_warn()
     own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
     _checkpoint_activations(plan, resolved.units)

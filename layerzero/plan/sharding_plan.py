@@ -28,7 +28,7 @@ from layerzero.plan.options import (
     read_options,
 )
 from layerzero.plan.patterns import parse_pattern
-from layerzero.plan.resolve import resolve
+from layerzero.plan.resolve import Resolved
 
 _SHORTHANDS = (
     "param_dtype",
@@ -196,7 +196,7 @@ class ShardingPlan:
             RuntimeError: the model is sharded already.
         """
         check_module(model)
-        resolve(self, model).raise_or_warn()
+        Resolved(self, model).raise_or_warn()
 
 
 def _read_apply_modules(value: Any) -> dict[str, dict[str, Any]]:

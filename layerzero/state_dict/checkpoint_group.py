@@ -40,6 +40,11 @@ _TOGETHER = "the ranks that save or load together"
 class CheckpointGroup:
     """The ranks of one save or load, in the order of their global ranks."""
 
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    rank: int
+    """This rank's place among them."""
+    is_first: bool
     wait_for_save: Callable[[], object] | None
     """Blocks until a background save is done, which exchanges messages while it runs."""
     timeout: timedelta
@@ -48,6 +53,9 @@ class CheckpointGroup:
     def __init__(self, group: ShardGroup | None) -> None:
         """`group`: a group on the CPU; None: this rank alone."""
         self._group = group
+        self.ranks = (dist.get_rank(),) if group is None else group.ranks
+        self.rank = 0 if group is None else group.rank
+        self.is_first = self.rank == 0
         self._num_operations = 0
         self.wait_for_save = None
         self.timeout = DEFAULT_TIMEOUT
@@ -57,23 +65,6 @@ class CheckpointGroup:
         wait, self.wait_for_save = self.wait_for_save, None
         if wait is not None:
             wait()
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
-
-    @property
-    def size(self) -> int:
-        return 1 if self._group is None else self._group.size
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks."""
-        return (dist.get_rank(),) if self._group is None else self._group.ranks
 
     def exchange(self, what: str, make: Callable[[], Any], nbytes_moved: int = 0) -> list[Any]:
         """What `make` returns on every rank, in rank order. Collective; blocks the host.
@@ -153,7 +144,11 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
     if process_group is not None:
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
     elif placements:
-        ranks = _sharing(root, {rank for placement in placements for rank in placement.members})
+        # Of all that share the model, data-parallel and tensor-parallel.
+        members = sorted({rank for placement in placements for rank in placement.members})
+        name = partial(root.operations.next, "checkpoint", "ranks")
+        own = torch.tensor(members, device=root.device)
+        ranks = gather_along(own, root.tensor_parallel_groups, name).unique().tolist()
         parent = placements[0].shard_group.process_group
     made = _made.setdefault(parent, {})
     key = tuple(ranks)
@@ -181,10 +176,3 @@ def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> tim
         chosen = chosen_timeout(process_group, root.device)
         timeouts += [] if chosen is None else [chosen]
     return max(timeouts, default=DEFAULT_TIMEOUT)
-
-
-def _sharing(root: RootState, members: set[int]) -> list[int]:
-    """Global ranks of all that share the model, data-parallel and tensor-parallel. Collective."""
-    own = torch.tensor(sorted(members), device=root.device)
-    name = partial(root.operations.next, "checkpoint", "ranks")
-    return sorted(set(gather_along(own, root.tensor_parallel_groups, name).view(-1).tolist()))

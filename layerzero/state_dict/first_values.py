@@ -1,17 +1,10 @@
 """First values after `to_empty`: until the model is used, its modules show whole parameters.
 
-Programs shard a model on the meta device, call `to_empty`, and then draw its values
-(`init_weights()`). On a rank's own part they would draw, with one seed on all ranks, equal numbers
-for unequal parts, and from the part's shape. So each parameter stands there in its original shape
-until then. With one seed the values are those of one process, bitwise.
-
-A whole parameter gets memory with its first operation. Once the whole parameters that have memory
-exceed the largest unit's bytes, the oldest is freed: this rank's part of it is kept. One that is
-used again after that is gathered, so what draws the values must be the same on every rank.
-
-The first forward, optimizer or checkpoint ends this (`Structure.check`, `set_sharded_param`). A
-state dict shows the parts as they are, and values may be loaded into them. Whole parameters that a
-program kept are then of no use: optimizers and hooks have the sharded ones, everything else raises.
+Programs shard a model on the meta device, call `to_empty`, and then draw its values, with one seed
+on all ranks. So these are drawn as in one process, bitwise: decision 0055, which also says what
+ends this. A whole parameter gets memory with its first operation. Once the whole parameters that
+have memory exceed the largest unit's bytes, the oldest is freed: this rank's part of it is kept.
+One that is used again after that is gathered.
 """
 
 from __future__ import annotations

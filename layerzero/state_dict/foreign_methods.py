@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from layerzero.step.unwrap import units_inside
 
 _METHOD = "save_pretrained"
 _LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
-S = TypeVar("S", bound="_StandIn")
 
 
 def install(module: nn.Module) -> None:
@@ -45,12 +44,14 @@ def install(module: nn.Module) -> None:
     for name, part in module.named_modules():
         owners = [cls.__module__ for cls in type(part).__mro__ if _METHOD in vars(cls)]
         if any(owner.partition(".")[0] in _LIBRARIES for owner in owners):
-            _Saving.put(part, _METHOD, name)
+            part.__dict__.setdefault(_METHOD, _StandIn(part, _METHOD, name, _save))
         if tuners is not None and isinstance(part, tuners.BaseTunerLayer):
-            _Merging.put(part, "merge", name)
-            _Merging.put(part, "unmerge", name)
+            part.__dict__.setdefault("merge", _StandIn(part, "merge", name, _merge))
+            part.__dict__.setdefault("unmerge", _StandIn(part, "unmerge", name, _merge))
         elif tuners is not None and isinstance(part, tuners.BaseTuner):
-            _Merging.put(part, "merge_and_unload", name)
+            part.__dict__.setdefault(
+                "merge_and_unload", _StandIn(part, "merge_and_unload", name, _merge)
+            )
 
 
 def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -72,18 +73,17 @@ def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
 class _StandIn:
     """Takes the place of a method on one instance; the class keeps its own.
 
-    It is called instead of `method` of `module`, whose name in the model is `name`.
+    `instead` is called with the module, the class's method, bound, the names of module and method,
+    and what the method is called with.
     """
 
-    def __init__(self, module: nn.Module, method: str, name: str) -> None:
+    def __init__(
+        self, module: nn.Module, method: str, name: str, instead: Callable[..., Any]
+    ) -> None:
         self._module_ref = weakref.ref(module)
         self._method = method
         self._name = name
-
-    @classmethod
-    def put(cls, module: nn.Module, method: str, name: str) -> None:
-        """Take the method's place, unless the instance has its own."""
-        module.__dict__.setdefault(method, cls(module, method, name))
+        self._instead = instead
 
     @property
     def module(self) -> nn.Module:
@@ -91,50 +91,38 @@ class _StandIn:
         assert module is not None, "it is called through the module, and copied with it"
         return module
 
-    @property
-    def own(self) -> Callable[..., Any]:
-        """The method of the class, bound."""
-        module = self.module
-        return functools.partial(getattr(type(module), self._method), module)
-
-    def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
-        return type(self)(memo.get(id(self.module), self.module), self._method, self._name)
-
-
-class _Saving(_StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, own = self.module, self.own
-        # A class may take the state dict among its `**kwargs`.
-        arguments = {**inspect.signature(own).bind_partial(*args, **kwargs).arguments, **kwargs}
-        is_sharded = any(get_info(parameter) is not None for parameter in module.parameters())
-        state_dict = arguments.get("state_dict")
-        if is_sharded and state_dict is not None:
-            refuse_pieces(module, state_dict)
-        if not is_sharded or state_dict is not None:
-            return own(*args, **kwargs)
-        remedy = (
-            "Call layerzero.integrations.transformers.save_pretrained(model, folder) on every "
-            "rank; or pass state_dict=layerzero.checkpoint.get_model_state_dict(model, full=True, "
-            "cpu_offload=True), made on every rank"
-        )
-        units = units_inside(module)
-        if units and root_of(units[0]).structure.changes():  # as after `merge_and_unload`
-            remedy = (
-                "The model has other modules than when it was wrapped: change it and save it "
-                "within one `with model.summon_full_params(writeback=False):`"
-            )
-        raise RuntimeError(
-            f"{type(module).__name__}.{_METHOD} would write this rank's shards instead of whole "
-            f"parameters; nothing was written. {remedy}"
-        )
+        own = functools.partial(getattr(type(self.module), self._method), self.module)
+        return self._instead(self.module, own, f"{self._name}.{self._method}", *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+        module = memo.get(id(self.module), self.module)
+        return _StandIn(module, self._method, self._name, self._instead)
 
 
-class _Merging(_StandIn):
+def _save(module: nn.Module, own: Any, what: str, /, *args: Any, **kwargs: Any) -> Any:
+    # A class may take the state dict among its `**kwargs`.
+    arguments = {**inspect.signature(own).bind_partial(*args, **kwargs).arguments, **kwargs}
+    state_dict = arguments.get("state_dict")
+    if all(get_info(parameter) is None for parameter in module.parameters()):
+        return own(*args, **kwargs)
+    if state_dict is not None:
+        refuse_pieces(module, state_dict)
+        return own(*args, **kwargs)
+    raise RuntimeError(
+        f"{type(module).__name__}.{_METHOD} would write this rank's shards instead of whole "
+        "parameters; nothing was written. Call layerzero.integrations.transformers."
+        "save_pretrained(model, folder) on every rank; or pass state_dict=layerzero.checkpoint."
+        "get_model_state_dict(model, full=True, cpu_offload=True), made on every rank. Where the "
+        "model has other modules than when it was wrapped, change it and save it within one "
+        "`with model.summon_full_params(writeback=False):`"
+    )
+
+
+def _merge(module: nn.Module, own: Any, what: str, /, *args: Any, **kwargs: Any) -> Any:
     """Collective over the ranks that share the model, outside `summon_full_params`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with summoned(self.module, f"{self._name}.{self._method}", writeback=True):
-            return self.own(*args, **kwargs)
+    with summoned(module, what, writeback=True):
+        return own(*args, **kwargs)
 
 
 @contextmanager

@@ -98,30 +98,25 @@ def stream_full(
     """
     nbytes = parse_nbytes(bucket_bytes, "bucket_bytes")
     root_state_of(model, "stream_full", is_collective=True)
-    return _stream_model(model, nbytes, dtype, only)
 
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        names = Names(model)
+        sources = []
+        for handle in names.handles:
+            own = handle.main_shard.dtype
+            target = dtype if dtype is not None and own.is_floating_point else own
+            root = _root_of(handle.sharded_params[0])
+            assert root is not None, "the model of the handle exists"
+            found = enumerate(map(names.first, handle.sharded_params))
+            wanted = {index: name for index, name in found if only is None or name in only}
+            read = partial(_main_shard, handle, target)
+            sources.append(FlatSource(root, handle, target, read, wanted))
+        yield from _stream(sources, nbytes)
+        for tensor, (name, *_) in [*names.unsharded(), *named_buffers(model)]:
+            if only is None or name in only:
+                yield name, tensor.detach()
 
-def _stream_model(
-    model: nn.Module,
-    nbytes: int,
-    dtype: torch.dtype | None,
-    only: Container[str] | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    names = Names(model)
-    sources = []
-    for handle in names.handles:
-        own = handle.main_shard.dtype
-        target = dtype if dtype is not None and own.is_floating_point else own
-        root = _root_of(handle.sharded_params[0])
-        assert root is not None, "the model of the handle exists"
-        found = enumerate(map(names.first, handle.sharded_params))
-        wanted = {index: name for index, name in found if only is None or name in only}
-        read = partial(_main_shard, handle, target)
-        sources.append(FlatSource(root, handle, target, read, wanted))
-    yield from _stream(sources, nbytes)
-    for tensor, (name, *_) in [*names.unsharded(), *named_buffers(model)]:
-        if only is None or name in only:
-            yield name, tensor.detach()
+    return stream()
 
 
 def _main_shard(handle: FlatParamHandle, dtype: torch.dtype) -> torch.Tensor:

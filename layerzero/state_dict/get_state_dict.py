@@ -35,9 +35,8 @@ from layerzero.state_dict.optimizers import (
     parameters_with_state,
     take_tensors,
 )
-from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of
-from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
 
 StateDict = dict[str, Any]
@@ -48,6 +47,8 @@ def _made(
     roots: Sequence[RootState], found: StateDict, full: bool, cpu_offload: bool, rank0_only: bool
 ) -> StateDict:
     """What was asked for, from a state dict of shards. Collective if `full`."""
+    if rank0_only and not full:
+        raise ValueError("rank0_only needs full=True: shards are on every rank")
     keepers = [checkpoint_group_of(roots[0], None).ranks[0]] if rank0_only else []
     if full:
         found = gather_shards(found, cpu_offload=cpu_offload, ranks_only=keepers)
@@ -55,11 +56,6 @@ def _made(
         return {}
     moved: StateDict = map_values(found, _on_host) if cpu_offload else found
     return moved
-
-
-def _check(full: bool, rank0_only: bool) -> None:
-    if rank0_only and not full:
-        raise ValueError("rank0_only needs full=True: shards are on every rank")
 
 
 def _on_host(value: Any) -> Any:
@@ -86,7 +82,6 @@ def get_model_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    _check(full, rank0_only)
     roots = root_states_of(model, "get_model_state_dict", full)
     entries = {clean_name(name): value for name, value in model.state_dict().items()}
     if full:
@@ -129,7 +124,6 @@ def get_optimizer_state_dict(
         RuntimeError: the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    _check(full, rank0_only)
     check_optimizer(optimizer, "get_optimizer_state_dict: optimizer")
     roots = root_states_of(model, "get_optimizer_state_dict", full)
     if keeps_whole_states(optimizer) and not full:
@@ -230,7 +224,7 @@ def _of_all_ranks(
                     none = torch.zeros_like(parameter, dtype=DTYPES[dtype])
                     tensors[key] = shard_of(parameter, held.get(key, none).detach())
             if parameter is not None and keeps:
-                result[name] = fill_slots(decode(rest), tensors)
+                result[name] = fill_slots(decode(rest), tensors.__getitem__)
     return {each[0]: result[each[0]] for _, each in names.parameters if each[0] in result}
 
 

@@ -90,45 +90,20 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> list[Any]:
     return [dtype_name(tensor.dtype, where), list(tensor.shape), data]
 
 
-def decode(value: Any, where: str = "a saved value") -> Any:
+def decode(value: Any) -> Any:
     """The inverse of `encode`; tensors are on the CPU.
 
-    Args:
-        where: what `value` is, for the message.
-
-    Raises:
-        CheckpointError: `encode` did not write this.
+    What `encode` did not write may raise anything: checksums come before (decision 0062).
     """
-    try:
-        return _decode(value)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{where}: damaged: not what a save writes: {error!r:.200}"
-        ) from error
-
-
-def decode_dict(value: Any, where: str) -> dict[str, Any]:
-    """`decode` of what was a dict.
-
-    Raises:
-        CheckpointError: as `decode`, or it is none.
-    """
-    found = decode(value, where)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where}: damaged: expected a dict, got {type(found).__name__}")
-    return found
-
-
-def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((tag, content),) = value.items()
         if tag.startswith(_TAG):
             return _DECODERS[tag](content)
-    return {key: _decode(item) for key, item in value.items()}
+    return {key: decode(item) for key, item in value.items()}
 
 
 def _decode_tensor(content: Any) -> torch.Tensor:
@@ -152,9 +127,9 @@ def _from_text(text: str) -> bytes:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tuple": lambda content: tuple(_decode(item) for item in content),
-    "$set": lambda content: {_decode(item) for item in content},
-    "$dict": lambda content: {_decode(key): _decode(item) for key, item in content},
+    "$tuple": lambda content: tuple(decode(item) for item in content),
+    "$set": lambda content: {decode(item) for item in content},
+    "$dict": lambda content: {decode(key): decode(item) for key, item in content},
     "$float": float,
     "$complex": complex,
     "$bytes": _from_text,

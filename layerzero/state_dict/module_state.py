@@ -8,7 +8,6 @@ are full parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,10 @@ def install(unit: Unit) -> None:
         gather = partial(_full_tensor, weakref.ref(sharded_param))
         change_info(sharded_param, gather=gather)
     hooks = unit.state_dict_hooks
-    hooks.append(unit.module.register_state_dict_pre_hook(_check_structure(unit)))
+    hooks.append(unit.module.register_state_dict_pre_hook(partial(_check_structure, unit)))
     for module in unit.owners:
-        hooks.append(module.register_state_dict_post_hook(_show_shards(unit)))
-        hooks.append(module.register_load_state_dict_pre_hook(_take_shards(unit)))
+        hooks.append(module.register_state_dict_post_hook(partial(_show_shards, unit)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(_take_shards, unit)))
 
 
 def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
@@ -54,17 +53,14 @@ def _show_first_values(*arguments: Any) -> None:
 module_guards.show_first_values = _show_first_values
 
 
-def _check_structure(unit: Unit) -> Callable[..., None]:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if _settles_first_values(unit):
-            return
-        root = root_if_alive(unit)
-        is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
-        stands_aside = is_summoned or unit.views.shows_stand_ins
-        if root is not None and unit is root.units[0] and not stands_aside:
-            root.structure.check("state_dict")
-
-    return hook
+def _check_structure(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if _settles_first_values(unit):
+        return
+    root = root_if_alive(unit)
+    is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+    stands_aside = is_summoned or unit.views.shows_stand_ins
+    if root is not None and unit is root.units[0] and not stands_aside:
+        root.structure.check("state_dict")
 
 
 def _settles_first_values(unit: Unit) -> bool:
@@ -91,58 +87,53 @@ def _refuse_replaced(module: nn.Module, unit: Unit) -> None:
             )
 
 
-def _show_shards(unit: Unit) -> Callable[..., None]:
-    def hook(
-        module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
-    ) -> None:
-        is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
-        if is_summoned or unit.views.shows_stand_ins:
-            return
-        if not _settles_first_values(unit):
-            _refuse_replaced(module, unit)
-        for name, sharded_param in unit.views.inside(module):
-            entry = state_dict.get(prefix + name)
-            # With keep_vars the caller wants the parameter itself.
-            if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
-                state_dict[prefix + name] = shard_of(sharded_param, sharded_param.detach())
-
-    return hook
-
-
-def _take_shards(unit: Unit) -> Callable[..., None]:
-    def hook(
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
-            return
-        if root := root_if_alive(unit):
-            root.structure.end_first_values()
-        unit.before_load()
+def _show_shards(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
+    is_summoned = unit.training_state is TrainingState.SUMMON_FULL_PARAMS
+    if is_summoned or unit.views.shows_stand_ins:
+        return
+    if not _settles_first_values(unit):
         _refuse_replaced(module, unit)
-        for name, sharded_param in unit.views.inside(module):
-            value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor):
-                continue
-            try:
-                taken = local_part(value, sharded_param)
-            except ValueError as error:
-                error_msgs.append(f"{prefix + name}: {error}")
-                taken = sharded_param
-            if local_metadata.get("assign_to_params_buffers"):
-                # With assign=True, too, the sharded parameter stays, and takes the new value.
-                with torch.no_grad():
-                    sharded_param.copy_(taken)
-                taken = sharded_param
-            state_dict[prefix + name] = taken
+    for name, sharded_param in unit.views.inside(module):
+        entry = state_dict.get(prefix + name)
+        # With keep_vars the caller wants the parameter itself.
+        if isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter):
+            state_dict[prefix + name] = shard_of(sharded_param, sharded_param.detach())
 
-    return hook
+
+def _take_shards(
+    unit: Unit,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        return
+    if root := root_if_alive(unit):
+        root.structure.end_first_values()
+    unit.before_load()
+    _refuse_replaced(module, unit)
+    for name, sharded_param in unit.views.inside(module):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        try:
+            taken = local_part(value, sharded_param)
+        except ValueError as error:
+            error_msgs.append(f"{prefix + name}: {error}")
+            taken = sharded_param
+        if local_metadata.get("assign_to_params_buffers"):
+            # With assign=True, too, the sharded parameter stays, and takes the new value.
+            with torch.no_grad():
+                sharded_param.copy_(taken)
+            taken = sharded_param
+        state_dict[prefix + name] = taken
 
 
 def shard_of(sharded_param: nn.Parameter, local: torch.Tensor) -> ParameterShard:

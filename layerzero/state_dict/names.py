@@ -22,8 +22,6 @@ class Names:
     """Names of a model's parameters as in `named_parameters`, with global numbers of experts."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters: list[tuple[nn.Parameter, tuple[str, ...]]] = []
-        """Every parameter, sharded or not, with all its names."""
         roots = roots_inside(model)  # Several: parts that were wrapped one after the other.
         units = [unit for root in roots for unit in root.units_inside(model)]
         self.handles = [handle for unit in units for handle in unit.handles]
@@ -38,8 +36,8 @@ class Names:
         for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
             parameter = self._sharded_params.get(id(parameter), parameter)
             names.setdefault(id(parameter), (parameter, []))[1].append(name_among_all(model, name))
-        for parameter, found in names.values():
-            self.parameters.append((parameter, tuple(dict.fromkeys(found))))
+        self.parameters = [(each, tuple(dict.fromkeys(found))) for each, found in names.values()]
+        """Every parameter, sharded or not, with all its names."""
         self._by_id = {id(parameter): found for parameter, found in self.parameters}
         self._places = {
             id(parameter): (handle, (number, index))
@@ -124,8 +122,6 @@ def names_in_groups(
 
 def group_text(optimizer: str, number: int) -> str:
     """A parameter group, for messages; `optimizer` is "" for one without a name."""
-    return (
-        f"group {number} of the optimizer {optimizer!r}"
-        if optimizer
-        else (f"the optimizer's group {number}")
-    )
+    if optimizer:
+        return f"group {number} of the optimizer {optimizer!r}"
+    return f"the optimizer's group {number}"

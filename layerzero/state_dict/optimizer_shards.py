@@ -17,13 +17,13 @@ from torch import nn
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some
 from layerzero.optim import attach
+from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.module_state import local_part, shard_of
-from layerzero.state_dict.optimizer_state import refuse_other_class, shaped_keys
+from layerzero.state_dict.optimizer_state import refuse_other_class
 from layerzero.state_dict.optimizers import map_values
-from layerzero.state_dict.parameter_shard import ParameterShard
-from layerzero.state_dict.rank_local import RankLocal, rank_local
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal, rank_local
 
 StateDict = dict[str, Any]
 
@@ -99,11 +99,14 @@ def _take_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Sta
     given = {p: states[n] for n, p in parameters.items() if isinstance(states.get(n), dict)}
     refuse_other_class(optimizer, state_dict["param_groups"], given, _name_of)
     misfits: list[str] = []
-    # State shaped like a scalar parameter cannot be told from a plain number by its shape.
-    is_number = any(
-        info.shape == () for parameter in given if (info := get_info(parameter)) is not None
-    )
-    shaped = shaped_keys(optimizer) if is_number else set()
+    # State shaped like a scalar parameter cannot be told from a number by its shape: as in a
+    # checkpoint, other parameters' state tells what is a number.
+    numbers = {"step"} | {
+        key
+        for parameter in filter(original_ndim, given)
+        for key, value in given[parameter].items()
+        if isinstance(value, torch.Tensor) and not value.ndim
+    }
     for number, parameter in parameters.items():
         info = get_info(parameter)
         if parameter not in given or info is None:
@@ -111,7 +114,7 @@ def _take_shards(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> Sta
         own: StateDict = {}
         for key, value in given[parameter].items():
             try:
-                own[key] = _taken(value, parameter, key in shaped)
+                own[key] = _taken(value, parameter, key not in numbers)
             except ValueError as error:
                 misfits.append(f"{key!r} of {info.fqn}: {error}")
         states[number] = own

@@ -73,18 +73,6 @@ def state_template(
     }
 
 
-def shaped_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys of state with the shape of its parameter; for a scalar parameter, that is a scalar."""
-    held: Any = optimizer.state
-    states = dict(held) or state_template(optimizer)
-    return {
-        key
-        for parameter, state in states.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    }
-
-
 def refuse_other_class(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],

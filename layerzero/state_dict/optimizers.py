@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
@@ -82,24 +82,11 @@ def take_tensors(
     return take(value, key), tensors
 
 
-def fill_slots(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `take_tensors`.
-
-    Raises:
-        KeyError: a tensor is not there.
-    """
+def fill_slots(value: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """The inverse of `take_tensors`: `tensor_of` is called with the name in each slot."""
     if isinstance(value, dict) and value.keys() == {_SLOT}:
-        return tensors[value[_SLOT]]
-    return _rebuilt(value, lambda inner, _: fill_slots(inner, tensors))
-
-
-def slots_of(value: Any) -> Iterator[str]:
-    """Names of the tensors that `fill_slots` needs."""
-    if isinstance(value, dict) and value.keys() == {_SLOT}:
-        yield value[_SLOT]
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from slots_of(item)
+        return tensor_of(value[_SLOT])
+    return _rebuilt(value, lambda inner, _: fill_slots(inner, tensor_of))
 
 
 def _rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:

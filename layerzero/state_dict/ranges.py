@@ -78,31 +78,16 @@ def runs(extent: Extent, start: int, stop: int) -> Iterator[Run]:
 
 def boxes(extent: Extent, start: int, stop: int) -> Iterator[Box]:
     """Cut elements [start, stop) of the flattened block into boxes, in ascending order."""
-    for local, offsets, sizes in _boxes(extent.local_shape, start, stop):
-        moved = tuple(a + b for a, b in zip(offsets, extent.offsets, strict=True))
-        yield Box(local - start, moved, sizes)
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    if stop <= start:
-        return
-    if not shape:
-        yield Box(0, (), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
-        yield from _inside(shape, last, start, stop)
-        return
-    if start < first * row:
-        yield from _inside(shape, first - 1, start, first * row)
-    if first < last:
-        yield Box(first * row, (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
-    if last * row < stop:
-        yield from _inside(shape, last, last * row, stop)
-
-
-def _inside(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    base = index * math.prod(shape[1:])
-    for local, offsets, sizes in _boxes(shape[1:], start - base, stop - base):
-        yield Box(base + local, (index, *offsets), (1, *sizes))
+    shape, at = extent.local_shape, start
+    rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while at < stop:
+        places = [at // row % size for row, size in zip(rows, shape, strict=True)]
+        sizes = [1] * len(shape)
+        # As many rows as fit, of the outermost dimension of which a whole row begins here.
+        for dim, row in enumerate(rows):
+            if at % row == 0 and at + row <= stop:
+                sizes[dim:] = min(shape[dim] - places[dim], (stop - at) // row), *shape[dim + 1 :]
+                break
+        offsets = tuple(a + b for a, b in zip(places, extent.offsets, strict=True))
+        yield Box(at - start, offsets, tuple(sizes))
+        at += math.prod(sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.comm.exchanges import broadcast, broadcast_from_first
-from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.whole_tensor.inner import options_of
@@ -35,10 +33,10 @@ from layerzero.state_dict.optimizers import (
     parameters_with_state,
     take_tensors,
 )
-from layerzero.state_dict.parameter_shard import ParameterShard
+from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal
 from layerzero.state_dict.preconditions import refuse_experts, root_state_of
-from layerzero.state_dict.rank_local import RankLocal
 from layerzero.step.root import RootState
+from layerzero.step.unit import get_unit
 
 StateDict = dict[str, Any]
 
@@ -72,36 +70,13 @@ def set_model_state_dict(
         names = Names(model)
         sharded_params = {f"[{name}]": p for p, found in names.parameters for name in found}
         model_state_dict = _from_first(state, model_state_dict, sharded_params)
-    own_names = _names_to_load(model)
+    own_names = {clean_name(name): name for name in model.state_dict(keep_vars=True)}
     renamed = {own_names.get(name, name): value for name, value in model_state_dict.items()}
-    # Bypass an override of the model's class, which may rename entries.
-    return nn.Module.load_state_dict(model, renamed, strict=strict)
-
-
-def _names_to_load(model: nn.Module) -> dict[str, str]:
-    """Maps names in `model.state_dict()`, which modules may change, to those that `load_state_dict`
-    of the wrapper expects: paths in the module tree."""
-    places: dict[int, list[str]] = {}
-    for name, tensor in _by_path(model):
-        # `checkpoint_wrapper` adds its part to the names of entries itself, in a hook.
-        path = global_name(model, name).replace("_checkpoint_wrapped_module.", "")
-        places.setdefault(id(tensor), []).append(path)
-    found = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        own = places.get(id(value))
-        found[clean_name(name)] = own.pop(0) if own else name
+    unit = get_unit(model)
+    # The class may name entries otherwise, here as in `state_dict`: of a wrapper, the class inside.
+    module = model if unit is None else unit.module
+    found: _IncompatibleKeys = module.load_state_dict(renamed, strict=strict)
     return found
-
-
-def _by_path(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the module tree. `named_parameters` is not used: a module inside may override
-    `named_modules`, as fine-tuning schedules have it do, with names of no path."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield prefix + name, tensor
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _by_path(child, f"{prefix}{name}.")
 
 
 def set_optimizer_state_dict(
@@ -196,5 +171,5 @@ def _from_first(
             values[path] = shard_of(sharded_param, local_part(full, sharded_param).clone())
         else:
             values[path] = full
-    result: StateDict = fill_slots(decode(rest), values)
+    result: StateDict = fill_slots(decode(rest), values.__getitem__)
     return result

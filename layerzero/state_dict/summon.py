@@ -32,16 +32,15 @@ class SummonOptions:
 
 @dataclass
 class _Summoned:
-    """One summoned flat parameter; `parameters` is None where only the first rank has them."""
+    """One summoned flat parameter; `parameters` is empty where only the first rank has them."""
 
     handle: FlatParamHandle
-    parameters: list[nn.Parameter] | None
+    parameters: list[nn.Parameter]
     """The parameters that are shown now; the user may replace those of `made`."""
-    made: tuple[nn.Parameter, ...] = ()
+    made: tuple[nn.Parameter, ...]
 
     def was_written(self, index: int) -> bool:
         """Whether the user wrote a full parameter, or assigned another; not through `.data`."""
-        assert self.parameters is not None
         now = self.parameters[index]
         return now is not self.made[index] or now._version > 0
 
@@ -79,8 +78,8 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
             for unit in units:
                 made = [_gather(root, unit, handle, options) for handle in unit.handles]
                 summoned.extend(made)
-                if all(entry.parameters is not None for entry in made):
-                    shown = [each for entry in made for each in entry.parameters or ()]
+                if all(entry.parameters for entry in made):
+                    shown = [each for entry in made for each in entry.parameters]
                     unit.views.show(dict(zip(unit.sharded_params, shown, strict=True)))
         yield
         finished = True
@@ -93,9 +92,8 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
                 unit.views.show_sharded()
                 unit.set_training_state(TrainingState.IDLE)
             for entry in summoned:
-                for sharded, full in zip(
-                    entry.handle.sharded_params, entry.parameters or (), strict=False
-                ):
+                pairs = zip(entry.parameters, entry.handle.sharded_params, strict=False)
+                for full, sharded in pairs:
                     set_sharded_param(full, sharded)  # `full` is no parameter any more.
         if finished and options.writeback:
             with torch.no_grad():
@@ -110,7 +108,7 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
 def _refuse_hooks(summoned: list[_Summoned]) -> None:
     """Raise for hooks on summoned parameters, which would silently be dropped with them."""
     for entry in summoned:
-        for name, parameter in zip(entry.handle.fqns, entry.parameters or (), strict=False):
+        for name, parameter in zip(entry.handle.fqns, entry.parameters, strict=False):
             hooks_from = kind_of_hooks(parameter)
             if hooks_from is not None:
                 raise RuntimeError(
@@ -142,7 +140,7 @@ def _check_written(
     error: Exception | None = None
     try:
         for entry in summoned:
-            if entry.parameters is not None:
+            if entry.parameters:
                 _take_replaced(entry, units)
     except (RuntimeError, ValueError) as found:
         error = found
@@ -160,7 +158,6 @@ def _check_written(
 def _take_replaced(entry: _Summoned, units: list[Unit]) -> None:
     handle = entry.handle
     unit = next(unit for unit in units if handle in unit.handles)
-    assert entry.parameters is not None
     for index, sharded in enumerate(handle.sharded_params):
         shown = {id(each): each for each in unit.views.shown_for(sharded)}
         new = [each for each in shown.values() if each is not entry.parameters[index]]
@@ -195,7 +192,7 @@ def _gather(
         flat = flat_of(handle, handle.main_shard.dtype, grads)
         full_grad = gather_flat(root, unit, handle, flat)
     if options.rank0_only and not handle.placement.is_first:
-        return _Summoned(handle, None)
+        return _Summoned(handle, [], ())
     if full.untyped_storage().data_ptr() == handle.main_shard.untyped_storage().data_ptr():
         full = full.clone()  # In a group of one: changes must be lost unless written back.
     values = _views(handle, full, options)
@@ -243,7 +240,7 @@ def _write_back(root: RootState, entry: _Summoned, options: SummonOptions) -> No
     handle.note_rewrite()
     ranges = handle.layout.shard_ranges(handle.placement.main_shard_index)
     for index, (owned, sharded) in enumerate(zip(ranges, handle.sharded_params, strict=True)):
-        parameter = None if entry.parameters is None else entry.parameters[index]
+        parameter = entry.parameters[index] if entry.parameters else None
         value = None if parameter is None else _flat_of(handle, index, parameter)
         if options.rank0_only:
             value = _from_first(root, handle, index, value, verb)

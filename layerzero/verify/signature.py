@@ -177,10 +177,8 @@ def _elements(
 def _whole_index(index: torch.Tensor, split: TensorParallelSplit) -> torch.Tensor:
     """Indices in the flattened whole parameter, from those in the flattened local tensor."""
     found = torch.zeros_like(index)
-    for dim in range(len(split.shape)):
-        inner = math.prod(split.local_shape[dim + 1 :])
-        place = index // inner % split.local_shape[dim] + split.offset[dim]
-        found += place * math.prod(split.shape[dim + 1 :])
+    for dim, place in enumerate(torch.unravel_index(index, split.local_shape)):
+        found += (place + split.offset[dim]) * math.prod(split.shape[dim + 1 :])
     return found
 
 

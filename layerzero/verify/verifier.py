@@ -85,9 +85,6 @@ class Verifier(Transport, Extension):
         handles = (handle for unit in self._root.units for handle in unit.handles)
         return {id(handle.main_shard): weakref.ref(handle) for handle in handles}
 
-    def weights_written(self) -> None:
-        self._void_written()
-
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor, group: ShardGroup, operation: Operation
     ) -> Pending:
@@ -104,7 +101,7 @@ class Verifier(Transport, Extension):
         pending.then(functools.partial(self._gathered, operation, group, checksum, slices, sent))
         return pending
 
-    def _void_written(self) -> None:
+    def weights_written(self) -> None:
         """Do not check gathers of shards that were written since, perhaps while they were sent.
 
         At the same points of a step on every rank: a use of the unit gathers it again.
@@ -145,21 +142,14 @@ class Verifier(Transport, Extension):
             )
         own = chunks.chunk(group.size)
         chosen = own if order is None else [own[place] for place in order]
-        check_and_add = self._checked(_of_peers(chosen, group), group, operation, add)
-        return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
-
-    def _checked(
-        self, sent: torch.Tensor, group: ShardGroup, operation: Operation, add: Add
-    ) -> Add:
-        """`add`, which also notes what was `sent` and received: checksums of each rank's part."""
-        kept_sent = kept(sent)
+        sent = kept(_of_peers(chosen, group))
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             received = kept(_of_peers(parts, group))
             add(summed, parts, scale)
-            self._wire.note(operation, group, kept_sent, received)
+            self._wire.note(operation, group, sent, received)
 
-        return check_and_add
+        return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
 
     def before_write(self, reductions: object) -> bool:
         """See Note [A check is before delivery]. Collective; blocks the host.
@@ -167,21 +157,17 @@ class Verifier(Transport, Extension):
         Raises:
             CorruptionError: on every rank.
         """
-        self._check_step()
-        return False
-
-    def _check_step(self) -> None:
         is_due = self._records
         self._num_passes += 1
         self._records = (self._num_passes + 1) % self._every == 0
-        if not is_due:
-            return
-        root = self._root
-        self._wait_for_streams()
-        self._void_written()
-        self._unchecked.clear()
-        groups = [*root.groups, *root.tensor_parallel_groups]
-        self._settle(_groups(root), groups, _differing_copies(root))
+        if is_due:
+            root = self._root
+            self._wait_for_streams()
+            self.weights_written()
+            self._unchecked.clear()
+            groups = [*root.groups, *root.tensor_parallel_groups]
+            self._settle(_groups(root), groups, _differing_copies(root))
+        return False
 
     def after_forward(self) -> RuntimeError | None:
         """Check what a forward without gradients gathered. Collective over the groups it used.
@@ -195,7 +181,7 @@ class Verifier(Transport, Extension):
             return None
         if self._every == 1:
             self._wait_for_streams()
-        self._void_written()
+        self.weights_written()
         self._unchecked.clear()  # What they sent has come; an evaluation has many forwards.
         used = self._wire.used() if self._every == 1 else []
         for group in _groups(root) if used else ():

@@ -27,8 +27,8 @@ from layerzero.checkpoint import (
     load,
     save,
     saving,
+    transfer,
 )
-from layerzero.checkpoint.file_io import transfer
 from layerzero.flat import host_memory as host
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.host_memory import FakeRuntime

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
-from layerzero.checkpoint.format.root_lock import RootLock
+from layerzero.checkpoint.format.folder import RootLock
 from layerzero.checkpoint.source import open_source
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters

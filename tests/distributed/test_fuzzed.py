@@ -171,9 +171,9 @@ def check_case(seed: int, template: Path, root: Path, trainer: Trainer) -> str |
         arguments["scheduler"] = trainer.scheduler
 
     def verifies() -> None:
-        for _, damages in verify(resolve(root)):
-            if damages:
-                raise CheckpointError(" ".join(damages))
+        for _, damage in verify(resolve(root)):
+            if damage:
+                raise CheckpointError(damage)
 
     _, problem = outcome(verifies)
     if problem is None:

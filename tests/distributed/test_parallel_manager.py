@@ -73,12 +73,6 @@ def test_wrong_sizes_are_refused_on_every_rank() -> None:
         ParallelManager(tp_size=3)
     with pytest.raises(TypeError, match="expected a MixedPrecision"):
         ParallelManager(mixed_precision=torch.bfloat16)
-    for of_nemo, message in (
-        ("device_mesh", r'pass sizes.*ZeRO3\(model, mesh\["dp"\]\)'),
-        ("tp_sise", "expected sizes, mixed_precision, offload or backend"),
-    ):
-        with pytest.raises(TypeError, match=rf"no argument {of_nemo} \(got 2\): .*{message}"):
-            ParallelManager(**{of_nemo: 2})
     with warns_on_first_rank("no effect: tp_size is 1"):
         ParallelManager(sequence_parallel=True)
 

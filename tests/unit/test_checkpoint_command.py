@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from layerzero.checkpoint import save
 from layerzero.checkpoint.__main__ import main
-from layerzero.checkpoint.source import open_source
 from tests.harness.models import WIDTH, TiedAcrossUnits
 from tests.harness.ranks import run_ranks
 from tests.harness.saved_models import build, train
@@ -70,11 +69,6 @@ def test_every_flipped_bit_is_found_and_named(
     latest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file after the other: the damages add up, and all are reported."""
-    places = {
-        (place.file, name): range(place.begin, place.entry.end)
-        for tensors in open_source(latest).tensors.values()
-        for name, place in tensors.items()
-    }
     assert main(["verify", str(latest.parent)]) == 0
     files = sorted(path for path in latest.iterdir() if path.name != "checkpoint.json")
     assert capsys.readouterr().out.count("  OK       ") == len(files) + 1
@@ -83,11 +77,9 @@ def test_every_flipped_bit_is_found_and_named(
     generator, expected = random.Random(0), []
     for path in files:
         damaged = bytearray(path.read_bytes())
-        offset = generator.randrange(len(damaged))
-        damaged[offset] ^= 1 << generator.randrange(8)
+        damaged[generator.randrange(len(damaged))] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
-        inside = [f"{n}: " for (file, n), r in places.items() if file == path.name and offset in r]
-        expected.append(f"  DAMAGED  {path}: {''.join(inside)}damaged")
+        expected.append(f"  DAMAGED  {path}: damaged")
     found = _damaged(latest, capsys)
     assert all(line.startswith(text) for line, text in zip(found, expected, strict=True))
     assert 5 < len(files) > sum(text.endswith(".json: damaged") for text in expected)

@@ -14,20 +14,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from layerzero.checkpoint.file_io import direct_io as direct
-from layerzero.checkpoint.file_io import transfer as moving
-from layerzero.checkpoint.file_io.direct_io import (
-    PAGE_NBYTES,
-    FileReader,
-    FileWriter,
-    bytes_of,
-    pages,
-)
-from layerzero.checkpoint.file_io.transfer import Tally, Transfer, read_ranges, write_ranges
+from layerzero.checkpoint import transfer as moving
 from layerzero.checkpoint.format import folder
 from layerzero.checkpoint.format.folder import write_durably
 from layerzero.checkpoint.format.inventory import MODEL, Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
+from layerzero.checkpoint.transfer import (
+    PAGE_NBYTES,
+    FileReader,
+    FileWriter,
+    Tally,
+    Transfer,
+    bytes_of,
+    pages,
+    read_ranges,
+    write_ranges,
+)
 from layerzero.state_dict.ranges import Extent
 from tests.harness.checks import assert_bitwise
 
@@ -141,9 +143,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]:
 
             return move
 
-        monkeypatch.setattr(direct.os, "open", opened)
+        monkeypatch.setattr(moving.os, "open", opened)
         for name in real:
-            monkeypatch.setattr(direct.os, name, moves(name))
+            monkeypatch.setattr(moving.os, name, moves(name))
         return seen
 
     return watching

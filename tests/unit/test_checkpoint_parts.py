@@ -19,13 +19,12 @@ from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.format import folder
 from layerzero.checkpoint.format.crc import combine, placed
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name
-from layerzero.checkpoint.format.root_lock import RootLock
 from layerzero.checkpoint.format.safetensors_file import head_nbytes, make_head, parse_head
 from layerzero.checkpoint.source import open_source
 from layerzero.state_dict.dtype_names import DTYPES
 from layerzero.state_dict.json_codec import decode, encode
+from layerzero.state_dict.parameter_shard import RankLocal, rank_local
 from layerzero.state_dict.ranges import Extent, boxes, runs
-from layerzero.state_dict.rank_local import RankLocal, rank_local
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
@@ -92,7 +91,7 @@ def test_a_head_is_read_back_as_it_was_planned() -> None:
     head, planned = make_head(tensors, {"format": "pt"})
     nbytes = len(head) + sum(entry.nbytes for entry in planned.values())
     assert head_nbytes(head[:8], nbytes) == len(head)
-    assert parse_head(head, nbytes) == planned
+    assert parse_head(head, nbytes) == (planned, {"format": "pt"})
     assert len(head) % 64 == 0
     assert all(entry.begin % entry.dtype.itemsize == 0 for entry in planned.values())
 
@@ -256,7 +255,7 @@ def test_names_of_new_folders_are_on_the_disk(
     synced: list[Path] = []
     monkeypatch.setattr(folder, "sync_folder", synced.append)
     root = tmp_path / "runs" / "a"
-    RootLock(root).acquire()
+    folder.RootLock(root).acquire()
     assert set(synced) == {tmp_path, tmp_path / "runs"}
     folder.prepare(root, 0)
     assert len(synced) == 2, "what was there before is not synced again"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero.build.materialize import _kept_generators
-from layerzero.parallel.mesh import MeshSizes, device_type_of
+from layerzero.parallel.manager import MeshSizes, device_type_of
 
 
 def infer(world_size: int, **given: Any) -> MeshSizes:

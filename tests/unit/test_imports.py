@@ -40,7 +40,7 @@ LAYERS = [
 ]
 """Lowest first. What one step and its construction need is the engine: it imports no feature, and
 `zero3` is where features are put in."""
-WINGS_OF_CHECKPOINT = ["format", "file_io", "delta", "", "__main__"]
+WINGS_OF_CHECKPOINT = ["format", "delta", "", "__main__"]
 """Lowest first; "": the files of the folder itself."""
 FACES = {
     "layerzero",

@@ -15,7 +15,7 @@ import layerzero
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ShardingPlan
 from layerzero.plan.options import engine_arguments
 from layerzero.plan.patterns import parse_pattern
-from layerzero.plan.resolve import resolve
+from layerzero.plan.resolve import Resolved
 from tests.harness.plan_models import Model
 
 
@@ -189,7 +189,7 @@ def test_a_model_with_traversals_of_its_own_is_planned_for_like_any_other() -> N
         warnings.simplefilter("error")
         plan.validate(Stubborn())
     for model in (Stubborn(), Model()):
-        found = resolve(plan, model)
+        found = Resolved(plan, model)
         assert [(unit.fqn, unit.pattern) for unit in found.units] == [
             ("layers.0", "layers.{*}"),
             ("layers.0.experts.0", r"re:layers\.\d+\.experts\.0"),

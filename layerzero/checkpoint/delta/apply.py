@@ -96,7 +96,7 @@ def _check_indices(target: torch.Tensor, patch: Patch) -> None:
 
 
 def _check_before(target: torch.Tensor, patch: Patch) -> None:
-    present = _at(target, patch).to(patch.values.dtype)
+    present = target.detach().take(patch.indices.to(target.device)).to(patch.values.dtype)
     if crc_of(present) != patch.before:
         raise DeltaError(
             f"{patch.where}: no patch was applied to these tensors yet, and they do not hold the "
@@ -109,24 +109,11 @@ def crc_of(values: torch.Tensor) -> int:
     return zlib.crc32(values.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
-def _places(target: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Coordinates in `target` of flat positions in it, whatever its strides."""
-    indices = indices.to(target.device)
-    return (indices,) if target.ndim == 1 else torch.unravel_index(indices, target.shape)
-
-
-def _at(target: torch.Tensor, patch: Patch) -> torch.Tensor:
-    with torch.no_grad():
-        flat = target.detach().view(-1) if target.is_contiguous() else target.detach()
-        return flat[_places(flat, patch.indices)]
-
-
 def _write(target: torch.Tensor, patch: Patch) -> None:
     values = patch.values.to(target.device, target.dtype)
     # Tensors made in inference mode may be written only there, and others only outside.
     with torch.inference_mode(target.is_inference()), torch.no_grad():
-        flat = target.view(-1) if target.is_contiguous() else target
-        flat[_places(flat, patch.indices)] = values
+        target.put_(patch.indices.to(target.device), values)
 
 
 @dataclass

@@ -12,14 +12,8 @@ Note [A chain of patches]
     a patch was lost (p < after), or comes again (p >= number). The patches of `full()` have parts
     instead, and the last one moves the receiver to the position of the sender.
 
-Note [A packed patch]
-    Gaps between indices take fewer bytes than indices: at 2 % of changed elements a bfloat16 value
-    and the gap before it take 4 bytes, against 10 in a patch.
-
-        4 bytes: length of the head | 4 bytes: CRC-32 of what follows | head: JSON | gaps | values
-
-        indices  1000 1003 1010 1011      first 1000, gaps 3 7 1 of one byte each
-        indices  40 41 42 43              first 40, no gaps: the indices are consecutive
+Packed (docs/reference/delta_format.md), a patch has gaps between indices, which take fewer bytes:
+at 2 % of changed elements a bfloat16 value and the gap before it take 4 bytes instead of 10.
 """
 
 from __future__ import annotations
@@ -111,7 +105,7 @@ class Patch:
         return f"{self.name!r} ({self.link.where})"
 
     def to_bytes(self) -> bytes:
-        """The patch for a file or a wire: JSON and raw numbers; see Note [A packed patch]."""
+        """The patch for a file or a wire: JSON and raw numbers (docs/reference/delta_format.md)."""
         indices = self.indices.cpu().numpy()
         gaps = np.diff(indices)
         width = 0

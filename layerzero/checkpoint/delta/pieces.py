@@ -13,15 +13,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from layerzero.checkpoint.format.inventory import replica_of
-from layerzero.flat.parameter_info import foreign_class, info_of
+from layerzero.flat.parameter_info import info_of
 from layerzero.notices import is_first_rank
 from layerzero.state_dict.names import Names, extent_of, named_buffers
 from layerzero.state_dict.ranges import Extent
@@ -47,10 +46,8 @@ class Piece:
         if local_shape == shape:
             return rest
         found = torch.zeros_like(rest)
-        for dim in reversed(range(len(shape))):
-            coordinate = rest % local_shape[dim] + offsets[dim]
-            found += coordinate * math.prod(shape[dim + 1 :])
-            rest = rest // local_shape[dim]
+        for dim, place in enumerate(torch.unravel_index(rest, local_shape)):
+            found += (place + offsets[dim]) * math.prod(shape[dim + 1 :])
         return found
 
 
@@ -65,18 +62,13 @@ class Source:
 
 
 def sources_of(model: nn.Module, root: RootState, names: Names, buffers: bool) -> Iterator[Source]:
-    """All that this rank sends. Not collective.
-
-    Raises:
-        NotImplementedError: an ignored parameter is more than its elements (a DTensor, say).
-    """
+    """All that this rank sends. Not collective."""
     for handle in names.handles:
         yield from _of_handle(handle, names)
     axes = [*root.groups, *root.tensor_parallel_groups]
     if not (all(axis.is_first for axis in axes) if axes else is_first_rank()):
         return
     for parameter, found in names.unsharded():
-        _refuse_subclass(parameter, found)
         yield from _of_whole(parameter.detach(), found)
     for buffer, found in named_buffers(model) if buffers else ():
         yield from _of_whole(buffer, found)
@@ -109,12 +101,3 @@ def _of_whole(tensor: torch.Tensor, names: tuple[str, ...]) -> Iterator[Source]:
     if tensor.numel():
         piece = Piece(names, Extent.whole(tensor.shape), 0, tensor.numel(), 0)
         yield Source(lambda: tensor.detach().reshape(-1), (piece,))
-
-
-def _refuse_subclass(parameter: nn.Parameter, names: Sequence[str]) -> None:
-    if foreign_class(parameter) is not None or isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"DeltaStream: parameter {' or '.join(names)!r} is ignored by ZeRO3 and a "
-            f"{type(parameter).__name__}, which has no flat elements to compare; let ZeRO3 shard "
-            "it, or replace it by its local tensor"
-        )

@@ -51,14 +51,9 @@ def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:
         behind: number of bytes of the whole behind each part.
     """
     result = np.array(crcs, dtype=np.uint32)
-    remaining = np.asarray(behind, dtype=np.int64)
-    for rows in _shifts():
-        if not remaining.any():
-            break
-        (odd,) = np.nonzero(remaining & 1)
-        if len(odd):
-            result[odd] = _times(result[odd], rows)
-        remaining = remaining >> 1
+    counts = np.asarray(behind, dtype=np.int64)
+    for bit, rows in enumerate(_shifts()[: int(counts.max(initial=0)).bit_length()]):
+        result = np.where(counts >> bit & 1, _times(result, rows), result)
     return result
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,26 +36,12 @@ class Announcement(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class PlannedFile:
+class PlannedFile(NamedTuple):
     name: str
     head: bytes
+    """What is before the first tensor; of an index, which has no tensors, all of it."""
     tensors: dict[str, TensorEntry]
     nbytes: int
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """The files of one kind (model or optimizer)."""
-
-    kind: str
-    files: list[PlannedFile]
-    index: bytes | None
-    """Content of the index file, which maps tensors to files; None for a single file."""
-
-    @property
-    def index_name(self) -> str:
-        return index_name(self.kind)
 
 
 def index_name(kind: str) -> str:
@@ -101,10 +86,13 @@ def merge(
     return list(found.values()), writers
 
 
-def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: int) -> FilePlan:
+def plan_files(
+    kind: str, announced: Iterable[Announcement], max_file_nbytes: int
+) -> list[PlannedFile]:
     """Lay out all tensors of one kind in files of at most `max_file_nbytes` of tensor bytes.
 
-    A larger tensor gets a file of its own.
+    A larger tensor gets a file of its own. The last of several files is their index, which maps
+    tensors to files.
     """
     tensors = sorted((each for each in announced if each.kind == kind), key=_place)
     groups: list[list[Announcement]] = [[]]
@@ -126,7 +114,6 @@ def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: in
         head, entries = make_head(described, metadata)
         nbytes = len(head) + sum(entry.nbytes for entry in entries.values())
         files.append(PlannedFile(name, head, entries, nbytes))
-    index = None
     if len(files) > 1:
         index = json.dumps(
             {
@@ -135,7 +122,8 @@ def plan_files(kind: str, announced: Iterable[Announcement], max_file_nbytes: in
             },
             indent=1,
         ).encode()
-    return FilePlan(kind, files, index)
+        files.append(PlannedFile(index_name(kind), index, {}, len(index)))
+    return files
 
 
 def _place(tensor: Announcement) -> tuple[int, str, Sequence[int], str]:

@@ -1,4 +1,4 @@
-"""Manages the folder of a run's checkpoints: commits, replaces, removes and finds them.
+"""Manages the folder of a run's checkpoints: commits, replaces, removes, finds and locks them.
 
     root/step-00000040/            committed: complete and never changed again
     root/step-00000042/
@@ -6,6 +6,7 @@
     root/.writing-step-00000044/   being written, or left by a killed run; never read
     root/.replaced-step-00000042/  the old checkpoint of a step while a new one replaces it
     root/.removed-step-00000038/   being removed because of `keep`
+    root/.lock                     held by the run that saves here
 
 Note [One rename commits]
     A checkpoint is written in a folder of its own, fsynced, and then renamed. The rename is the
@@ -21,6 +22,7 @@ import errno
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -28,13 +30,19 @@ from typing import Any
 
 from layerzero.state_dict.errors import CheckpointError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
 FILE_MODE, FOLDER_MODE = 0o664, 0o775
 """From which the user's umask takes away; nobody else may write, even where it takes nothing."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _STEP = re.compile(r"step-([0-9]{8,18})")
-_WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
+_WRITING, _REPLACED, _REMOVED, _LOCK = ".writing-", ".replaced-", ".removed-", ".lock"
 
 
 def step_name(step: int) -> str:
@@ -92,10 +100,6 @@ def commit(partial: Path) -> Path:
     return final
 
 
-def discard(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-
-
 def prune(root: Path, keep: int, newest: Path) -> None:
     """Remove all checkpoints except `newest` and the `keep` - 1 others with the highest steps."""
     others = [path for path in committed_steps(root).values() if path != newest]
@@ -126,27 +130,20 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path}: no such folder")
     if (path / MANIFEST).exists() or any(path.glob("*.safetensors")):
         return path
-    name = _latest_name(path)
-    if name is None:
-        steps = committed_steps(path)
-        if not steps:
-            there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
-            is_torchs = (path / ".metadata").exists()
-            raise CheckpointError(
-                f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a "
-                f"folder of checkpoints (step-...), found {there}"
-                + ("; load that by torch.distributed.checkpoint.load" if is_torchs else "")
-            )
+    name, steps = _latest_name(path), committed_steps(path)
+    if name is None and steps:
         # A run was killed after its first commit and before it wrote `latest`.
         return steps[max(steps)]
-    for folder in (path / name, path / (_REPLACED + name)):
+    for folder in (path / name, path / (_REPLACED + name)) if name else ():
         if folder.is_dir():
             return folder
-    steps = committed_steps(path)
+    there = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+    advice = f"; {LATEST} names {name}, which does not exist: pass another folder" if name else ""
+    if name is None and (path / ".metadata").exists():
+        advice = "; load that by torch.distributed.checkpoint.load"
     raise CheckpointError(
-        f"{path / LATEST} names {name}, which does not exist; found "
-        + (", ".join(step.name for step in steps.values()) or "no checkpoint")
-        + ". Pass the folder of the checkpoint to load"
+        f"{path}: expected a checkpoint (a folder with {MANIFEST} or *.safetensors) or a folder of "
+        f"checkpoints (step-...), found {there}{advice}"
     )
 
 
@@ -169,15 +166,10 @@ def check_regular(path: Path, follow: bool = False) -> None:
         follow: accept links to files, as downloads of other projects keep them.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        OSError: there is nothing, or it cannot be read.
         CheckpointError: it is something else.
     """
-    try:
-        mode = os.stat(path, follow_symlinks=follow).st_mode
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    mode = os.stat(path, follow_symlinks=follow).st_mode
     if stat.S_ISLNK(mode):
         raise CheckpointError(
             f"{path}: a symbolic link, which is not followed inside a checkpoint; copy the files"
@@ -256,4 +248,54 @@ def sync_folder(path: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+class RootLock:
+    """A lock that the first rank holds from the start of a save to its end.
+
+    Ranks may outlive a killed launcher and run beside the run that replaced it. Both would write
+    `.writing-` folders of the same steps, and one would remove or commit what the other writes.
+
+    It is an `flock` on a file, so it ends with the process; the file stays. Systems and file
+    systems without such locks get no protection.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock; does not wait for it.
+
+        Raises:
+            CheckpointError: another process holds it; the message names the process.
+            OSError: the folder cannot be created or written.
+        """
+        make_durably(self._root)
+        descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:  # Otherwise the file system has no locks.
+                holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"{self._root}: {holder} is saving here; two runs cannot save to one folder: "
+                    "stop one of them, or let it save to another folder"
+                ) from error
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def release(self) -> None:
+        """Release the lock; does nothing if it is not held."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        if fcntl is not None:
+            # Closing is not enough: a process forked in the meantime has the file open as well.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

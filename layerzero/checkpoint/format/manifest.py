@@ -19,8 +19,6 @@ _SEAL = b',"crc32":"%08x"}'
 """The end of the file: the checksum of all bytes before."""
 OF_OPTIMIZER = "optimizer"
 """Key of a saved group's optimizer, if it has a name."""
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What values of other kinds than a save writes lead to."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,14 @@ class Manifest:
                 f"{where}: damaged: it ends with {seal[:40]!r} instead of the checksum of its "
                 f"contents, {crc32(body):08x}"
             )
-        try:
-            values = json.loads(body + b"}")
-            version = values.pop("version")
-            if values.pop("format") != FORMAT or version not in range(1, VERSION + 1):
-                raise CheckpointError(
-                    f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version}"
-                )
-            files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-            return cls(**values, files=files)
-        except _MALFORMED as error:
-            raise CheckpointError(f"{where}: damaged: {error!r}") from error
+        values = json.loads(body + b"}")
+        version = values.pop("version")
+        if values.pop("format") != FORMAT or version not in range(1, VERSION + 1):
+            raise CheckpointError(
+                f"{where}: expected {FORMAT} of version 1 to {VERSION}, got version {version}"
+            )
+        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
+        return cls(**values, files=files)
 
 
 def check_file_name(name: str, where: Path) -> str:
@@ -138,5 +133,5 @@ def index_of(text: bytes, where: Path) -> Mapping[str, str]:
     try:
         weight_map = json.loads(text)["weight_map"]
         return {str(name): check_file_name(file, where) for name, file in weight_map.items()}
-    except _MALFORMED as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: damaged index: {error!r}") from error

@@ -37,12 +37,8 @@ class TensorEntry:
     """Byte offset in the file."""
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -88,8 +84,8 @@ def head_nbytes(start: bytes, file_nbytes: int) -> int:
     return _LENGTH_NBYTES + length
 
 
-def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
-    """The tensors of a file, in order of offset.
+def parse_head(head: bytes, file_nbytes: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors of a file, in order of offset, and its metadata.
 
     Raises:
         ValueError: the header is damaged, does not fit the size of the file, or names a dtype that
@@ -97,7 +93,8 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
     """
     try:
         header = json.loads(head[_LENGTH_NBYTES:])
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None) or {}
+        metadata = {str(key): str(value) for key, value in metadata.items()}
         entries: dict[str, tuple[TensorEntry, int]] = {}
         for name, described in header.items():
             begin, stop = (_count(offset) for offset in described["data_offsets"])
@@ -122,13 +119,7 @@ def parse_head(head: bytes, file_nbytes: int) -> dict[str, TensorEntry]:
         raise ValueError(f"its header cannot be read: {error!r}") from error
     if end != file_nbytes:
         raise ValueError(f"its header describes {end} bytes, the file has {file_nbytes}")
-    return {name: entry for name, (entry, _) in ordered}
-
-
-def metadata_of(head: bytes) -> dict[str, str]:
-    """The `__metadata__` of a header that `parse_head` has accepted."""
-    found = json.loads(head[_LENGTH_NBYTES:]).get("__metadata__")
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+    return {name: entry for name, (entry, _) in ordered}, metadata
 
 
 def _count(value: object) -> int:

@@ -73,8 +73,7 @@ def open_folder(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the Trainer did not write it.
     """
-    manifest = open_source(path, with_optimizer=False).manifest
-    extras = () if manifest is None else manifest.extras
+    extras = open_source(path, with_optimizer=False).manifest.extras
     own = dist.get_rank() if len(extras) == dist.get_world_size() else 0
     checkpoint: Any = decode(extras[own]) if extras else None
     if not isinstance(checkpoint, dict) or "loops" not in checkpoint:

@@ -1,1 +1,0 @@
-"""Moves bytes between memory and files."""
