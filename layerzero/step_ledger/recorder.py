@@ -65,17 +65,14 @@ class Recorder(Extension):
         self._running: dict[tuple[Phase, str], Any] = {}
         self._steps: dict[int, int] = {}
         self._parameters = {id(p) for unit in root.units for p in unit.sharded_params}
-        self._is_over = False
         root.extensions.add(self)
         root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
         self.record = Record(rank, self.clock.now(), None, clock_error=error)
 
     def end(self) -> None:
-        """Leave the model; all times are then on the first rank's clock. Blocks the host on a
-        device."""
+        """All times are on the first rank's clock from now on. Blocks the host on a device."""
         self.record.end = self.clock.now()
-        self.abandon()
         if isinstance(self.clock, DeviceClock):
             for stream in (self._root.streams.unshard, self._root.streams.reduce):
                 stream.drain_handle().wait()
@@ -83,13 +80,11 @@ class Recorder(Extension):
         self.record.num_optimizer_steps = max(self._steps.values(), default=0)
         self.record.resolve(self.clock.seconds, self._offset)
 
-    def abandon(self) -> None:
-        """Leave the model. Can be called again."""
-        if not self._is_over:
-            self._is_over = True
-            self._root.extensions.remove(self)
-            self._root.operations.time_by = None
-            self._step_hook.remove()
+    def leave(self) -> None:
+        """Record no more."""
+        self._root.extensions.remove(self)
+        self._root.operations.time_by = None
+        self._step_hook.remove()
 
     @_disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
