@@ -50,7 +50,7 @@ from layerzero.wrapper import ModuleWrapper
 if TYPE_CHECKING:
     from layerzero.graphs.arena import Arena
     from layerzero.memory_budget import MemoryChoice
-    from layerzero.optim.clip import Clipped
+    from layerzero.optim.norm import Clipped
 
 _logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
@@ -437,7 +437,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
             RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
-        from layerzero.optim.clip import clip_grad_norm_
+        from layerzero.optim.norm import clip_grad_norm_
 
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
@@ -669,8 +669,8 @@ def _import_watchers() -> None:
 
 
 def gradients_to_clip(model: ZeRO3) -> Clipped:
-    """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
-    from layerzero.optim.clip import Clipped, refuse_used
+    """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.norm.grad_norm`."""
+    from layerzero.optim.norm import Clipped, refuse_used
 
     root = model._root_state
     refuse_used(root)

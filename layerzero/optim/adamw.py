@@ -14,12 +14,10 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim import clip
+from layerzero.optim import norm as norms
 from layerzero.optim.checks import check_options, check_parameters, name_of, refuse_in_graph
-from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
+from layerzero.optim.flat_state import FlatState, Pairs, QuantState, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
-from layerzero.optim.norm import all_finite
-from layerzero.optim.quant_state import QuantState
 from layerzero.optim.sharded_params import first_owner
 from layerzero.step.root import RootState, root_if_alive
 
@@ -369,10 +367,10 @@ class AdamW(torch.optim.AdamW):
         """
         root = self._root()
         assert root is not None, "add_param_group wants parameters of a model"
-        clip.refuse_used(root)
+        norms.refuse_used(root)
         with torch.no_grad():
             norm = self._grad_norm(root, norm_type)
-            scale = None if scaler is None else clip.scale_of_gradients(scaler, self)
+            scale = None if scaler is None else norms.scale_of_gradients(scaler, self)
             if scale is not None:
                 norm = norm / scale.to(norm.device, norm.dtype)
             if error_if_nonfinite and not norm.isfinite():
@@ -380,15 +378,15 @@ class AdamW(torch.optim.AdamW):
                     f"AdamW.clip_grad_norm_: the norm of the gradients is {norm}; "
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
-            self.next_factor = clip.clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+            self.next_factor = norms.clip_factor(norm, max_norm).to(torch.float32).reshape(1)
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
         if norm_type != 2 or root.tensor_parallel_groups:
             own = dict.fromkeys(each for group in self.param_groups for each in group["params"])
             whole = [each for each in own if get_info(each) is None]
-            return clip.grad_norm(clip.Clipped(root, root.units, whole, own), norm_type)
-        return clip.flat_norm(root, self._all_flats())
+            return norms.grad_norm(norms.Clipped(root, root.units, whole, own), norm_type)
+        return norms.flat_norm(root, self._all_flats())
 
     def overflow(self) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
@@ -399,7 +397,7 @@ class AdamW(torch.optim.AdamW):
         device = torch.device("cpu") if root is None else root.device
         with torch.no_grad():
             found = [grad for flat in self._all_flats() for grad in flat.gradients()]
-            return 1.0 - all_finite(found, device).float()
+            return 1.0 - norms.all_finite(found, device).float()
 
 
 def _are_same(objects: Sequence[Any], known: Sequence[Any]) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.norm import Clipped, clip_grad_norm_
 from layerzero.optim.scaler import refuse_scaler, scaler_that_calls
 from layerzero.optim.steps import models_of
 from layerzero.optional.exchange import exchange_of

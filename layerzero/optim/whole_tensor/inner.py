@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from layerzero.flat.parameter_info import info_of
-from layerzero.optim.adamw import AdamW
 
 Group = dict[str, Any]
 _NOT_OPTIONS = ("params", "param_names")
@@ -26,11 +25,6 @@ def stand_in_for(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of one element, with as many dimensions as the whole tensor."""
     ones = (1,) * info_of(parameter).ndim
     return nn.Parameter(parameter.detach().new_zeros(ones), requires_grad=parameter.requires_grad)
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    whole = torch.empty(info_of(parameter).shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 class Factory(NamedTuple):
@@ -56,11 +50,6 @@ class Factory(NamedTuple):
             raise TypeError(
                 "WholeTensorOptimizer: expected a class derived from torch.optim.Optimizer, got "
                 f"{got}; pass the class, and its options by keyword"
-            )
-        if issubclass(cls, AdamW):
-            raise TypeError(
-                f"WholeTensorOptimizer: layerzero.optim.{cls.__name__} works on shards; pass "
-                "model.parameters() to it directly"
             )
         closure = inspect.signature(cls.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -89,22 +78,12 @@ class Factory(NamedTuple):
         return made
 
     def make_prototype(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
-        """The optimizer over tensors without memory: for its checks, defaults and options.
+        """The optimizer over stand-ins alone: for its checks, defaults and options.
 
         Raises:
             Exception: whatever the class raises.
         """
-        try:
-            return self._make_like(groups, _on_meta)
-        except Exception as error:
-            try:
-                # Options such as `fused` may be refused for the device without memory alone.
-                return self._make_like(groups, stand_in_for)
-            except Exception:
-                raise error from None
-
-    def _make_like(self, groups: Sequence[Group], like: Any) -> torch.optim.Optimizer:
-        return self.make([{**g, "params": [like(p) for p in g["params"]]} for g in groups])
+        return self.make([{**g, "params": [*map(stand_in_for, g["params"])]} for g in groups])
 
 
 def load(
