@@ -4,72 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-_OPTIMIZER_IS_SPLIT = (
-    "layerzero splits the optimizer's state over all data-parallel ranks anyway: leave it off"
-)
 _OTHER_ENGINE = "it selects another engine: leave it off, or do not use ZeRO3 here"
-_WEIGHT_GRADIENTS = (
-    "a unit is reduced when its backward ends, weight gradients included: leave it off"
-)
 _IS_PREFETCHED = "parameters are always prefetched (forward_prefetch=): leave it off"
 _IN_16_BIT = "parameters are gathered in bf16 or fp16: leave it off"
-
+_REFUSED = {
+    "use_distributed_optimizer": "the optimizer's state is split anyway: leave it off",
+    "use_megatron_fsdp": _OTHER_ENGINE,
+    "data_parallel_sharding_strategy": _OTHER_ENGINE,
+    "num_distributed_optimizer_instances": "use zero3_size=, with outer='replicate' for copies",
+    "overlap_param_gather": _IS_PREFETCHED,
+    "overlap_param_gather_with_optimizer_step": _IS_PREFETCHED,
+    "fp8_param": _IN_16_BIT,
+    "fp8_param_gather": _IN_16_BIT,
+    "delay_wgrad_compute": "a unit is reduced when its backward ends: leave it off",
+    "gradient_accumulation_fusion": "sharded parameters have no main_grad: leave it off",
+    "defer_embedding_wgrad_compute": "it runs after its unit was freed: leave it off",
+    "overlap_moe_expert_parallel_comm": "it runs parts of layers by themselves: leave it off",
+    "cuda_graph_impl": "a graph keeps addresses of parameters, whose memory is freed: set 'none'",
+    "optimizer_cpu_offload": "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
+    "use_precision_aware_optimizer": "pass make_optimizer= for other dtypes of the state",
+    "optimizer": "expected 'adam' or 'sgd'; pass make_optimizer= for another element-wise one",
+}
+"""Settings that are refused in any config that has them, and what to use instead."""
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data_parallel_sharding_strategy": ("no_shard",),
     "num_distributed_optimizer_instances": (None, 1),
     "cuda_graph_impl": (None, "none"),
     "optimizer": ("adam", "sgd"),
 }
-"""Values of settings that are supported; of others, those that are false."""
-_DDP = {
-    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
-    "use_megatron_fsdp": _OTHER_ENGINE,
-    "data_parallel_sharding_strategy": _OTHER_ENGINE,
-    "num_distributed_optimizer_instances": (
-        "use zero3_size=, with outer='replicate' for copies of the optimizer's state"
-    ),
-    "overlap_param_gather": _IS_PREFETCHED,
-    "fp8_param_gather": _IN_16_BIT,
-    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
-}
-_MODEL = {
-    "gradient_accumulation_fusion": (
-        "its kernels add to `main_grad` of full parameters, which exist only while they are used: "
-        "set gradient_accumulation_fusion=False"
-    ),
-    "defer_embedding_wgrad_compute": (
-        "it computes gradients after their unit was freed: leave it off"
-    ),
-    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
-    "overlap_moe_expert_parallel_comm": (
-        "it runs parts of layers outside their forward: leave it off"
-    ),
-    "cuda_graph_impl": (
-        "a graph keeps addresses of parameters, whose memory is freed and reallocated: set 'none'"
-    ),
-    "fp8_param": _IN_16_BIT,
-}
-_OPTIMIZER = {
-    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
-    "overlap_param_gather": _IS_PREFETCHED,
-    "overlap_param_gather_with_optimizer_step": _IS_PREFETCHED,
-    "optimizer_cpu_offload": "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
-    "use_precision_aware_optimizer": (
-        "it belongs to Megatron's distributed optimizer: pass make_optimizer= for other dtypes of "
-        "the optimizer's state"
-    ),
-    "optimizer": (
-        "expected 'adam' or 'sgd'; pass make_optimizer= for another one that works element-wise"
-    ),
-}
-"""Settings that are refused, and what to use instead."""
+"""Values of these settings that are supported; of others, those that are false."""
 
 
 def check_model_config(config: Any, ddp_config: Any) -> None:
     """Raise ValueError for settings that `ZeRO3DataParallel` does not support. Not collective:
     settings are the same on every rank, so all ranks raise or none does."""
-    _refuse("DistributedDataParallelConfig", ddp_config, _DDP)
-    _refuse("TransformerConfig", config, _MODEL)
+    _refuse("DistributedDataParallelConfig", ddp_config)
+    _refuse("TransformerConfig", config)
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     is_interleaved = getattr(config, "virtual_pipeline_model_parallel_size", None) is not None
     if is_interleaved and stages == 2 and not getattr(config, "overlap_p2p_comm", True):
@@ -98,8 +68,7 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
 def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
     """Raise ValueError for settings that `get_zero3_optimizer` does not support; `optimizer` may
     have any value where `make_optimizer` is given (`has_own_optimizer`)."""
-    checked = {k: v for k, v in _OPTIMIZER.items() if k != "optimizer" or not has_own_optimizer}
-    _refuse("OptimizerConfig", config, checked)
+    _refuse("OptimizerConfig", config, but="optimizer" if has_own_optimizer else "")
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
@@ -113,9 +82,10 @@ def check_chunks(config: Any, num_chunks: int) -> None:
         )
 
 
-def _refuse(kind: str, config: Any, refused: dict[str, str]) -> None:
-    for name, instead in refused.items():
-        value = getattr(config, name, None)  # Not every version of Megatron has every setting.
-        supported = _SUPPORTED.get(name)
-        if (value not in supported if supported else value) and hasattr(config, name):
+def _refuse(kind: str, config: Any, but: str = "") -> None:
+    for name, instead in _REFUSED.items():
+        if name == but or not hasattr(config, name):
+            continue  # Not every version of Megatron has every setting.
+        value, supported = getattr(config, name), _SUPPORTED.get(name)
+        if value not in supported if supported else value:
             raise ValueError(f"{kind}.{name}={value!r}: {instead}")

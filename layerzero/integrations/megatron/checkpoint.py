@@ -123,10 +123,7 @@ _WANTED = "main_parameters"
 
 
 def _check_group(engine: ZeRO3, group: dist.ProcessGroup) -> None:
-    """Raise ValueError if a unit is not sharded over exactly the ranks of `group`.
-
-    Otherwise the checkpoint would have holes.
-    """
+    """Raise if a unit is not sharded over exactly these ranks: the checkpoint would have holes."""
     expected = sorted(dist.get_process_group_ranks(group))
     for unit in ordered_units(engine):
         for handle in unit.handles:

@@ -127,11 +127,7 @@ def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
 
 
 def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Any:
-    """The placement of the whole model, whose groups visit each shard, experts' as well, once.
-
-    Raises:
-        NotImplementedError: chunks are sharded differently, or experts with outer="replicate".
-    """
+    """The placement of the whole model, whose groups visit each shard, experts' as well, once."""
     placements = {each for chunk in chunks for each in chunk.root.placements}
     experts = {each for each in placements if each.data_parallel is not None}
     wholes = {each.data_parallel or each for each in placements}
@@ -176,11 +172,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
         self._totals = Totals(self.chunks[0].root, groups, self._ranks.model)
 
     def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
-        """Gradients of the optimizer's parameters, grouped by device (some may be offloaded).
-
-        Args:
-            of_copies: include gradients whose elements are counted on another rank.
-        """
+        """Gradients of the optimizer's parameters, grouped by device (some may be offloaded);
+        `of_copies`: also those whose elements are counted on another rank."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for sharded_param in self.get_parameters():
             gradient = sharded_param.grad

@@ -218,10 +218,7 @@ def _state_entry(
 def _check_layers(
     places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
 ) -> None:
-    """Raise CheckpointError if only some layers of a parameter have state.
-
-    Megatron saves a parameter of all layers as one tensor, which must not have holes.
-    """
+    """Megatron saves a parameter of all layers as one tensor, which must not have holes."""
     keys = {places[number].key for number in with_state if number in places}
     others = [number for number in names if number in places and number not in with_state]
     frozen = [names[number] for number in others if places[number].key in keys]
