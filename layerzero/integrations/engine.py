@@ -8,7 +8,6 @@ names below, at most thirty (decision 0036); everything else is internal, which
 from __future__ import annotations
 
 from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
-from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
 from layerzero.migrate import to_policy
@@ -49,7 +48,6 @@ __all__ = [
     "load_yaml",
     "make_chooser",
     "near_matches",
-    "new_group",
     "optional_by_name",
     "ordered_units",
     "parse_pattern",

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from layerzero.integrations.engine import equalize, get_info, new_group
+from layerzero.integrations.engine import equalize, get_info
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]
@@ -88,7 +88,8 @@ class MeshStrategy(DDPStrategy):
             if isinstance(self._given_group, DeviceMesh):
                 self._device_mesh = self._given_group._get_root_mesh()
         elif self._device_mesh is None:
-            self._device_mesh = self._make_mesh(*self._resolved_sizes())
+            kind, sizes = self.root_device.type, self._resolved_sizes()
+            self._device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=(DATA, TENSOR))
         if self.lightning_module is not None:
             # `LightningModule.device_mesh`, used in `configure_model`, reads this attribute.
             self.lightning_module._device_mesh = self._device_mesh
@@ -109,19 +110,6 @@ class MeshStrategy(DDPStrategy):
                 f"{world}, and leave out data_parallel_size"
             )
         return data, tensor
-
-    def _make_mesh(self, data: int, tensor: int) -> DeviceMesh:
-        device_type = self.root_device.type
-        if tensor > 1:
-            return init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-        # `init_device_mesh` would make a group for each rank of the world on every rank. Here each
-        # rank makes only its own.
-        everyone = dist.group.WORLD
-        assert everyone is not None, "setup_environment has joined it"
-        alone = new_group([dist.get_rank()], dist.get_backend_config())
-        ranks = torch.arange(data, device="cpu").view(data, 1)
-        groups = [everyone, alone]
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

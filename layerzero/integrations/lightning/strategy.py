@@ -273,11 +273,7 @@ class ZeRO3Strategy(MeshStrategy):
 
     @property
     def _sharded(self) -> ZeRO3:
-        """The wrapper of the module, which another Trainer may have made.
-
-        Raises:
-            RuntimeError: it is not sharded yet.
-        """
+        """The wrapper of the module, which another Trainer may have made."""
         model = self.model
         assert model is not None, "connect() comes first"
         wrapped = model.__dict__.get(_WRAPPER, model)

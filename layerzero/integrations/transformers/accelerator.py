@@ -94,17 +94,14 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     return accelerator.prepare(sharded, *others)
 
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""Mixed precision that replaces bfloat16 autocast."""
-
-
 def use_bf16(model: nn.Module, options: dict[str, Any]) -> None:
     """Set up computing in bfloat16 with float32 main weights, before `model` is sharded.
 
     Casts trainable parameters of lower precision to float32, as accelerate does for FSDP.
     transformers loads a model in the dtype of its file, often bfloat16.
     """
-    options.setdefault("mixed_precision", BF16)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options.setdefault("mixed_precision", mixed)
     low = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -148,16 +145,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"mixed_precision={accelerator.mixed_precision!r}: expected 'no' or 'bf16'. float16 "
             "needs layerzero.GradScaler, whose ranks agree on overflow, in your own training loop"
         )
-    check_launched(accelerator)
-
-
-def check_launched(state: Any) -> None:
-    """Raise ValueError if accelerate does not see all ranks; they would get the same batches.
-
-    Args:
-        state: an Accelerator, or a PartialState.
-    """
-    seen = state.num_processes if state.use_distributed else 1
+    seen = accelerator.num_processes if accelerator.use_distributed else 1
     world = dist.get_world_size() if dist.is_initialized() else 0
     if seen != world:
         # Without an accelerator in the machine, accelerate is distributed only if use_cpu is set.

@@ -189,8 +189,8 @@ class Initialiser:
     """A `param_init_fn` that initialises modules as the transformers model around them would."""
 
     def __init__(self, module: nn.Module, loaded: Collection[str] = ()) -> None:
-        """`loaded`: names of tensors that a load brings. These become zeros: nothing is drawn for
-        them, and ranks with different seeds do not differ in them."""
+        """`loaded`: names of tensors that a load brings. Modules that have no others become zeros:
+        nothing is drawn for them, and ranks with different seeds do not differ in them."""
         self._owners: dict[int, PreTrainedModel] = {}
         for part in module.modules():  # outermost first, so that the innermost model decides
             if isinstance(part, PreTrainedModel):
@@ -200,24 +200,21 @@ class Initialiser:
             *module.named_buffers(remove_duplicate=False),
         ]
         brought = {id(tensor) for name, tensor in named if name in loaded}
-        # By module, not by id: a module that is added later must not be taken for one of these.
-        self._zeros: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-        for part in module.modules() if brought else ():
-            own = _own_tensors(part)
-            self._zeros[part] = [name for name, tensor in own if id(tensor) in brought]
+        # Modules, not ids: one that is added later must not be taken for one of these.
+        self._loaded = weakref.WeakSet[nn.Module]()
+        for part in module.modules():
+            own = {*map(id, _own_tensors(part))}
+            if own and own <= brought:
+                self._loaded.add(part)
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        """Initialise parameters and buffers of `module`, which have storage but no values.
-
-        Raises:
-            ValueError: there is no initialiser.
-        """
-        zeros = self._zeros.get(module, ())
-        if not zeros or len(zeros) < len(_own_tensors(module)):
+        """Initialise parameters and buffers of `module`, which have storage but no values."""
+        if module not in self._loaded:
             self._initialise(module)
-        for name in zeros:
-            getattr(module, name).zero_()
+            return
+        for tensor in _own_tensors(module):
+            tensor.zero_()
 
     def _initialise(self, module: nn.Module) -> None:
         owner = self._owners.get(id(module))
@@ -233,9 +230,9 @@ class Initialiser:
         reset()
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    own = (*module._parameters.items(), *module._buffers.items())
-    return [(name, tensor) for name, tensor in own if tensor is not None]
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
 
 
 def load_pretrained(
@@ -305,10 +302,8 @@ def load_weights(model: ZeRO3, folder: str | os.PathLike[str], *, strict: bool =
 
 
 def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
-    """A function from names in a folder to names in the model; None for tensors to ignore.
-
-    None instead of a function if the module is not a PreTrainedModel.
-    """
+    """From names in a folder to names in the model, None for tensors to ignore; None instead of a
+    function if the module is not a PreTrainedModel."""
     if not isinstance(module, PreTrainedModel):
         return None
     conversions = get_model_conversion_mapping(module)
