@@ -45,12 +45,6 @@ class Learner(Extension):
     """None while it learns."""
 
     def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
-        """Not collective.
-
-        Raises:
-            ValueError: a unit has a `reshard_after_forward` of its own; on the CPU, a module is
-                compiled.
-        """
         self.choice = None
         self._root_ref = weakref.ref(root)
         self._placement = placement

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import norm as norms
-from layerzero.optim.checks import check_options, check_parameters, name_of, refuse_in_graph
+from layerzero.optim.checks import check_parameters, name_of, refuse_in_graph
 from layerzero.optim.flat_state import FlatState, Pairs, QuantState, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
 from layerzero.optim.sharded_params import first_owner
@@ -84,9 +84,7 @@ class AdamW(torch.optim.AdamW):
         state: StateDtype = "float32",
         seed: int = 0,
     ) -> None:
-        check_options(
-            "AdamW", [{"capturable": capturable, "differentiable": differentiable}], _FIXED
-        )
+        _check_options([{"capturable": capturable, "differentiable": differentiable}])
         if state not in _DTYPES:
             raise ValueError(
                 f"AdamW: expected state to be one of {', '.join(map(repr, _DTYPES))}, got {state!r}"
@@ -141,7 +139,7 @@ class AdamW(torch.optim.AdamW):
                     f"AdamW: parameter {name_of(parameter)} is float64, which needs "
                     f"state='float32', got {self._state_dtype!r}"
                 )
-        check_options("AdamW", [last], _FIXED)
+        _check_options([last])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
@@ -219,7 +217,7 @@ class AdamW(torch.optim.AdamW):
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
             )
         refuse_in_graph("AdamW", root)
-        check_options("AdamW", self.param_groups, _FIXED)
+        _check_options(self.param_groups)
         found_inf = getattr(self, "found_inf", None)
         factor, self.next_factor = self.next_factor, None
         stops = None if found_inf is None else bool(found_inf.item())
@@ -269,11 +267,8 @@ class AdamW(torch.optim.AdamW):
         self._is_shown = True
 
     def _all_flats(self, to_step: bool = False) -> list[FlatState]:
-        """The flat states, as the parameter groups and the visible state are now.
-
-        Args:
-            to_step: parameters have to be where the flat states have them, too.
-        """
+        """The flat states, as the parameter groups and the visible state are now; `to_step`:
+        parameters have to be where the flat states have them, too."""
         groups = whole_groups(self)
         is_known = (
             self._flats is not None
@@ -398,6 +393,16 @@ class AdamW(torch.optim.AdamW):
         with torch.no_grad():
             found = [grad for flat in self._all_flats() for grad in flat.gradients()]
             return 1.0 - norms.all_finite(found, device).float()
+
+
+def _check_options(groups: Sequence[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for name, value in _FIXED.items():
+            if bool(group.get(name, value)) != value:
+                raise NotImplementedError(
+                    f"AdamW: group {number} has {name}={group[name]}, which is not supported; "
+                    "leave it out, or use torch's optimizer"
+                )
 
 
 def _are_same(objects: Sequence[Any], known: Sequence[Any]) -> bool:

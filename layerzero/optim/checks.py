@@ -1,9 +1,8 @@
-"""What the optimizers of this package refuse: parameters, and options of groups."""
+"""What the optimizers of this package refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -55,23 +54,6 @@ def _is_ignored(root: RootState, parameter: nn.Parameter) -> bool:
     ignored = root.structure.ignored_now()
     inside = (each for module in ignored.modules for each in module.parameters())
     return any(parameter is each for each in (*ignored.parameters, *inside))
-
-
-def check_options(what: str, groups: Sequence[Mapping[str, Any]], fixed: Mapping[str, Any]) -> None:
-    """
-    Args:
-        fixed: options that only have this value.
-
-    Raises:
-        NotImplementedError: a group has another one.
-    """
-    for number, group in enumerate(groups):
-        for name, value in fixed.items():
-            if bool(group.get(name, value)) != value:
-                raise NotImplementedError(
-                    f"{what}: group {number} has {name}={group[name]}, which is not supported; "
-                    f"leave it out, or use torch's optimizer"
-                )
 
 
 def refuse_in_graph(what: str, root: RootState | None) -> None:

@@ -400,11 +400,7 @@ def _find_buffer(
 
 
 def _copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
-    """Gradients copied into one buffer.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
+    """Gradients copied into one buffer."""
     if any(each.layout is not torch.strided for each in parts):
         raise RuntimeError("AdamW: expected dense gradients, got a sparse one; use to_dense()")
     end = 0

@@ -44,11 +44,7 @@ class Exchange:
         self._groups = groups
 
     def __call__(self, row: Sequence[float], what: str) -> list[list[float]]:
-        """Every rank's row, in one order on all ranks; as many numbers on every rank.
-
-        Raises:
-            CollectiveError: a peer is dead, or did not take part within the timeout.
-        """
+        """Every rank's row, in one order on all ranks; as many numbers on every rank."""
         # Float64 has all integers that are sent, too.
         own = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows: list[list[float]] = self._gather(own, what).tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -23,10 +24,51 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.requests import FOLLOWED, FORWARDS, LAST, OUT, Kind, Request
 
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; the lowest is chosen first."""
+
+    BACKWARD = 0
+    MICRO_FORWARD = 1
+    EVALUATION = 2
+    FORWARD = 3
+    CLIP = 4
+    REDUCE = 5
+    STEP = 6
+    CALL = 7
+    """Another collective call: ranks without batches cannot take part in it."""
+    OUT = 8
+    """The rank is out of batches."""
+    LAST = 9
+    """All ranks are, and this one was not before others."""
+
+
+FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
+"""What ranks without a batch for it follow collective by collective."""
+
+
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
+
+    kind: int
+    which: int = 0
+    """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
+    the join's list."""
+    mode: int = True
+    """Of a forward: whether its module is in training mode. Of a backward: 1 if gradients are
+    reduced, and 2 more if it makes a graph of itself."""
+    max_norm: float = 0.0
+    """Arguments of `clip_grad_norm_`."""
+    norm_type: float = 0.0
+
+
+OUT = Request(Kind.OUT)
+LAST = Request(Kind.LAST)
 
 
 class RunningJoin(Extension):
@@ -83,14 +125,8 @@ class RunningJoin(Extension):
             self._root.extensions.remove(self)
 
     def come_to(self, request: Request, what: str) -> None:
-        """This rank wants to do this next: follow others until all ranks have chosen it.
-
-        Args:
-            what: the call, in messages.
-
-        Raises:
-            RuntimeError: on every rank: ranks came to different calls.
-        """
+        """This rank wants to do this next: follow others until all ranks have chosen it. As
+        `_choose`, collective, and raises."""
         if self._is_following:
             return
         if self._is_torchs and not self._model_ref()._join_config.enable:
@@ -122,17 +158,8 @@ class RunningJoin(Extension):
 
     @remembers_failure
     def _choose(self, request: Request, what: str = "out of batches") -> Request:
-        """Exchange requests. Collective.
-
-        Args:
-            what: the call, in messages.
-
-        Returns:
-            The request that all ranks follow.
-
-        Raises:
-            RuntimeError: on every rank: ranks came to different calls.
-        """
+        """Exchange requests, and return the one that all ranks follow. Collective. Raises on every
+        rank if ranks came to different calls. `what`: this rank's call, in messages."""
         some_are_out = self._num_active < self._num_ranks
         looks = request == LAST or (some_are_out and request.kind not in (*FORWARDS, Kind.OUT))
         notified = None

@@ -126,11 +126,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def _agree_on(
         self, given: arguments.Given, bucket_bytes: int | str
     ) -> tuple[torch.optim.Optimizer, int]:
-        """Check the arguments on all ranks. Collective.
-
-        Returns:
-            (the optimizer over stand-ins, bucket_bytes as a number)
-        """
+        """Check the arguments on all ranks. Collective. Returns also bucket_bytes, as a number."""
         factory = self._factory._replace(is_flat=given.is_flat)
         error: Exception | None = None
         prototype: torch.optim.Optimizer | None = None
@@ -268,11 +264,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise error
 
     def _model_between_steps(self) -> RootState:
-        """The root state of the model; it changes when the model becomes part of another.
-
-        Raises:
-            RuntimeError: this is no time for a step.
-        """
+        """The root state of the model; it changes when the model becomes part of another."""
         units = {member.unit: member.handle for member in self._members.values()}
         roots = {root_of(unit) for unit in units}
         is_same = all(handle in unit.handles for unit, handle in units.items())

@@ -79,11 +79,8 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
 def _exchange_on_host(
     own: Sequence[int], group: ShardGroup, operation: Operation
 ) -> list[list[int]]:
-    """Gather every rank's numbers, each below 256, in rank order. Collective; blocks the host.
-
-    Args:
-        group: a group that serves the CPU. No device is waited for.
-    """
+    """Gather every rank's numbers, each below 256, over a group that serves the CPU: no device is
+    waited for. Collective; blocks the host."""
     values = torch.tensor(own, dtype=torch.uint8, device="cpu")
     if group.backend == "gloo":
         return gather_small(values, group, operation).tolist()
