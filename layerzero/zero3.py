@@ -39,7 +39,7 @@ from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
-from layerzero.optim import steps, torch_norm
+from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
@@ -561,7 +561,7 @@ def shard_in_place(
 
         root.learner = Learner(root, topology.placement, arguments.memory_budget)
     steps.watch(_import_watchers)
-    torch_norm.install()
+    norm.make_torchs_global()
     patch_torch()
     return root, shared_with
 

@@ -15,10 +15,14 @@ from torch._compile import _disable_dynamo
 
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import norm as norms
-from layerzero.optim.checks import check_parameters, name_of, refuse_in_graph
 from layerzero.optim.flat_state import FlatState, Pairs, QuantState, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
-from layerzero.optim.sharded_params import first_owner
+from layerzero.optim.sharded_params import (
+    check_parameters,
+    first_owner,
+    name_of,
+    refuse_in_graph,
+)
 from layerzero.step.root import RootState, root_if_alive
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
@@ -131,8 +135,7 @@ class AdamW(torch.optim.AdamW):
         for parameter in parameters:
             if not parameter.dtype.is_floating_point:
                 raise ValueError(
-                    f"AdamW: parameter {name_of(parameter)}: expected a floating-point dtype, got "
-                    f"{parameter.dtype}"
+                    f"AdamW: parameter {name_of(parameter)} is {parameter.dtype}, not a float"
                 )
             if parameter.dtype == torch.float64 and self._state_dtype != "float32":
                 raise ValueError(
@@ -190,7 +193,6 @@ class AdamW(torch.optim.AdamW):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _keys(self) -> Sequence[str]:
-        """Names of the states that steps use now."""
         return _KEYS if any(group["amsgrad"] for group in self.param_groups) else _KEYS[:2]
 
     @_disable_dynamo
@@ -400,8 +402,7 @@ def _check_options(groups: Sequence[dict[str, Any]]) -> None:
         for name, value in _FIXED.items():
             if bool(group.get(name, value)) != value:
                 raise NotImplementedError(
-                    f"AdamW: group {number} has {name}={group[name]}, which is not supported; "
-                    "leave it out, or use torch's optimizer"
+                    f"AdamW: group {number} has {name}={group[name]}, which is not supported"
                 )
 
 

@@ -196,7 +196,6 @@ class FlatState:
         self._usual: tuple[list[int], _Ranges] | None = None
 
     def is_intact(self) -> bool:
-        """Whether the parameters are where they were."""
         return [*map(_address_of, self._all)] == self._addresses
 
     def take(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
@@ -255,11 +254,8 @@ class FlatState:
     ) -> Step | None:
         """Prepare a step of its parameters that have a gradient; None: there is none.
 
-        Not collective.
-
-        Args:
-            factor: a float32 scalar by which gradients are multiplied.
-            wanted: the parameters to step; None: all.
+        Not collective. `factor`: a float32 scalar by which gradients are multiplied. `wanted`: the
+        parameters to step; None: all.
         """
         numbers, parts = self._collect(wanted)
         if not parts:
@@ -278,11 +274,9 @@ class FlatState:
         return Step(gradient, tensors, grad_scale, seed)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The states to step, and their scales."""
         return self.tensors, []
 
     def note_taken(self, step: Step) -> None:
-        """The call of `flat_step_` is made."""
         numbers = step.gradient.numbers
         written = self._params if numbers is None else [self._params[i] for i in numbers]
         torch.autograd.graph.increment_version(written)
@@ -329,7 +323,6 @@ class QuantState(FlatState):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `FlatState`."""
         self._scales: list[torch.Tensor] = []
         self._wide: list[torch.Tensor] | None = None
         super().__init__(*args, **kwargs)
@@ -400,7 +393,6 @@ def _find_buffer(
 
 
 def _copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
-    """Gradients copied into one buffer."""
     if any(each.layout is not torch.strided for each in parts):
         raise RuntimeError("AdamW: expected dense gradients, got a sparse one; use to_dense()")
     end = 0

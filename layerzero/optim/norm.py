@@ -8,22 +8,23 @@ same norm.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.ops import sum_squares
-from layerzero.optim.checks import name_of
-from layerzero.optim.sharded_params import by_tensor, owner_of_each
+from layerzero.optim.sharded_params import by_tensor, name_of, owner_of_each
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from layerzero.optim.flat_state import FlatState
 
 _NOBODY = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
+_MARK = "_layerzero_global"
 _SQUARED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose squares are finite in float64."""
 
@@ -87,8 +89,7 @@ def global_norm(
             continue
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
-                "global_norm: got a DTensor that is not sharded by ZeRO3; take the norm of its "
-                "full_tensor(), or wrap the module that owns it"
+                "global_norm: got a DTensor of no ZeRO3 module; take the norm of its full_tensor()"
             )
         if owner is not None and tensor.shape != parameter.shape:
             raise ValueError(
@@ -125,10 +126,7 @@ def _entries(
         tensors_or_model = [tensors_or_model]
     tensors = list(tensors_or_model)
     if not tensors:
-        raise ValueError(
-            "global_norm: expected tensors, got none; pass the same ones on every rank, empty ones "
-            "included, or the model"
-        )
+        raise ValueError("global_norm: expected tensors, got none; pass the model, or empty ones")
     if like is not None:
         parameters = [like] if isinstance(like, nn.Parameter) else list(like)
         return [*zip(parameters, tensors, strict=True)]
@@ -144,6 +142,44 @@ def _entries(
             )
         found.append((parameter, tensor))
     return found
+
+
+def make_torchs_global() -> None:
+    """Make torch's `clip_grad_norm_` and `get_total_norm` right for sharded parameters.
+
+    Both compute their norm by one helper, which torch looks up in its module at each call. It is
+    replaced once per process: of gradients (or values) of sharded parameters it returns the norm
+    over all ranks, as `fully_shard`'s DTensors do; anything else goes to torch's own helper. See
+    docs/internals/decisions/0024-torchs-gradient-norm-is-the-global-one.md.
+    """
+    former = clip_grad._get_total_norm
+    if hasattr(former, _MARK):
+        return
+
+    @functools.wraps(former)
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # A compiled caller traces torch's own code; Dynamo cannot look up who owns a tensor.
+        known = {} if torch.compiler.is_compiling() else by_tensor()
+        if not any(id(tensor) in known for tensor in tensors):
+            return former(tensors, norm_type, error_if_nonfinite, foreach)
+        like = [known.get(id(tensor), tensor) for tensor in tensors]
+        norm = global_norm(tensors, norm_type, like=like)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {float(norm_type)} over all ranks is {norm.item()}; to clip "
+                "by it all the same, pass error_if_nonfinite=False"
+            )
+        return norm
+
+    setattr(total_norm, _MARK, True)
+    clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
 
 
 def checked_norm_type(norm_type: float, where: str) -> float:
@@ -300,11 +336,6 @@ class Clipped(NamedTuple):
 
 
 def refuse_used(root: RootState) -> None:
-    """Refuse to clip gradients that an optimizer has already used.
-
-    Raises:
-        RuntimeError: `step_in_backward` is on.
-    """
     if root.reducer.step_by is not None:
         raise RuntimeError(
             "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
@@ -368,18 +399,11 @@ def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
 def scale_of_gradients(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> torch.Tensor | None:
-    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing.
-
-    Raises:
-        RuntimeError: the scaler is enabled and has scaled no loss.
-    """
+    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing."""
     if not scaler.is_enabled():
         return None
     if scaler._scale is None:
-        raise RuntimeError(
-            "clip_grad_norm_: the scaler has scaled no loss; call scaler.scale(loss).backward() "
-            "first"
-        )
+        raise RuntimeError("clip_grad_norm_: the scaler has scaled no loss; call scale(loss) first")
     stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
     return scaler._scale if stage is OptState.READY else None
 
@@ -402,10 +426,7 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -
 
 def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most `max_norm`. Collective as `grad_norm`.
-
-    Returns:
-        The norm before scaling; see `grad_norm`.
-    """
+    Returns the norm before scaling."""
     norm = grad_norm(of, norm_type)
     scale_gradients_(of.parameters, clip_factor(norm, max_norm))
     return norm

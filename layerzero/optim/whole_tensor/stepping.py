@@ -45,9 +45,6 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
     """Exchange which members have a gradient, and which shards were written. Collective.
 
     Waits for no device.
-
-    Raises:
-        RuntimeError: on every rank of a group, if only some of its ranks have a gradient.
     """
     flags = [
         _PRESENT * (member.parameter.grad is not None) + _WRITTEN * changed
@@ -112,9 +109,6 @@ def exchange_all(root: RootState, members: Sequence[Member], buckets: Buckets, v
     """Send gradients or values of the members between shards and owners. Collective.
 
     Orders compute after it; on CPU, blocks the host.
-
-    Raises:
-        CollectiveError: a rank did not take part.
     """
     finish: Callable[[], None] | None = None
     for owners, bucket in buckets:
@@ -131,10 +125,8 @@ def _begin(
 ) -> Callable[[], None]:
     """Pack and send a bucket, and copy what stays on this rank. Collective over `owners`.
 
-    Does not block the host, unless shards are offloaded.
-
-    Returns:
-        Writes what has arrived.
+    Does not block the host, unless shards are offloaded. Returns a function that writes what
+    has arrived.
     """
     of_gradients, to_owners = verb == "gradients to owners", verb != "values from owners"
     staged = {
