@@ -121,7 +121,6 @@ def _named_without_wrappers(
 
 
 def _pattern(key: str, modules: set[str]) -> str:
-    """Convert a name or regular expression to a pattern of a plan."""
     if key in modules or key.startswith("re:") or _WILDCARD.search(key):
         return key
     return f"re:{key}"

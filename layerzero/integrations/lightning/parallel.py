@@ -38,9 +38,8 @@ class MeshStrategy(DDPStrategy):
     ) -> None:
         if process_group is not None and (data_parallel_size, tensor_parallel_size) != ("auto", 1):
             raise ValueError(
-                f"ZeRO3Strategy: process_group, data_parallel_size={data_parallel_size!r} and "
-                f"tensor_parallel_size={tensor_parallel_size!r} are all given: pass either the "
-                "process group, or the sizes of a mesh that the strategy makes"
+                "ZeRO3Strategy: process_group and sizes are all given: pass either the process "
+                "group, or the sizes of a mesh that the strategy makes"
             )
         super().__init__(**of_ddp)
         self._sizes = data_parallel_size, tensor_parallel_size
@@ -56,8 +55,7 @@ class MeshStrategy(DDPStrategy):
         """
         if self._device_mesh is None:
             raise RuntimeError(
-                "ZeRO3Strategy: there is no device mesh yet: it is made when the Trainer starts; "
-                "with process_group there is one only if that is an axis of a mesh"
+                "ZeRO3Strategy: no device mesh yet: it is made when the Trainer starts"
             )
         return self._device_mesh
 
@@ -106,8 +104,7 @@ class MeshStrategy(DDPStrategy):
             raise ValueError(
                 f"ZeRO3Strategy: data_parallel_size={self._sizes[0]!r} and "
                 f"tensor_parallel_size={self._sizes[1]!r} make {data} x {tensor} = {data * tensor} "
-                f"ranks, but the Trainer has {world}; choose a tensor_parallel_size that divides "
-                f"{world}, and leave out data_parallel_size"
+                f"ranks, but the Trainer has {world}; choose a tensor_parallel_size that divides it"
             )
         return data, tensor
 
@@ -138,14 +135,8 @@ class MeshStrategy(DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     def prepare_mesh(self, model: nn.Module, sync_copies: bool) -> None:
-        """Prepare a model for sharding. Collective over the tensor-parallel ranks.
-
-        Args:
-            sync_copies: broadcast replicated parameters and buffers from the first of these ranks.
-
-        Raises:
-            ValueError: parameters are split over ranks that the model is also sharded over.
-        """
+        """Prepare a model for sharding. Collective over the tensor-parallel ranks. `sync_copies`:
+        broadcast replicated parameters and buffers from the first of these ranks."""
         groups = self._groups()
         if len(groups) == 1:
             for module in model.modules():
@@ -157,11 +148,9 @@ class MeshStrategy(DDPStrategy):
             mesh = self._device_mesh[TENSOR]
             if split is not None and mesh.size() == 1 and split.size() > 1:
                 raise ValueError(
-                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} "
-                    "already, but the strategy shards over all "
-                    f"ranks; pass tensor_parallel_size={split.size()} and parallelize "
-                    f'on self.device_mesh["{TENSOR}"], or pass as process_group the data-parallel '
-                    "axis of your own mesh"
+                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} already;"
+                    f" pass tensor_parallel_size={split.size()} and split them over this strategy's"
+                    " device_mesh, or pass as process_group the data-parallel axis of your own"
                 )
         if sync_copies and split is not None:
             # Not sharded parameters: `sync_module_states` of the ZeRO3 inside decided about those.

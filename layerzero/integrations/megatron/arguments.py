@@ -44,9 +44,8 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
     is_interleaved = getattr(config, "virtual_pipeline_model_parallel_size", None) is not None
     if is_interleaved and stages == 2 and not getattr(config, "overlap_p2p_comm", True):
         raise ValueError(
-            "TransformerConfig.overlap_p2p_comm=False with virtual stages on "
-            "pipeline_model_parallel_size=2: both neighbours of a stage are the same rank, so "
-            "Megatron confuses its batched messages, and gradients are silently wrong; set "
+            "TransformerConfig.overlap_p2p_comm=False with virtual stages on 2 pipeline ranks: "
+            "Megatron confuses its messages, and gradients are silently wrong; set "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
@@ -54,14 +53,12 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
     if getattr(config, "num_moe_experts", None) and expert_tensor not in (None, tensor):
         raise ValueError(
             f"TransformerConfig.expert_tensor_parallel_size={expert_tensor}: experts would have "
-            f"other data-parallel ranks than the rest; set it to "
-            f"tensor_model_parallel_size={tensor}"
+            f"data-parallel ranks of their own; set it to tensor_model_parallel_size={tensor}"
         )
     if getattr(ddp_config, "average_in_collective", False) and config.calculate_per_token_loss:
         raise ValueError(
-            "DistributedDataParallelConfig.average_in_collective with "
-            "TransformerConfig.calculate_per_token_loss, with which gradients are summed and "
-            "divided by the number of tokens; leave average_in_collective off"
+            "DistributedDataParallelConfig.average_in_collective, but calculate_per_token_loss "
+            "sums gradients; leave average_in_collective off"
         )
 
 
@@ -75,10 +72,9 @@ def check_chunks(config: Any, num_chunks: int) -> None:
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if num_chunks != (stages or 1):
         raise ValueError(
-            f"got {num_chunks} chunks of the model, but "
-            f"virtual_pipeline_model_parallel_size={stages} needs {stages or 1} on each rank: "
-            "the interleaved schedule runs one chunk per virtual stage, other schedules run one "
-            "chunk; use the same number for both, or no virtual stages"
+            f"got {num_chunks} chunks of the model for "
+            f"virtual_pipeline_model_parallel_size={stages}: the interleaved schedule runs one "
+            "chunk per virtual stage, others run one; use the same number for both"
         )
 
 

@@ -24,11 +24,13 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
@@ -47,7 +49,60 @@ from layerzero.integrations.engine import (
 )
 from layerzero.integrations.megatron.arguments import check_model_config
 from layerzero.integrations.megatron.checkpoint import sharded_state_dict
-from layerzero.integrations.megatron.ranks import MegatronRanks
+
+_GROUPS = ["tp", "pp", "mp", "dp_cp", "ep", "expt_dp"]
+"""Names of the groups in Megatron's collections."""
+
+
+@dataclass(frozen=True)
+class MegatronRanks:
+    """Megatron's process groups, of this rank.
+
+    The data- and context-parallel ranks, which own shards, and the tensor- and pipeline-parallel
+    ranks together visit each element of a model once. Parameters that tensor-parallel ranks have
+    copies of count only on the first of these ranks.
+    """
+
+    data: dist.ProcessGroup
+    """Data-parallel ranks, context-parallel ones included."""
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    model: tuple[dist.ProcessGroup, ...]
+    """Groups that together reach all tensor- and pipeline-parallel ranks: Megatron's model-parallel
+    group, or, if a collection lacks it, the groups of both axes."""
+    experts: dist.ProcessGroup | None = None
+    """Expert-parallel ranks, each with experts of its own; None: every rank has all experts."""
+    expert_data: dist.ProcessGroup | None = None
+    """Data-parallel ranks with the same experts."""
+
+    @classmethod
+    def of(cls, collection: Any, context_parallel_size: int) -> MegatronRanks:
+        """The groups of Megatron's `ProcessGroupCollection`; None: those of its global state."""
+        if collection is None:
+            collection = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        found: dict[str, Any] = {name: getattr(collection, name, None) for name in _GROUPS}
+        if found["dp_cp"] is None and context_parallel_size == 1:
+            found["dp_cp"] = getattr(collection, "dp", None)
+        if missing := [name for name in ("dp_cp", "pp", "tp") if found[name] is None]:
+            raise ValueError(f"pg_collection: process groups {missing} are missing; set them")
+        return cls(
+            found["dp_cp"],
+            tensor=found["tp"],
+            pipeline=found["pp"],
+            model=(found["tp"], found["pp"]) if found["mp"] is None else (found["mp"],),
+            experts=found["ep"],
+            expert_data=found["expt_dp"],
+        )
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is counted on this one of the model-parallel ranks.
+
+        Copies on later tensor-parallel ranks, and weights that another stage counts, are not.
+        """
+        if getattr(parameter, "shared", False):
+            return False
+        is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+        return is_split or dist.get_rank(self.tensor) == 0
 
 
 class ZeRO3DataParallel(_BaseDataParallel):
@@ -111,7 +166,7 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.pp_group = self.ranks.pipeline
         self.vp_stage: int | None = getattr(inside(module), "vp_stage", None)
         optional = _optional(module, optional, self.pp_group.size())
-        policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
+        policy = _policy_of(auto_wrap_policy, module, self.ranks)
         precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
         options: dict[str, Any] = {
             "sync_module_states": True,
@@ -241,8 +296,7 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
     ignored += options.get("ignored_parameters", ())
     if any(parameter.requires_grad for parameter in ignored):
         raise NotImplementedError(
-            "ZeRO3DataParallel: ignored_modules or ignored_parameters have parameters that require "
-            "grad, whose gradients would not be reduced; freeze or shard them"
+            "ZeRO3DataParallel: ignored parameters require grad; freeze or shard them"
         )
     return ignored
 
@@ -252,9 +306,8 @@ def _optional(module: nn.Module, listed: Any, num_stages: int) -> Iterator[nn.Mo
     optional = optional_by_name(inside(module), listed)
     if num_stages > 1 and list(optional):
         raise NotImplementedError(
-            f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the ranks of "
-            "a stage would have to agree in an order that the schedule does not give; leave "
-            "optional_modules out, or use one stage"
+            f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the schedule "
+            "gives no order in which ranks could agree; leave them out, or use one stage"
         )
     return optional
 
@@ -275,17 +328,11 @@ def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:
     config.no_sync_func = [*before[: chunk.vp_stage], chunk.no_sync]
 
 
-class MegatronPolicy:
-    """An auto-wrap policy: the user's or transformer layers, plus tied embeddings and experts."""
-
-    def __init__(self, policy: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> None:
-        policy = {TransformerLayer} if policy is None else to_policy(policy)
-        self._choose = make_chooser(policy, module)
-        self._special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
-
-    def __call__(self, module: nn.Module, fqn: str) -> Any:
-        special = self._special.get(id(module))
-        return self._choose(module, fqn) if special is None else special
+def _policy_of(given: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> WrapPolicy:
+    """The user's policy or transformer layers, plus tied embeddings and experts."""
+    choose = make_chooser({TransformerLayer} if given is None else to_policy(given), module)
+    special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
+    return lambda inner, fqn: special[id(inner)] if id(inner) in special else choose(inner, fqn)
 
 
 def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
@@ -298,9 +345,8 @@ def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
             continue
         if len(own) > 1:
             raise NotImplementedError(
-                f"{name}: its weight is tied to one of another pipeline stage, and it has a bias, "
-                "so the stages would split the weight differently; use a module without bias, or "
-                "share_embeddings_and_output_weights=False"
+                f"{name}: its weight is tied to one of another pipeline stage, and it has a bias: "
+                "remove that, or set share_embeddings_and_output_weights=False"
             )
         is_called = not language or getattr(language[0], "pre_process", True)
         found[id(inner)] = {} if is_called else {"hook_module": language[0]}
@@ -317,19 +363,14 @@ def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping
         if not own or not isinstance(members, nn.ModuleList):
             continue
         if ranks.experts is None or ranks.expert_data is None:
-            raise ValueError(
-                "pg_collection: process groups 'ep' and 'expt_dp' are needed when ranks have "
-                "different experts; set them"
-            )
+            raise ValueError("pg_collection: 'ep' and 'expt_dp' are needed for split experts")
         found[id(inner)] = {"process_group": ranks.expert_data, "expert_numbers": ranks.experts}
         known |= {id(parameter) for parameter in inner.parameters()}
     for name, parameter in module.named_parameters():
         if not getattr(parameter, "allreduce", True) and id(parameter) not in known:
             raise NotImplementedError(
-                f"{name}: one tensor holds all experts of a rank, and ranks have different "
-                "experts, so checkpoints could not name single experts; set moe_grouped_gemm=False "
-                "(SequentialMLP), or expert_model_parallel_size=1: every rank then has all "
-                "experts, sharded like the rest"
+                f"{name}: one tensor holds a rank's experts, which checkpoints could not name; set "
+                "moe_grouped_gemm=False (SequentialMLP), or expert_model_parallel_size=1"
             )
     return found
 
@@ -343,14 +384,8 @@ def widen(
     """Cast 16-bit parameters to float32, and return a MixedPrecision that computes in 16 bits.
 
     See Note [Main parameters are the sharded parameters]. Parameters that are float32 in a 16-bit
-    model are also used in float32.
-
-    Args:
-        given: the user's settings, which are completed; returned unchanged for a float32 model.
-        ignored: parameters that are not sharded; left unchanged.
-
-    Raises:
-        ValueError: the model has several 16-bit dtypes, or `given` has another `param_dtype`.
+    model are also used in float32. `given`: the user's settings, which are completed; returned
+    unchanged for a float32 model. `ignored`: parameters that are not sharded; left unchanged.
     """
     left = {id(parameter) for parameter in ignored}
     named = {name: p for name, p in module.named_parameters() if id(p) not in left}

@@ -41,13 +41,12 @@ from layerzero.integrations.engine import (
     read_plan_options,
     warn_once,
 )
-from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel, inside
+from layerzero.integrations.megatron.data_parallel import MegatronRanks, ZeRO3DataParallel, inside
 from layerzero.integrations.megatron.optimizer import (
     MakeOptimizer,
     ZeRO3Optimizer,
     get_zero3_optimizer,
 )
-from layerzero.integrations.megatron.ranks import MegatronRanks
 
 _LAYERS = "transformer_layers"
 _NAMES = (_LAYERS, "ignored_modules", "ignored_parameters", "optional_modules")
@@ -121,8 +120,7 @@ def setup_model_and_optimizer(
     if pg_collection is None and num_virtual != global_virtual:
         raise ValueError(
             f"TransformerConfig.virtual_pipeline_model_parallel_size={num_virtual}, but "
-            f"initialize_model_parallel was called with {global_virtual}: the schedule would use "
-            "one number and the model the other; pass the same number to both"
+            f"initialize_model_parallel got {global_virtual}: pass the same number to both"
         )
     if torch.accelerator.is_available():
         zero3_options.setdefault("device", torch.accelerator.current_device_index())

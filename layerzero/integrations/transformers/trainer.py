@@ -124,8 +124,7 @@ class ZeRO3Trainer(Trainer):
         inside = next(iter(sharded_inside(model)), None)
         if before is not None and self._options:
             raise ValueError(
-                f"zero3={self._options}: expected none, this {type(model).__name__} is sharded "
-                "already; to shard it otherwise, use a separate model"
+                f"zero3={self._options}: this {type(model).__name__} is sharded already"
             )
         if before is None:
             before = self._shard_alike(model, args, args.bf16 and inside is None)
@@ -191,8 +190,7 @@ class ZeRO3Trainer(Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "hyperparameter_search: trials start and stop on one rank, while the others would "
-            "wait; start one run of all ranks for each trial"
+            "hyperparameter_search: start one run of all ranks for each trial"
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -276,25 +274,19 @@ def _check_arguments(args: Any) -> None:
             raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
     if args.n_gpu > 1:
         raise ValueError(
-            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs, which means DataParallel; start one "
-            f"process per GPU: torchrun --nproc-per-node {args.n_gpu} your_script.py"
+            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs; start one for each, by torchrun"
         )
     optim = getattr(args.optim, "value", args.optim)
     if optim not in _ELEMENTWISE:
         raise ValueError(
             f"ZeRO3Trainer: optim={optim!r}: expected one that is known to work on shards: "
             f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs: an element-wise class, "
-            "or (layerzero.optim.WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...}), which "
-            "steps any torch optimizer on whole tensors"
+            "or (layerzero.optim.WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...})"
         )
 
 
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
-    """The complete checkpoint-N with the highest N.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The complete checkpoint-N with the highest N."""
     found = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")
@@ -302,8 +294,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
     }
     if not found:
         raise ValueError(
-            f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none; leave "
-            "out resume_from_checkpoint to start from the beginning"
+            f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none"
         )
     return found[max(found)]
 
@@ -315,9 +306,8 @@ def _check_resumable(folder: Path) -> None:
     for what, path in (("trainer state", _STATE), ("optimizer state", _OURS)):
         if not (folder / path).exists():
             raise ValueError(
-                f"{folder}: has no {path}, the {what}: its save was interrupted, or was made by a "
-                "plain Trainer or with save_only_model. To continue from the weights alone, use "
-                f"ZeRO3Trainer({model}, ...)"
+                f"{folder}: has no {path}, the {what}, as after a save that was interrupted. To "
+                f"continue from the weights alone, use ZeRO3Trainer({model}, ...)"
             )
 
 
