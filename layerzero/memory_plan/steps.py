@@ -206,12 +206,6 @@ class PlannedRank:
             self._mark_engine()
 
     def run(self, batch: Batch) -> None:
-        """Run a first step, then the one that is planned.
-
-        Raises:
-            ValueError: a bad optimizer; no parameter or no output requires grad.
-            RuntimeError: the forward depends on values of tensors.
-        """
         with self._hollow():
             args, kwargs = _allocated(batch)
             optimizer = self._make_optimizer()
@@ -234,10 +228,7 @@ class PlannedRank:
             return torch.optim.SGD(parameters, foreach=foreach)
         if isinstance(self._optimizer, (int, float)) and self._optimizer >= 0:
             return _StateOnly(parameters, self._optimizer)
-        raise ValueError(
-            "optimizer: expected 'adamw', 'sgd' or bytes of state for each element, at least 0, "
-            f"got {self._optimizer!r}"
-        )
+        raise ValueError(f"optimizer: expected 'adamw', 'sgd' or bytes, got {self._optimizer!r}")
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
@@ -318,10 +309,7 @@ def _scalar_of(output: Any) -> torch.Tensor:
         return output
     parts = {id(part): part for part in find_tensors(output) if part.requires_grad}
     if not parts:
-        raise ValueError(
-            "plan_memory: no floating-point tensor in the module's output requires grad; the plan "
-            "is of a training step"
-        )
+        raise ValueError("plan_memory: nothing in the module's output requires grad")
     return functools.reduce(torch.add, (part.sum() for part in parts.values()))
 
 

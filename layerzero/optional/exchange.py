@@ -61,7 +61,6 @@ class Exchange:
         return gather_along(own, self._groups, name).view(-1, own.numel())
 
     def texts(self, text: str | None, what: str) -> dict[int, str]:
-        """The texts of the ranks that have one, by rank."""
         return gather_texts(text, self._rank, self._groups, _HOST, what)
 
     def agree(self, request: int, what: str) -> int:

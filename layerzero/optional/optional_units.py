@@ -96,13 +96,9 @@ class OptionalUnits(Agreement, Extension):
     def __init__(
         self, root: RootState, region_of: Mapping[int, str], mean: OptionalMean, is_reused: bool
     ) -> None:
-        """Collective where the exchange makes new groups.
-
-        Args:
-            is_reused: whether any of them is used at several places of the model (shared, or tied):
-                passes do not record where it comes, so ranks exchange before every gather of a
-                forward.
-        """
+        """Collective where the exchange makes new groups. `is_reused`: whether any of them is used
+        at several places of the model (shared, or tied): passes do not record where it comes, so
+        ranks exchange before every gather of a forward."""
         super().__init__(root)
         self._scheduler = root.scheduler
         self.region_of, self.mean = region_of, mean
@@ -156,9 +152,8 @@ class OptionalUnits(Agreement, Extension):
         if self._context.in_backward or self._open is None:
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
-                    f"{unit.label}: the full parameters of this optional module were freed before "
-                    "its backward, by reshard() or by an exception in another forward, and no rank "
-                    "gathers it in backward; run forward and backward again"
+                    f"{unit.label}: this optional module was freed before its backward, by "
+                    "reshard() or an exception in another forward; run forward and backward again"
                 )
         elif unit.is_optional:
             if unit not in self._gathered or unit.state is ShardState.SHARDED:
@@ -281,12 +276,8 @@ class OptionalUnits(Agreement, Extension):
 
 
 def gather_with_others(unit: Unit, is_used: bool) -> None:
-    """Gather a unit because any rank wants it.
-
-    Args:
-        is_used: whether this rank keeps it; it does if the unit was resident. That one is gathered
-            again, for ranks where it is not.
-    """
+    """Gather a unit because any rank wants it. `is_used`: whether this rank keeps it; it does if
+    the unit was resident. That one is gathered again, for ranks where it is not."""
     holds, shown = int(unit.holds), unit.shows_unsharded
     is_kept = is_used or unit.state is not ShardState.SHARDED
     unit.reshard()

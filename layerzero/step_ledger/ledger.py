@@ -19,9 +19,8 @@ from layerzero.model_functions import ordered_units
 from layerzero.notices import columns
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
-from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
-from layerzero.step_ledger.recorder import Recorder
+from layerzero.step_ledger.recorder import Recorder, read_clock
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 from layerzero.step_ledger.trace import draw, write_trace
 
@@ -55,10 +54,7 @@ class Ledger:
     @property
     def _all(self) -> Explained:
         if self._explained is None:
-            raise RuntimeError(
-                "ledger: it has figures once its block has ended without an error; read it after "
-                "the with statement"
-            )
+            raise RuntimeError("ledger: it has figures once its block has ended without an error")
         return self._explained
 
     @property
@@ -177,10 +173,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     if root.extensions.of(Recorder):
         raise RuntimeError("ledger: another ledger of this model is open; use that one")
     if root.join is not None:
-        raise RuntimeError(
-            "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
-            "around the join"
-        )
+        raise RuntimeError("ledger: entered inside layerzero.join; enter it around the join")
     result = Ledger()
     recorder = Recorder(root, own_rank(), *read_clock(root.groups, root.operations, root.device))
     try:

@@ -98,12 +98,6 @@ def spans(record: Record) -> Iterator[Span]:
 
 
 def draw(explained: Explained, rank: int, path: str | Path) -> None:
-    """Draw the step of median length.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        RuntimeError: no step ran.
-    """
     from matplotlib.figure import Figure
 
     record = explained.records[rank]

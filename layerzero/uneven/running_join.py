@@ -79,15 +79,8 @@ class RunningJoin(Extension):
         averages_active: bool,
         is_torchs: bool = False,
     ) -> None:
-        """Begin a join. Collective.
-
-        Args:
-            averages_active: whether gradients are means over the ranks that are not out of batches.
-            is_torchs: whether torch's `Join` is around the loop.
-
-        Raises:
-            ValueError: ranks have different optimizers.
-        """
+        """Begin a join. Collective. `averages_active`: whether gradients are means over the ranks
+        that are not out of batches. `is_torchs`: whether torch's `Join` is around the loop."""
         self.operations = root.operations
         self._root, self._units = root, root.units
         self._model_ref: Callable[[], Any] = root.wrapper_ref
@@ -137,11 +130,8 @@ class RunningJoin(Extension):
             self._take_part(chosen)
 
     def follow_next(self) -> bool:
-        """This rank is out of batches: follow what the others do next.
-
-        Returns:
-            False: all ranks are out.
-        """
+        """This rank is out of batches: follow what the others do next. Returns False
+        once all ranks are out."""
         self._run_together()
         chosen = self._choose(OUT)
         if chosen != OUT:
@@ -149,11 +139,8 @@ class RunningJoin(Extension):
         return chosen != OUT
 
     def finish(self, is_last: bool) -> None:
-        """All ranks are out of batches. Collective.
-
-        Args:
-            is_last: whether this rank was not out before the others.
-        """
+        """All ranks are out of batches. Collective. `is_last`: whether this rank was not out before
+        the others."""
         self._choose(LAST if is_last else OUT)
 
     @remembers_failure
@@ -262,14 +249,12 @@ class RunningJoin(Extension):
             if any(models_of(optimizer, lambda root: root is self._root)):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step inside a join that does not have this "
-                    "optimizer, so ranks without batches would not step: pass every optimizer of "
-                    "the model to layerzero.join"
+                    "optimizer: pass every optimizer of the model to layerzero.join"
                 )
             return  # It is of another model.
         if closure is not None:
             raise NotImplementedError(
-                f"{type(optimizer).__name__}.step(closure) inside a join: ranks without batches "
-                "have no closure; run forward and backward before step()"
+                f"{type(optimizer).__name__}.step(closure) inside a join: call it without"
             )
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():
