@@ -162,11 +162,8 @@ class Learner(Extension):
         return root
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        """A forward of the model begins. Collective; blocks the host.
-
-        Raises:
-            RuntimeError: on every rank: the budget is less than a step needs.
-        """
+        """Collective; blocks the host. Raises on every rank if the budget is less than a step
+        needs."""
         root = self._root
         if root.join is not None:
             return  # Ranks run different steps.

@@ -75,11 +75,7 @@ def watch(before_first: Callable[[], None]) -> None:
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer sharded parameters for full ones that they stand for, and attach to it, if
-    it has sharded parameters that did not come through `add_param_group`.
-
-    Raises:
-        RuntimeError: it has state for such a full parameter; on every rank.
-    """
+    it has sharded parameters that did not come through `add_param_group`."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             sharded = sharded_param_of(parameter)

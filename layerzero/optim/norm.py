@@ -220,9 +220,6 @@ def global_power(
         sharded: this rank's tensors for each placement of the model's units; every rank must pass
             the same placements.
         replicated: tensors of which every rank has a full copy.
-        norm_type: p.
-        dtype: dtype of the sum.
-        what: name of the collectives.
 
     Returns:
         A scalar tensor, the same on all ranks, tensor-parallel ones included.
@@ -344,21 +341,11 @@ def refuse_used(root: RootState) -> None:
 
 
 def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
-    """The norm of gradients over all ranks.
+    """The norm of gradients over all ranks: a float32 scalar tensor (float64 if any parameter is),
+    the same on all ranks, including tensor-parallel ones.
 
     Collective over the groups that own shards, and over each axis of the tensor-parallel mesh. Does
     not block the host on a device with streams.
-
-    Args:
-        norm_type: p > 0, or infinity.
-
-    Returns:
-        A float32 scalar tensor (float64 if any parameter is), the same on all ranks, including
-        tensor-parallel ones.
-
-    Raises:
-        ValueError: `norm_type` is neither > 0 nor infinity.
-        NotImplementedError: an ignored parameter is a DTensor with a gradient.
     """
     norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
     if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):

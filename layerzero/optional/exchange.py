@@ -64,14 +64,8 @@ class Exchange:
         return gather_texts(text, self._rank, self._groups, _HOST, what)
 
     def agree(self, request: int, what: str) -> int:
-        """Exchange requests; the lowest is followed.
-
-        Returns:
-            The request that all ranks take part in now; NOTHING: no rank wants anything.
-
-        Raises:
-            PeerRaised: another rank has raised.
-        """
+        """Exchange requests, and return the lowest, in which all ranks take part now; NOTHING: no
+        rank wants anything. Raises PeerRaised if another rank has raised."""
         requests = [int(number) for (number,) in self([request], what)]
         if _RAISED in requests:
             rank, text = next(iter(self.texts(None, what).items()))

@@ -158,14 +158,8 @@ class ZeRO3Strategy(MeshStrategy):
         self._pending: tuple[Mapping[str, Any], bool] | None = None
 
     def use_plan(self, plan: ShardingPlan, giver: str) -> None:
-        """Shard by this plan; where it is silent, the strategy's own options apply.
-
-        Args:
-            giver: where the plan comes from, for error messages.
-
-        Raises:
-            ValueError: the strategy has a plan or policy already.
-        """
+        """Shard by this plan; where it is silent, the strategy's own options apply. `giver`: where
+        the plan comes from, for the error if the strategy has a plan or policy already."""
         given = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
         if given and self.plan != plan:  # They are equal if the same model is fitted again.
             raise ValueError(

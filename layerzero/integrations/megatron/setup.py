@@ -192,14 +192,11 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_module(options: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Keyword arguments of `ZeRO3(module, ...)`: patterns replaced by what they match.
+    """Keyword arguments of `ZeRO3(module, ...)` from those of `read_options`: patterns are replaced
+    by what they match in a chunk of the model that is not sharded yet. Names are those inside
+    Megatron's Float16Module, if there is one.
 
     Warns about patterns that match nothing, which may be correct on a pipeline stage.
-
-    Args:
-        options: from `read_options`.
-        module: a chunk of the model, not sharded yet. Names are those inside Megatron's
-            Float16Module, if there is one.
     """
     resolved, inner = dict(options), inside(module)
     modules = [(clean_name(name), each) for name, each in inner.named_modules() if name]
