@@ -39,7 +39,7 @@ from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
 from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
-from layerzero.optim import steps, torch_norm
+from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
@@ -50,7 +50,7 @@ from layerzero.wrapper import ModuleWrapper
 if TYPE_CHECKING:
     from layerzero.graphs.arena import Arena
     from layerzero.memory_budget import MemoryChoice
-    from layerzero.optim.clip import Clipped
+    from layerzero.optim.norm import Clipped
 
 _logger = logging.getLogger("layerzero.log")
 _ROOT = "_layerzero_root"
@@ -437,7 +437,7 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
             RuntimeError: `step_in_backward` is on, so the gradients were used already.
             NotImplementedError: an ignored parameter is a DTensor with a gradient.
         """
-        from layerzero.optim.clip import clip_grad_norm_
+        from layerzero.optim.norm import clip_grad_norm_
 
         gradients = gradients_to_clip(self)
         if gradients.root.join is not None:
@@ -561,7 +561,7 @@ def shard_in_place(
 
         root.learner = Learner(root, topology.placement, arguments.memory_budget)
     steps.watch(_import_watchers)
-    torch_norm.install()
+    norm.make_torchs_global()
     patch_torch()
     return root, shared_with
 
@@ -669,8 +669,8 @@ def _import_watchers() -> None:
 
 
 def gradients_to_clip(model: ZeRO3) -> Clipped:
-    """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.clip.grad_norm`."""
-    from layerzero.optim.clip import Clipped, refuse_used
+    """The gradients of which `model.clip_grad_norm_` takes the norm, for `optim.norm.grad_norm`."""
+    from layerzero.optim.norm import Clipped, refuse_used
 
     root = model._root_state
     refuse_used(root)

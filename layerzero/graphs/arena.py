@@ -271,7 +271,6 @@ class Arena(Extension):
             self._add(end)
 
     def _add(self, end: int) -> None:
-        """Add a piece of memory up to there."""
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False), torch.no_grad():
             piece = torch.empty(end - self.nbytes, dtype=torch.uint8, device=self._context.device)

@@ -172,11 +172,7 @@ def demand(
     inputs: Set[int] = frozenset(),
 ) -> Demand:
     """Follow passes that came one after the other through the arena. Adds their takes to `roots`.
-
-    Args:
-        nbytes: of every buffer.
-        inputs: buffers that are inputs of reductions.
-    """
+    `nbytes`: of every buffer. `inputs`: buffers that are inputs of reductions."""
     conflicts: dict[Take, set[Take]] = {}
     unplaced: dict[Take, int] = {}
     taken: dict[int, Take] = {}
@@ -222,12 +218,9 @@ def demand(
 
 
 def lay_out(needs: Demand, borders: Sequence[int] = ()) -> dict[Take, Place]:
-    """A new place for each take of `needs.unplaced`, clear of its conflicts.
-
-    Args:
-        borders: where the pieces of memory end of which the arena consists so far, ascending. No
-            place lies across one; what lies behind the last is memory to add.
-    """
+    """A new place for each take of `needs.unplaced`, clear of its conflicts. `borders`: where the
+    pieces of memory end of which the arena consists so far, ascending. No place lies across one;
+    what lies behind the last is memory to add."""
     end = max(borders, default=0)
     goals = {max(end, aligned(int(needs.peak * each))) for each in TOLERANCES}
     if borders:
@@ -274,5 +267,4 @@ def fit(nbytes: int, busy: Sequence[Place], borders: Sequence[int], goal: int) -
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -200,7 +200,6 @@ class CapturedStep:
         }
 
     def _record(self, inputs: tuple[Any, ...]) -> Any:
-        """Record the step on these inputs, whose memory replays read, and run it."""
         self._stepping: _Optimizer | None = None
         self._pool: Any = None
         self._parts: list[tuple[Any, Callable[[], None] | None]] = []

@@ -4,11 +4,11 @@ Adapters use `layerzero`, `layerzero.config`, `layerzero.checkpoint`, `checkpoin
 names below, at most thirty (decision 0036); everything else is internal, which
 `tests/unit/test_imports.py` enforces.
 """
-
-from __future__ import annotations
+# Every import is an export.
+# ruff: noqa: F401
+# mypy: implicit-reexport
 
 from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
-from layerzero.comm.new_groups import new_group
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
 from layerzero.migrate import to_policy
@@ -30,34 +30,3 @@ from layerzero.plan.resolve import optional_by_name
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
-
-__all__ = [
-    "MODULE_OPTIONS",
-    "ZERO3_OPTIONS",
-    "RootState",
-    "Totals",
-    "WrapPolicy",
-    "attach",
-    "broadcast_buffers",
-    "clean_name",
-    "copy_attributes",
-    "engine_arguments",
-    "equalize",
-    "get_info",
-    "get_unit",
-    "has_forward",
-    "load_yaml",
-    "make_chooser",
-    "near_matches",
-    "new_group",
-    "optional_by_name",
-    "ordered_units",
-    "parse_pattern",
-    "read_plan_options",
-    "refuse_pieces",
-    "root_of",
-    "some",
-    "summoned",
-    "to_policy",
-    "warn_once",
-]

@@ -83,13 +83,7 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
         self._frozen = {name for name, parameter in named if not parameter.requires_grad}
 
     def _follow_changes(self, module: nn.Module) -> None:
-        """Undo what `configure_model` did to names and `requires_grad`.
-
-        See Note [What configure_model changes].
-
-        Raises:
-            ValueError: scheduled parameters no longer exist.
-        """
+        """See Note [What configure_model changes]."""
         _leave_out_wrappers(module)
         if self._frozen is None:
             return
@@ -107,19 +101,15 @@ class ZeRO3StrategyAdapter(StrategyAdapter):
             parameters[name].requires_grad_(False)
 
     def _resume(self) -> None:
-        """Mark the scheduler as resuming in `fit(ckpt_path=...)`.
-
-        It checks `trainer.ckpt_path` in its setup, before Lightning sets that.
-        """
+        """Mark the scheduler as resuming in `fit(ckpt_path=...)`: it checks `trainer.ckpt_path` in
+        its setup, before Lightning sets that."""
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.fts_handle._fts_state._resume_fit_from_ckpt = True
 
 
 def _leave_out_wrappers(module: nn.Module) -> None:
-    """Leave the parts of wrappers out of the names of modules, and so of parameters and buffers.
-
-    Of this module alone: the method is replaced on the instance.
-    """
+    """Leave the parts of wrappers out of the names of this module's modules, and so of parameters
+    and buffers: the method is replaced on the instance."""
     module.__dict__["named_modules"] = functools.partial(_named_without_wrappers, module)
 
 
@@ -131,7 +121,6 @@ def _named_without_wrappers(
 
 
 def _pattern(key: str, modules: set[str]) -> str:
-    """Convert a name or regular expression to a pattern of a plan."""
     if key in modules or key.startswith("re:") or _WILDCARD.search(key):
         return key
     return f"re:{key}"

@@ -14,14 +14,8 @@ from layerzero.integrations.engine import get_info
 
 
 def on_first_rank(action: Callable[[], Any], what: str) -> Any:
-    """Run `action` on rank 0; all ranks return its result. Collective over all ranks.
-
-    Args:
-        what: begins the message of an error.
-
-    Raises:
-        RuntimeError: on all ranks: `action` raised an error, of any class.
-    """
+    """Run `action` on rank 0; all ranks return its result, or raise RuntimeError if it raised an
+    error of any class, whose message begins with `what`. Collective over all ranks."""
     outcome: list[Any] = [None, None]
     error = None
     if dist.get_rank() == 0:

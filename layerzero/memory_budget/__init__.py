@@ -1,6 +1,5 @@
 """`ZeRO3(memory_budget=...)`: what stays full is chosen by memory. See docs/howto/memory.md."""
 
-from layerzero.memory_budget.choice import MemoryChoice
-from layerzero.memory_budget.learner import Learner
+from layerzero.memory_budget.learner import Learner, MemoryChoice
 
 __all__ = ["Learner", "MemoryChoice"]

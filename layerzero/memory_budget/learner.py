@@ -15,8 +15,10 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +27,8 @@ from layerzero.comm.gloo.threads import FinishingStream, OnThread
 from layerzero.comm.streams import Waitable
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.flat.placement import Placement
-from layerzero.memory_budget.choice import Learned, MemoryChoice, Settings
 from layerzero.memory_budget.storages import Meter, start_meter
+from layerzero.notices import some
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.module_guards import is_compiled
@@ -38,6 +40,88 @@ _STEPS = 5
 """Number of steps before the choice."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """What was chosen for a budget; the same on every rank."""
+
+    budget_bytes: int
+    bound_bytes: int
+    """The most that a step like the learned ones can hold with this choice, on the fullest rank."""
+    least_bytes: int
+    """The most that the learned steps held, which kept nothing full."""
+    most_bytes: int
+    """From this budget on, a larger one changes nothing."""
+    kept: tuple[str, ...]
+    """Names of the units that stay full between forward and backward; the root is ""."""
+    forward_prefetch: int
+    """Number of units that forward gathers ahead."""
+    backward_prefetch: BackwardPrefetch | None
+
+    def __str__(self) -> str:
+        names = [name or "the root unit" for name in self.kept]
+        listed = f" ({some(names)})" if names else ""
+        ahead = 0 if self.backward_prefetch is None else 1
+        return (
+            f"memory_budget: of {self.budget_bytes:,} bytes a step holds at most "
+            f"{self.bound_bytes:,} (with nothing full {self.least_bytes:,}, with everything "
+            f"{self.most_bytes:,}). Units that stay full between forward and backward: {len(names)}"
+            f"{listed}; units gathered ahead: {self.forward_prefetch} in forward, "
+            f"{ahead} in backward"
+        )
+
+
+class Settings(NamedTuple):
+    """What a budget decides."""
+
+    prefetches: bool = False
+    """Whether a unit is gathered ahead, in forward and in backward."""
+    kept: frozenset[int] = frozenset()
+    """Indices of the units that stay full between forward and backward."""
+
+
+class Learned(NamedTuple):
+    """The most that steps with the default `Settings` held, on the fullest rank."""
+
+    outside: int
+    """Bytes before the first gather of a step and after its last reduction or free."""
+    inside: int
+    """Bytes in between."""
+    sizes: tuple[int, ...]
+    """Bytes of each unit's full buffers; the root's come first."""
+    saved: tuple[int, ...]
+    """Gathers of each unit in a step that keeping it full would save; 0: it must not be kept."""
+
+    def bound(self, settings: Settings) -> int:
+        """The most bytes that such a step with other settings can hold: all that is kept, and the
+        largest unit ahead, may be full at any time between the first gather and the last free."""
+        # The root comes first in each pass, so never ahead.
+        ahead = max(self.sizes[1:], default=0) if settings.prefetches else 0
+        inside = self.inside + ahead + sum(self.sizes[unit] for unit in settings.kept)
+        return max(self.outside, inside)
+
+    def ladder(self) -> Iterator[Settings]:
+        """Settings, each of which holds more bytes than the one before and sends fewer.
+
+        Prefetches first: they hide all gathers for the bytes of one unit. Then what saves most
+        gathers for each byte that it holds; of equal units the last in the model.
+        """
+        settings = Settings(prefetches=True)
+        yield settings
+        rungs = [(n, unit) for unit, n in enumerate(self.saved) if n and self.sizes[unit]]
+        for _, unit in sorted(rungs, reverse=True):
+            settings = settings._replace(kept=settings.kept | {unit})
+            yield settings
+
+    def choose(self, budget: int) -> Settings:
+        """The highest rung whose bound fits the budget."""
+        best = Settings()
+        for settings in self.ladder():
+            if self.bound(settings) > budget:
+                break
+            best = settings
+        return best
+
+
 class Learner(Extension):
     """Begins to hold the memory budget of one model; see `before_forward`."""
 
@@ -45,12 +129,6 @@ class Learner(Extension):
     """None while it learns."""
 
     def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
-        """Not collective.
-
-        Raises:
-            ValueError: a unit has a `reshard_after_forward` of its own; on the CPU, a module is
-                compiled.
-        """
         self.choice = None
         self._root_ref = weakref.ref(root)
         self._placement = placement
@@ -69,8 +147,7 @@ class Learner(Extension):
         for unit in root.units:
             if unit.options.reshard_after_forward is not True:
                 raise ValueError(
-                    f"{unit.label}: has a reshard_after_forward of its own, which memory_budget "
-                    "chooses; leave one of them out"
+                    f"{unit.label}: memory_budget chooses its reshard_after_forward; leave it out"
                 )
         _refuse_compiled(root)
         _apply(root, Settings())
@@ -85,11 +162,8 @@ class Learner(Extension):
         return root
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
-        """A forward of the model begins. Collective; blocks the host.
-
-        Raises:
-            RuntimeError: on every rank: the budget is less than a step needs.
-        """
+        """Collective; blocks the host. Raises on every rank if the budget is less than a step
+        needs."""
         root = self._root
         if root.join is not None:
             return  # Ranks run different steps.
@@ -165,8 +239,7 @@ class Learner(Extension):
         for unit in root.units:
             if unit.forward_prefetch is not None or unit.backward_prefetch is not None:
                 raise RuntimeError(
-                    f"{unit.label}: memory_budget chooses what is prefetched; set no list of "
-                    "modules to prefetch"
+                    f"{unit.label}: memory_budget chooses what is prefetched; set no lists"
                 )
         # A unit that only some ranks run has another place in the step of each rank.
         saved = [
@@ -231,10 +304,7 @@ class _Late(OnThread):
 
 def _refuse_compiled(root: RootState) -> None:
     if root.device.type == "cpu" and any(map(is_compiled, root.units[0].module.modules())):
-        raise ValueError(
-            "memory_budget: memory that a compiled module allocates on the CPU cannot be "
-            "measured; leave out memory_budget or torch.compile"
-        )
+        raise ValueError("a compiled module is not measured: leave out memory_budget or compile()")
 
 
 def _apply(root: RootState, settings: Settings) -> None:

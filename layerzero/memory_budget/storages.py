@@ -80,7 +80,6 @@ class StorageCount:
 
     @contextmanager
     def of_kind(self, kind: str) -> Iterator[None]:
-        """What is allocated inside is of this kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -111,7 +110,6 @@ class StorageCount:
                 self._add(counted.nbytes)
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Set the kind of these tensors' storages."""
         for tensor in tensors:
             self.note(tensor)
             for part in _parts(tensor):
@@ -193,7 +191,6 @@ def begin_resizes(count: StorageCount) -> None:
 
 
 def end_resizes(count: StorageCount) -> None:
-    """Tell it no more."""
     _told.remove(count)
     if not _told:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

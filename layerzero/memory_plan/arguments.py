@@ -45,16 +45,8 @@ class Prepared(NamedTuple):
 
 
 def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) -> Prepared:
-    """Copy the module without memory, and plan its units. Changes nothing of it.
-
-    Args:
-        arguments: others of `ZeRO3` by name, or of FSDP.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `ZeRO3`; or a bad `world_size`, or the module cannot
-            be copied.
-        NotImplementedError: `ZeRO3` takes it, but its memory cannot be planned.
-    """
+    """Copy the module without memory, and plan its units. Changes nothing of it. `arguments`:
+    others of `ZeRO3` by name, or of FSDP."""
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1 rank, got {world_size}")
     if "process_group" in arguments:
@@ -86,8 +78,7 @@ def _hollow_copy(module: nn.Module, given: dict[str, Any]) -> tuple[nn.Module, d
         copied, lists = copy.deepcopy((module, {name: given[name] for name in _LISTS}), copies)
     except Exception as error:
         raise ValueError(
-            f"plan_memory: this {type(module).__name__} cannot be copied, and the plan runs a copy "
-            f"of it: {type(error).__name__}: {error}"
+            f"plan_memory: cannot copy {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
     originals = {id(copies.get(id(inner))): inner for inner in module.modules()}
 
@@ -112,23 +103,17 @@ def _hollow_copy(module: nn.Module, given: dict[str, Any]) -> tuple[nn.Module, d
 
 
 def planned_rank(prepared: Prepared) -> int:
-    """The first rank that has all experts. No rank holds more: padding is at the end.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The first rank that has all experts. No rank holds more: padding is at the end."""
     groups = prepared.plan.groups.values()
     common = set(range(prepared.world_size)).intersection(*map(ranks_of, groups))
     if not common:
         raise ValueError(
-            "plan_memory: no rank is in the process_group of all experts; plan the module of one "
-            "rank, with its own experts"
+            "plan_memory: no rank has all experts; plan one rank's module, with its own experts"
         )
     return min(common)
 
 
 def topology_of(prepared: Prepared, rank: int) -> Topology:
-    """The groups and placements of one rank."""
     _, plan, arguments, world_size, _ = prepared
     backend = "nccl" if prepared.on_accelerator else "gloo"
     everyone = _planned_group(rank, range(world_size), backend)
@@ -185,10 +170,7 @@ def _refuse_unplanned(module: nn.Module, given: Mapping[str, Any], device: torch
     # The plan has one memory: on an accelerator it cannot tell the host's from the device's.
     for name in (*_UNPLANNED, *(("offload",) if device.type != "cpu" else ())):
         if given[name]:
-            raise NotImplementedError(
-                f"plan_memory: {name} cannot be planned on {device.type}; leave it out, or "
-                "measure a step there"
-            )
+            raise NotImplementedError(f"plan_memory: {name} cannot be planned on {device.type}")
 
 
 def _hollow_tensors(module: nn.Module) -> dict[int, Any]:

@@ -127,6 +127,5 @@ def _batch(batch: Any) -> Batch:
     if is_pair and isinstance(batch[0], tuple) and isinstance(batch[1], Mapping):
         return batch[0], dict(batch[1])
     raise TypeError(
-        "batch: expected (args, kwargs) of a forward, a tuple and a dict; or a tensor; or a dict "
-        f"of keyword arguments, got {type(batch).__name__}"
+        f"batch: expected (args, kwargs), a tensor or a dict, got {type(batch).__name__}"
     )

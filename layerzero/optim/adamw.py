@@ -14,13 +14,15 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim import clip
-from layerzero.optim.checks import check_options, check_parameters, name_of, refuse_in_graph
-from layerzero.optim.flat_state import FlatState, Pairs, Step, places_of, take_steps
+from layerzero.optim import norm as norms
+from layerzero.optim.flat_state import FlatState, Pairs, QuantState, Step, places_of, take_steps
 from layerzero.optim.in_backward import is_narrowed, whole_groups
-from layerzero.optim.norm import all_finite
-from layerzero.optim.quant_state import QuantState
-from layerzero.optim.sharded_params import first_owner
+from layerzero.optim.sharded_params import (
+    check_parameters,
+    first_owner,
+    name_of,
+    refuse_in_graph,
+)
 from layerzero.step.root import RootState, root_if_alive
 
 StateDtype = Literal["float32", "bfloat16", "8bit"]
@@ -86,9 +88,7 @@ class AdamW(torch.optim.AdamW):
         state: StateDtype = "float32",
         seed: int = 0,
     ) -> None:
-        check_options(
-            "AdamW", [{"capturable": capturable, "differentiable": differentiable}], _FIXED
-        )
+        _check_options([{"capturable": capturable, "differentiable": differentiable}])
         if state not in _DTYPES:
             raise ValueError(
                 f"AdamW: expected state to be one of {', '.join(map(repr, _DTYPES))}, got {state!r}"
@@ -135,15 +135,14 @@ class AdamW(torch.optim.AdamW):
         for parameter in parameters:
             if not parameter.dtype.is_floating_point:
                 raise ValueError(
-                    f"AdamW: parameter {name_of(parameter)}: expected a floating-point dtype, got "
-                    f"{parameter.dtype}"
+                    f"AdamW: parameter {name_of(parameter)} is {parameter.dtype}, not a float"
                 )
             if parameter.dtype == torch.float64 and self._state_dtype != "float32":
                 raise ValueError(
                     f"AdamW: parameter {name_of(parameter)} is float64, which needs "
                     f"state='float32', got {self._state_dtype!r}"
                 )
-        check_options("AdamW", [last], _FIXED)
+        _check_options([last])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
@@ -194,7 +193,6 @@ class AdamW(torch.optim.AdamW):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _keys(self) -> Sequence[str]:
-        """Names of the states that steps use now."""
         return _KEYS if any(group["amsgrad"] for group in self.param_groups) else _KEYS[:2]
 
     @_disable_dynamo
@@ -221,7 +219,7 @@ class AdamW(torch.optim.AdamW):
                 "backward() returns. Call it then, or use model.step_in_backward(optimizer)"
             )
         refuse_in_graph("AdamW", root)
-        check_options("AdamW", self.param_groups, _FIXED)
+        _check_options(self.param_groups)
         found_inf = getattr(self, "found_inf", None)
         factor, self.next_factor = self.next_factor, None
         stops = None if found_inf is None else bool(found_inf.item())
@@ -271,11 +269,8 @@ class AdamW(torch.optim.AdamW):
         self._is_shown = True
 
     def _all_flats(self, to_step: bool = False) -> list[FlatState]:
-        """The flat states, as the parameter groups and the visible state are now.
-
-        Args:
-            to_step: parameters have to be where the flat states have them, too.
-        """
+        """The flat states, as the parameter groups and the visible state are now; `to_step`:
+        parameters have to be where the flat states have them, too."""
         groups = whole_groups(self)
         is_known = (
             self._flats is not None
@@ -369,10 +364,10 @@ class AdamW(torch.optim.AdamW):
         """
         root = self._root()
         assert root is not None, "add_param_group wants parameters of a model"
-        clip.refuse_used(root)
+        norms.refuse_used(root)
         with torch.no_grad():
             norm = self._grad_norm(root, norm_type)
-            scale = None if scaler is None else clip.scale_of_gradients(scaler, self)
+            scale = None if scaler is None else norms.scale_of_gradients(scaler, self)
             if scale is not None:
                 norm = norm / scale.to(norm.device, norm.dtype)
             if error_if_nonfinite and not norm.isfinite():
@@ -380,15 +375,15 @@ class AdamW(torch.optim.AdamW):
                     f"AdamW.clip_grad_norm_: the norm of the gradients is {norm}; "
                     "to clip by it all the same, pass error_if_nonfinite=False"
                 )
-            self.next_factor = clip.clip_factor(norm, max_norm).to(torch.float32).reshape(1)
+            self.next_factor = norms.clip_factor(norm, max_norm).to(torch.float32).reshape(1)
         return norm
 
     def _grad_norm(self, root: RootState, norm_type: float) -> torch.Tensor:
         if norm_type != 2 or root.tensor_parallel_groups:
             own = dict.fromkeys(each for group in self.param_groups for each in group["params"])
             whole = [each for each in own if get_info(each) is None]
-            return clip.grad_norm(clip.Clipped(root, root.units, whole, own), norm_type)
-        return clip.flat_norm(root, self._all_flats())
+            return norms.grad_norm(norms.Clipped(root, root.units, whole, own), norm_type)
+        return norms.flat_norm(root, self._all_flats())
 
     def overflow(self) -> torch.Tensor:
         """Whether a gradient on this rank is infinite or NaN: a float32 scalar, 1 or 0.
@@ -399,7 +394,16 @@ class AdamW(torch.optim.AdamW):
         device = torch.device("cpu") if root is None else root.device
         with torch.no_grad():
             found = [grad for flat in self._all_flats() for grad in flat.gradients()]
-            return 1.0 - all_finite(found, device).float()
+            return 1.0 - norms.all_finite(found, device).float()
+
+
+def _check_options(groups: Sequence[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for name, value in _FIXED.items():
+            if bool(group.get(name, value)) != value:
+                raise NotImplementedError(
+                    f"AdamW: group {number} has {name}={group[name]}, which is not supported"
+                )
 
 
 def _are_same(objects: Sequence[Any], known: Sequence[Any]) -> bool:

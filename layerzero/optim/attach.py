@@ -64,11 +64,8 @@ def holds_sharded_params(optimizer: torch.optim.Optimizer) -> bool:
 
 def watch(before_first: Callable[[], None]) -> None:
     """Start checking the parameters of optimizers. Called before any optimizer has a sharded one.
-
-    Args:
-        before_first: imports the files that register callbacks; called when an optimizer is next
-            given sharded parameters.
-    """
+    `before_first`: imports the files that register callbacks; called when an optimizer is next
+    given sharded parameters."""
     if before_first not in _before_first:
         _before_first.append(before_first)
     if not hasattr(torch.optim.Optimizer.add_param_group, _WRAPPED):
@@ -78,11 +75,7 @@ def watch(before_first: Callable[[], None]) -> None:
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer sharded parameters for full ones that they stand for, and attach to it, if
-    it has sharded parameters that did not come through `add_param_group`.
-
-    Raises:
-        RuntimeError: it has state for such a full parameter; on every rank.
-    """
+    it has sharded parameters that did not come through `add_param_group`."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             sharded = sharded_param_of(parameter)
@@ -91,10 +84,9 @@ def look_at(optimizer: torch.optim.Optimizer) -> None:
             if parameter in optimizer.state:
                 info = get_info(sharded)
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} was built before wrapping and has state for "
-                    f"{info.fqn if info else 'a parameter'!r}, whose shape is that of the full "
-                    "parameter: it would update nothing; build it again from the wrapped model's "
-                    "parameters()"
+                    f"{type(optimizer).__name__} was built before wrapping and has state for the "
+                    f"full {info.fqn if info else 'parameter'!r}: build it again from the wrapped "
+                    "model's parameters()"
                 )
             # In place: the optimizer may have other references to the list.
             group["params"][place] = sharded

@@ -11,7 +11,7 @@ from torch import nn
 
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info, sharded_param_of
-from layerzero.optim.checks import name_of
+from layerzero.optim.sharded_params import name_of
 from layerzero.step.unit import TrainingState, get_unit
 
 Rule: TypeAlias = str | type[nn.Module]
@@ -80,10 +80,7 @@ _Named = list[tuple[str, nn.Parameter]]
 def _named(model: nn.Module) -> _Named:
     units = [unit for m in model.modules() if (unit := get_unit(m)) is not None]
     if any(unit.training_state is TrainingState.SUMMON_FULL_PARAMS for unit in units):
-        raise RuntimeError(
-            "decay_groups inside summon_full_params: these full parameters are temporary, and "
-            "no optimizer may keep them; call it outside"
-        )
+        raise RuntimeError("decay_groups inside summon_full_params: call it outside")
     return [
         (clean_name(name), _at_rest(parameter))
         for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
@@ -91,7 +88,6 @@ def _named(model: nn.Module) -> _Named:
 
 
 def _matching(model: nn.Module, named: _Named, rule: Rule) -> set[int]:
-    """Ids of the parameters that a rule selects."""
     if isinstance(rule, type) and issubclass(rule, nn.Module):
         modules = (each for each in model.modules() if isinstance(each, rule))
         found = {id(_at_rest(p)) for module in modules for p in module.parameters()}
@@ -101,8 +97,7 @@ def _matching(model: nn.Module, named: _Named, rule: Rule) -> set[int]:
         raise TypeError(f"no_decay: expected names and classes of modules, got {rule!r}")
     if not found:
         raise ValueError(
-            f"no_decay: {getattr(rule, '__name__', rule)!r} matches no parameter "
-            f"of {type(model).__name__}; use names of named_parameters()"
+            f"no_decay: {getattr(rule, '__name__', rule)!r} matches no parameter of the model"
         )
     return found
 
@@ -116,8 +111,7 @@ def _chosen(
     for number, parameter in enumerate(() if parameters is None else parameters):
         if id(_at_rest(parameter)) not in own:
             raise ValueError(
-                f"parameters[{number}], {name_of(parameter)}, is no parameter of "
-                f"{type(model).__name__}; pass some of model.parameters()"
+                f"parameters[{number}], {name_of(parameter)}, is none of {type(model).__name__}"
             )
         wanted.add(id(_at_rest(parameter)))
     return [parameter for key, parameter in own.items() if key in wanted]

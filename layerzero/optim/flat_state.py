@@ -30,6 +30,7 @@ from layerzero.step.unit import Unit
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
+_BLOCK = step_reference.QUANT_NUMEL
 _NONE = torch.empty(0, device="cpu")
 _grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
 _base_of: Callable[[Any], Any] = attrgetter("_base")
@@ -195,7 +196,6 @@ class FlatState:
         self._usual: tuple[list[int], _Ranges] | None = None
 
     def is_intact(self) -> bool:
-        """Whether the parameters are where they were."""
         return [*map(_address_of, self._all)] == self._addresses
 
     def take(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
@@ -254,11 +254,8 @@ class FlatState:
     ) -> Step | None:
         """Prepare a step of its parameters that have a gradient; None: there is none.
 
-        Not collective.
-
-        Args:
-            factor: a float32 scalar by which gradients are multiplied.
-            wanted: the parameters to step; None: all.
+        Not collective. `factor`: a float32 scalar by which gradients are multiplied. `wanted`: the
+        parameters to step; None: all.
         """
         numbers, parts = self._collect(wanted)
         if not parts:
@@ -277,11 +274,9 @@ class FlatState:
         return Step(gradient, tensors, grad_scale, seed)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The states to step, and their scales."""
         return self.tensors, []
 
     def note_taken(self, step: Step) -> None:
-        """The call of `flat_step_` is made."""
         numbers = step.gradient.numbers
         written = self._params if numbers is None else [self._params[i] for i in numbers]
         torch.autograd.graph.increment_version(written)
@@ -319,6 +314,60 @@ class FlatState:
         return made
 
 
+class QuantState(FlatState):
+    """In 8 bits, with a scale for each block of 256 elements; in float32 after somebody asked for
+    it or loaded it, until the next step, which rounds it to the nearest first.
+
+    whole parameter  | block 0 | block 1 | block 2 |      blocks from index 0 on, on every rank
+    shards           | rank 0       |  rank 1      |      each part of block 1 has its own scale
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._scales: list[torch.Tensor] = []
+        self._wide: list[torch.Tensor] | None = None
+        super().__init__(*args, **kwargs)
+
+    def _fill(self, old: dict[nn.Parameter, dict[str, Any]]) -> None:
+        num_blocks = 0
+        for number, i in enumerate(self._members):
+            start, numel = self.held[i].start, self.held[i].parameter.numel()
+            self._blocks[number] = num_blocks
+            num_blocks += (start + numel - 1) // _BLOCK - start // _BLOCK + 1 if numel else 0
+        device = self.main.device
+        self._scales = [torch.zeros(num_blocks, device=device) for _ in self._keys]
+        has_old = any(map(old.get, self._params))
+        self._wide = self._zeros(torch.float32) if has_old else None
+        self._show(self._wide or (), old)
+
+    def widen(self) -> None:
+        """Have `shown` show float32 states, which the next step starts from; no value changes."""
+        if self._wide is None and self._members:
+            self._wide = self._zeros(torch.float32)
+            for i, row, part in self._ranges():
+                codes, scales = self.tensors[i][part], self._scales[i]
+                self._wide[i][part] = step_reference.load_codes(i, codes, scales, row)
+            self._show(self._wide, {})
+
+    def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if self._wide is not None:
+            # Back to what they came from, unless somebody has written or loaded them.
+            for i, row, part in self._ranges():
+                codes, scales = self.tensors[i][part], self._scales[i]
+                step_reference.store_codes(i, self._wide[i][part], codes, scales, row)
+            self._wide = None
+            self._show((), {})
+        return self.tensors, self._scales
+
+    def _ranges(self) -> Iterator[tuple[int, list[int], slice]]:
+        """(state, row of `flat_step_`'s table, where it is in the state) of each parameter."""
+        for member, place, block in zip(self._members, self._places, self._blocks, strict=True):
+            held = self.held[member]
+            if numel := held.parameter.numel():
+                row = [held.offset, 0, place, numel, 0, held.start, held.key, block]
+                for i in range(len(self._keys)):
+                    yield i, row, slice(place, place + numel)
+
+
 def _find_buffer(
     numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype
 ) -> Gradient | None:
@@ -344,11 +393,6 @@ def _find_buffer(
 
 
 def _copy_of(numbers: list[int] | None, parts: list[torch.Tensor], dtype: torch.dtype) -> Gradient:
-    """Gradients copied into one buffer.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
     if any(each.layout is not torch.strided for each in parts):
         raise RuntimeError("AdamW: expected dense gradients, got a sparse one; use to_dense()")
     end = 0

@@ -36,15 +36,9 @@ class StepInBackward:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """
-        Raises:
-            ValueError: the optimizer needs more than the gradients of one unit (a
-                `WholeTensorOptimizer`).
-        """
         if getattr(optimizer, "needs_all_units", False):
             raise ValueError(
-                f"step_in_backward: {type(optimizer).__name__} sends gradients to the owners of "
-                "whole tensors, for all units together; call its step() after backward"
+                f"step_in_backward: {type(optimizer).__name__}: call its step() after backward"
             )
         self.optimizer = optimizer
 
@@ -89,7 +83,6 @@ class StepInBackward:
             raise
 
     def _step(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Run one step on those of `parameters` that the optimizer has."""
         wanted = set(parameters)
         groups, whole = self.optimizer.param_groups, whole_groups(self.optimizer)
         self.optimizer.__dict__[_WHOLE] = whole

@@ -87,10 +87,7 @@ def _first_of_all(root: RootState, own: str | None) -> str | None:
 
 
 def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parameter]) -> None:
-    """Judge every delivery of the model.
-
-    Args:
-        kept_whole: its ignored parameters, whose gradients are dropped with the others.
-    """
+    """Judge every delivery of the model. `kept_whole`: its ignored parameters, whose gradients are
+    dropped with the others."""
     root.extensions.add(NonFinite(root, action))
     root.reducer.dropped_also = kept_whole

@@ -1,4 +1,5 @@
-"""Norms of tensors that are sharded over ranks, with one small collective for each group.
+"""Norms of tensors that are sharded over ranks, with one small collective for each group; and how
+gradients are clipped by them.
 
 If several ranks hold copies of the same elements, each contributes 1/copies of their power. So no
 element counts twice, each axis needs one gather of one number, and every rank of the mesh gets the
@@ -7,25 +8,32 @@ same norm.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
 from layerzero.ops import sum_squares
-from layerzero.optim.checks import name_of
-from layerzero.optim.sharded_params import by_tensor, owner_of_each
+from layerzero.optim.sharded_params import by_tensor, name_of, owner_of_each
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 
+if TYPE_CHECKING:
+    from layerzero.optim.flat_state import FlatState
+
+_NOBODY = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
+_MARK = "_layerzero_global"
 _SQUARED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes whose squares are finite in float64."""
 
@@ -81,8 +89,7 @@ def global_norm(
             continue
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
-                "global_norm: got a DTensor that is not sharded by ZeRO3; take the norm of its "
-                "full_tensor(), or wrap the module that owns it"
+                "global_norm: got a DTensor of no ZeRO3 module; take the norm of its full_tensor()"
             )
         if owner is not None and tensor.shape != parameter.shape:
             raise ValueError(
@@ -119,34 +126,60 @@ def _entries(
         tensors_or_model = [tensors_or_model]
     tensors = list(tensors_or_model)
     if not tensors:
-        raise ValueError(
-            "global_norm: expected tensors, got none; pass the same ones on every rank, empty ones "
-            "included, or the model"
-        )
+        raise ValueError("global_norm: expected tensors, got none; pass the model, or empty ones")
     if like is not None:
         parameters = [like] if isinstance(like, nn.Parameter) else list(like)
-        if len(parameters) != len(tensors):
-            raise ValueError(
-                f"global_norm: expected one parameter in like= for each tensor, got "
-                f"{len(parameters)} for {len(tensors)}"
-            )
         return [*zip(parameters, tensors, strict=True)]
     known = by_tensor()
     found: list[tuple[nn.Parameter, torch.Tensor | None]] = []
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"global_norm: expected a module or tensors, got a {type(tensor).__name__}"
-            )
         parameter = tensor if isinstance(tensor, nn.Parameter) else known.get(id(tensor))
         if parameter is None:
             raise ValueError(
-                f"global_norm: a tensor of shape {tuple(tensor.shape)} is neither a parameter nor "
-                "the .grad of a sharded parameter, so it may be sharded or whole; pass "
-                "like=[parameter, ...] with the parameter that each tensor belongs to"
+                f"global_norm: a {type(tensor).__name__} is neither a parameter nor the .grad of a "
+                "sharded parameter, so it may be sharded or whole; pass like=[parameter, ...] with "
+                "the parameter that each tensor belongs to"
             )
         found.append((parameter, tensor))
     return found
+
+
+def make_torchs_global() -> None:
+    """Make torch's `clip_grad_norm_` and `get_total_norm` right for sharded parameters.
+
+    Both compute their norm by one helper, which torch looks up in its module at each call. It is
+    replaced once per process: of gradients (or values) of sharded parameters it returns the norm
+    over all ranks, as `fully_shard`'s DTensors do; anything else goes to torch's own helper. See
+    docs/internals/decisions/0024-torchs-gradient-norm-is-the-global-one.md.
+    """
+    former = clip_grad._get_total_norm
+    if hasattr(former, _MARK):
+        return
+
+    @functools.wraps(former)
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # A compiled caller traces torch's own code; Dynamo cannot look up who owns a tensor.
+        known = {} if torch.compiler.is_compiling() else by_tensor()
+        if not any(id(tensor) in known for tensor in tensors):
+            return former(tensors, norm_type, error_if_nonfinite, foreach)
+        like = [known.get(id(tensor), tensor) for tensor in tensors]
+        norm = global_norm(tensors, norm_type, like=like)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {float(norm_type)} over all ranks is {norm.item()}; to clip "
+                "by it all the same, pass error_if_nonfinite=False"
+            )
+        return norm
+
+    setattr(total_norm, _MARK, True)
+    clip_grad._get_total_norm = total_norm
+    torch.nn.utils.get_total_norm = total_norm
 
 
 def checked_norm_type(norm_type: float, where: str) -> float:
@@ -187,9 +220,6 @@ def global_power(
         sharded: this rank's tensors for each placement of the model's units; every rank must pass
             the same placements.
         replicated: tensors of which every rank has a full copy.
-        norm_type: p.
-        dtype: dtype of the sum.
-        what: name of the collectives.
 
     Returns:
         A scalar tensor, the same on all ranks, tensor-parallel ones included.
@@ -280,3 +310,110 @@ def all_finite(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.T
             found.append(each.isfinite().all().to(device))
     found += [norms_of(each).isfinite().all().to(device) for each in by_device.values()]
     return torch.stack(found).all()
+
+
+class Clipped(NamedTuple):
+    """The parameters whose gradients are clipped by one norm."""
+
+    root: RootState
+    units: Sequence[Unit]
+    """Units with sharded parameters."""
+    replicated: Sequence[nn.Parameter]
+    """Ignored parameters, of which every rank has a full copy."""
+    chosen: Container[nn.Parameter] | None = None
+    """The sharded parameters that are meant; None: all of the units'."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        own = (each for unit in self.units for each in unit.sharded_params)
+        return [*self.replicated, *filter(self.is_meant, own)]
+
+    def is_meant(self, sharded_param: nn.Parameter) -> bool:
+        return self.chosen is None or sharded_param in self.chosen
+
+
+def refuse_used(root: RootState) -> None:
+    if root.reducer.step_by is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
+            "call step_in_backward(None), clip after backward, then call optimizer.step()"
+        )
+
+
+def grad_norm(of: Clipped, norm_type: float) -> torch.Tensor:
+    """The norm of gradients over all ranks: a float32 scalar tensor (float64 if any parameter is),
+    the same on all ranks, including tensor-parallel ones.
+
+    Collective over the groups that own shards, and over each axis of the tensor-parallel mesh. Does
+    not block the host on a device with streams.
+    """
+    norm_type = checked_norm_type(norm_type, "clip_grad_norm_")
+    if any(isinstance(parameter.grad, DTensor) for parameter in of.replicated):
+        raise NotImplementedError(
+            "clip_grad_norm_: an ignored parameter is a DTensor with a gradient, whose share of "
+            "the norm is unknown; do not ignore it, or remove its .grad and scale it yourself"
+        )
+    # From all parameters, not only those with a gradient here: the same on every rank.
+    dtype = sum_dtype(*{parameter.dtype for parameter in of.parameters})
+    whole = [Part(p, p.grad) for p in of.replicated if p.grad is not None and p.grad.numel()]
+    given = sharded_parts(of.units, lambda each: each.grad if of.is_meant(each) else None)
+    power = global_power(of.root, given, whole, norm_type, dtype, "gradient norm")
+    return root_of_power(power, norm_type)
+
+
+def flat_norm(root: RootState, flats: Sequence[FlatState]) -> torch.Tensor:
+    """`grad_norm` of order 2 of the gradients of flat states, added in float64, in a model without
+    tensor-parallel groups."""
+    whole: list[torch.Tensor] = []
+    # All placements of the model, also without a gradient: every rank runs the same gathers.
+    sharded: dict[int, tuple[Placement, list[torch.Tensor]]]
+    sharded = {id(each): (each, []) for each in root.placements}
+    for flat in flats:
+        handle = flat.handle
+        found = whole if handle is None else sharded[id(handle.placement)][1]
+        found += flat.gradients()
+    given = [(placement, _as_part(gradients)) for placement, gradients in sharded.values()]
+    power = global_power(root, given, _as_part(whole), 2.0, torch.float64, "gradient norm")
+    is_wide = any(flat.main.dtype == torch.float64 for flat in flats)
+    return power.sqrt() if is_wide else power.sqrt().float()
+
+
+def _as_part(gradients: list[torch.Tensor]) -> list[Part]:
+    """One tensor whose norm is that of all of these; its parameter does not matter."""
+    return [Part(_NOBODY, norms_of(gradients))] if gradients else []
+
+
+def scale_of_gradients(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> torch.Tensor | None:
+    """What an optimizer's gradients are multiplied by, a scalar tensor; None: by nothing."""
+    if not scaler.is_enabled():
+        return None
+    if scaler._scale is None:
+        raise RuntimeError("clip_grad_norm_: the scaler has scaled no loss; call scale(loss) first")
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scaler._scale if stage is OptState.READY else None
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that scales gradients of this norm down to `max_norm`; 1 if it is not above."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients_(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply gradients by a scalar, in place, each on its own device. Not collective."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def clip_grad_norm_(of: Clipped, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`. Collective as `grad_norm`.
+    Returns the norm before scaling."""
+    norm = grad_norm(of, norm_type)
+    scale_gradients_(of.parameters, clip_factor(norm, max_norm))
+    return norm

@@ -135,10 +135,8 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:
-    """Refuse gradient scaling in a join."""
     raise NotImplementedError(
-        f"{type(optimizer).__name__}: a gradient scaler inside a join, where ranks without batches "
-        "would not scale; train in bfloat16 (MixedPrecision)"
+        f"{type(optimizer).__name__}: a gradient scaler inside a join; train in bfloat16 instead"
     )
 
 

@@ -73,10 +73,7 @@ def _look_after_steps(optimizer: torch.optim.Optimizer) -> None:
 
 @_disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """
-    Raises:
-        CollectiveError: a collective failed in the model of one of the parameters.
-    """
+    """Refuse a step after a collective failed in the model of one of the parameters."""
     for root in models_of(optimizer, lambda root: root.operations.failure is not None):
         root.operations.refuse()
     for root in models_of(optimizer, _keeps_any):

@@ -1,11 +1,5 @@
 """Modules that a rank may skip (`optional_modules`): how ranks stay in step. Off by default.
 
-    exchange.py    a few numbers from every rank, on the host: requests, one of which all follow
-    places.py      where in a forward regions were entered before; pure Python
-    arguments.py   the modules that a user lists: found, checked, turned into regions of units
-    agreement.py   gathers and reductions that ranks agree on, also those of a join
-    optional_units.py   the extension that a model with optional units has
-
 Note [How ranks agree]
     Collectives of units that are not optional come in one order on every rank. Call them the
     *required* ones. Between two required gathers of a forward lies a *place*. At a place a rank may

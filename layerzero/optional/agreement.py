@@ -68,10 +68,7 @@ class Agreement:
 
     def settle(self, units: Sequence[Unit], reduced: Iterable[Unit] = ()) -> None:
         """Exchange which gradients of these units exist, and reduce what any rank has left.
-
-        Args:
-            reduced: those that all ranks have reduced in this pass.
-        """
+        `reduced`: those that all ranks have reduced in this pass."""
         if not units:
             return
         present: dict[int, set[int]] = {}

@@ -37,17 +37,9 @@ class OptionalModules(Feature):
         groups: Mapping[int, AnyGroup],
         everyone: Callable[[], tuple[int, ...]],
     ) -> None:
-        """Find and check the optional modules of `root`. Not collective.
-
-        Args:
-            listed: the `optional_modules` argument of `ZeRO3`.
-            groups: the ranks of each unit that only some have, keyed by id(plan).
-            everyone: returns the ranks that share the model.
-
-        Raises:
-            ValueError: a module is not inside, or has no unit of its own on all ranks; or a ZeRO3
-                module inside has optional modules.
-        """
+        """Find and check the optional modules of `root`. Not collective. `listed`: the
+        `optional_modules` argument of `ZeRO3`. `groups`: the ranks of each unit that only some
+        have, keyed by id(plan). `everyone`: returns the ranks that share the model."""
         for plan in plans:
             if plan.existing is not None and plan.existing in names_of:
                 raise ValueError(
@@ -70,8 +62,7 @@ class OptionalModules(Feature):
                 if id(plan) in groups or not _placements(plan) <= {(everyone(), None)}:
                     raise ValueError(
                         f"optional_modules: {name!r} contains {plan.label!r}, which has a "
-                        "process_group of its own: experts cannot be optional; list modules beside "
-                        "them"
+                        "process_group of its own: experts cannot be optional"
                     )
             if not any(p.originals or p.tied_owners or _placements(p) for p in units):
                 raise ValueError(
@@ -105,10 +96,8 @@ def find_regions(
 
     A unit belongs to the innermost optional module that it is, or lies under. So do units outside
     whose parameters a module under an optional one uses (tied parameters, a `hook_module`): they
-    are regions of their own, unless they are the root or contain that optional module.
-
-    Args:
-        units: the root's list, outermost first.
+    are regions of their own, unless they are the root or contain that optional module. `units`: the
+    root's list, outermost first.
     """
     around: dict[int, str] = {}
     """The name of the innermost optional module around each module, keyed by id."""

@@ -44,11 +44,7 @@ class Exchange:
         self._groups = groups
 
     def __call__(self, row: Sequence[float], what: str) -> list[list[float]]:
-        """Every rank's row, in one order on all ranks; as many numbers on every rank.
-
-        Raises:
-            CollectiveError: a peer is dead, or did not take part within the timeout.
-        """
+        """Every rank's row, in one order on all ranks; as many numbers on every rank."""
         # Float64 has all integers that are sent, too.
         own = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows: list[list[float]] = self._gather(own, what).tolist()
@@ -65,18 +61,11 @@ class Exchange:
         return gather_along(own, self._groups, name).view(-1, own.numel())
 
     def texts(self, text: str | None, what: str) -> dict[int, str]:
-        """The texts of the ranks that have one, by rank."""
         return gather_texts(text, self._rank, self._groups, _HOST, what)
 
     def agree(self, request: int, what: str) -> int:
-        """Exchange requests; the lowest is followed.
-
-        Returns:
-            The request that all ranks take part in now; NOTHING: no rank wants anything.
-
-        Raises:
-            PeerRaised: another rank has raised.
-        """
+        """Exchange requests, and return the lowest, in which all ranks take part now; NOTHING: no
+        rank wants anything. Raises PeerRaised if another rank has raised."""
         requests = [int(number) for (number,) in self([request], what)]
         if _RAISED in requests:
             rank, text = next(iter(self.texts(None, what).items()))

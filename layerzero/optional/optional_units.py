@@ -1,8 +1,8 @@
-"""OptionalUnits: units that a rank may skip."""
+"""OptionalUnits: units that a rank may skip; and Places: where in a forward they were entered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from layerzero.config import OptionalMean
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import NOTHING
-from layerzero.optional.places import Places
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.extension import Extension
 from layerzero.step.reduction import Reduction
@@ -20,6 +19,69 @@ from layerzero.step.unit import BACKWARD, Hold, ShardState, Unit
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_Seen = dict[int, set[int]]
+"""Region -> the numbers of its places on one path of required gathers."""
+
+
+class Places:
+    """Follows one forward at a time, and learns from it when the next one begins.
+
+    A place lies between two required gathers. Ranks come to the same places in the same order, so
+    they learn the same, and all know without asking whether they exchange at one.
+    """
+
+    def __init__(self, regions: frozenset[int], is_known_ever: bool = True) -> None:
+        """`is_known_ever`: False: regions may come anywhere, so ranks exchange at every place."""
+        self._regions, self._is_known_ever = regions, is_known_ever
+        self._paths: dict[Hashable, dict[tuple[int, ...], _Seen]] = {}
+        """Kind -> the paths that forwards of this kind took."""
+        self._has_ended = False
+        """Whether the latest forward has ended, and nothing has failed since."""
+
+    def begin(self, kind: Hashable) -> None:
+        """A forward begins, so the one before is not taken back any more."""
+        if self._has_ended:
+            seen = self._of_kind.setdefault(tuple(self._path), {})
+            for region, numbers in self._came.items():
+                seen.setdefault(region, set()).update(numbers)
+        self._has_ended = False
+        self._of_kind: dict[tuple[int, ...], _Seen] = self._paths.setdefault(kind, {})
+        self._open = [*self._of_kind.items()]
+        """Paths that began as the open forward."""
+        self._path: list[int] = []
+        self._came: _Seen = {}
+
+    def required(self, gather: int) -> None:
+        """The forward comes to the gather of a required unit."""
+        number = len(self._path)
+        self._open = [each for each in self._open if each[0][number : number + 1] == (gather,)]
+        self._path.append(gather)
+
+    def happened(self, region: int) -> None:
+        self._came.setdefault(region, set()).add(len(self._path))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange here: no path is known, or one that a region came here on, or one
+        that has not seen every region, each at one place (one with several may have more)."""
+        return not self._open or any(
+            not (self._is_known_ever and self._regions <= seen.keys())
+            or any(len(numbers) > 1 or len(self._path) in numbers for numbers in seen.values())
+            for _, seen in self._open
+        )
+
+    def leaves_with(self, gather: int | None) -> bool:
+        """Whether no forward went on from here with this gather (None: ended): on a path that ranks
+        do not know they exchange at once."""
+        number, rest = len(self._path), () if gather is None else (gather,)
+        return all(path[number : number + 1] != rest for path, _ in self._open)
+
+    def end(self) -> None:
+        self._has_ended = True
+
+    def abort(self) -> None:
+        """Do not learn from the open forward, or the one that ended last."""
+        self._has_ended = False
 
 
 class OptionalUnits(Agreement, Extension):
@@ -34,13 +96,9 @@ class OptionalUnits(Agreement, Extension):
     def __init__(
         self, root: RootState, region_of: Mapping[int, str], mean: OptionalMean, is_reused: bool
     ) -> None:
-        """Collective where the exchange makes new groups.
-
-        Args:
-            is_reused: whether any of them is used at several places of the model (shared, or tied):
-                passes do not record where it comes, so ranks exchange before every gather of a
-                forward.
-        """
+        """Collective where the exchange makes new groups. `is_reused`: whether any of them is used
+        at several places of the model (shared, or tied): passes do not record where it comes, so
+        ranks exchange before every gather of a forward."""
         super().__init__(root)
         self._scheduler = root.scheduler
         self.region_of, self.mean = region_of, mean
@@ -94,9 +152,8 @@ class OptionalUnits(Agreement, Extension):
         if self._context.in_backward or self._open is None:
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
-                    f"{unit.label}: the full parameters of this optional module were freed before "
-                    "its backward, by reshard() or by an exception in another forward, and no rank "
-                    "gathers it in backward; run forward and backward again"
+                    f"{unit.label}: this optional module was freed before its backward, by "
+                    "reshard() or an exception in another forward; run forward and backward again"
                 )
         elif unit.is_optional:
             if unit not in self._gathered or unit.state is ShardState.SHARDED:
@@ -219,12 +276,8 @@ class OptionalUnits(Agreement, Extension):
 
 
 def gather_with_others(unit: Unit, is_used: bool) -> None:
-    """Gather a unit because any rank wants it.
-
-    Args:
-        is_used: whether this rank keeps it; it does if the unit was resident. That one is gathered
-            again, for ranks where it is not.
-    """
+    """Gather a unit because any rank wants it. `is_used`: whether this rank keeps it; it does if
+    the unit was resident. That one is gathered again, for ranks where it is not."""
     holds, shown = int(unit.holds), unit.shows_unsharded
     is_kept = is_used or unit.state is not ShardState.SHARDED
     unit.reshard()

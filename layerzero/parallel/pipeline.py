@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.model_functions import ordered_units, unshard_all
-from layerzero.optim.clip import clip_factor, grad_norm, scale_gradients_
+from layerzero.optim.norm import clip_factor, grad_norm, scale_gradients_
 from layerzero.optional.arguments import names_of
 from layerzero.parallel.totals import Totals
 from layerzero.step.root import RootState, root_of

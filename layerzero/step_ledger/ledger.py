@@ -19,12 +19,10 @@ from layerzero.model_functions import ordered_units
 from layerzero.notices import columns
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
-from layerzero.step_ledger.clocks import read_clock
 from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
-from layerzero.step_ledger.plot import draw
-from layerzero.step_ledger.recorder import Recorder
+from layerzero.step_ledger.recorder import Recorder, read_clock
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
-from layerzero.step_ledger.trace import write_trace
+from layerzero.step_ledger.trace import draw, write_trace
 
 
 class Ledger:
@@ -41,10 +39,13 @@ class Ledger:
     events.
     """
 
+    rank: int
+    """Global rank of this process."""
+
     def __init__(self) -> None:
         self._units: list[tuple[str, str]] = []
         self._explained: Explained | None = None
-        self._rank = own_rank()
+        self.rank = own_rank()
 
     def complete(self, records: dict[int, Record], units: list[tuple[str, str]]) -> None:
         """The block has ended. `units`: label and FQN of each, in the order of `units`."""
@@ -53,40 +54,32 @@ class Ledger:
     @property
     def _all(self) -> Explained:
         if self._explained is None:
-            raise RuntimeError(
-                "ledger: it has figures once its block has ended without an error; read it after "
-                "the with statement"
-            )
+            raise RuntimeError("ledger: it has figures once its block has ended without an error")
         return self._explained
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return self._rank
 
     @property
     def num_steps(self) -> int:
         """Steps in the block: of the optimizer or, if these are fewer or there are none, backward
         passes that reduced gradients; in a block without backward, forwards."""
-        return self._all.records[self._rank].num_steps
+        return self._all.records[self.rank].num_steps
 
     @property
     def step_ms(self) -> float:
         """The block's milliseconds on this rank divided by its steps; 0 without steps."""
-        record = self._all.records[self._rank]
+        record = self._all.records[self.rank]
         return (record.end - record.begin) * record.ms_per_step if record.num_steps else 0.0
 
     @property
     def units(self) -> list[UnitRow]:
         """This rank's units, one row for each of `layerzero.units(model)`, in that order."""
         explained = self._all
-        return [explained.unit_row(self._rank, *names) for names in self._units]
+        return [explained.unit_row(self.rank, *names) for names in self._units]
 
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of this rank's step: compute of forward and backward, what is between
         passes (the optimizer, data), and what was exposed. They add up to `step_ms`."""
-        return self._all.parts(self._rank)
+        return self._all.parts(self.rank)
 
     @property
     def reasons(self) -> dict[str, float]:
@@ -128,7 +121,7 @@ class Ledger:
             ImportError: matplotlib is not installed (`pip install 'layerzero[plots]'`).
             RuntimeError: no step ran inside the block.
         """
-        draw(self._all, self._rank, path)
+        draw(self._all, self.rank, path)
 
 
 _UNITS = ("unit", "gather ms", "exposed", "MB", "reduce ms", "exposed", "MB", "why")
@@ -176,7 +169,11 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     if unit is None:
         raise ValueError(f"ledger: expected a ZeRO3 module, got {type(model).__name__}")
     root = root_of(unit)
-    _check(root)
+    root.check_between_steps("ledger: entered inside forward or backward; enter it around the step")
+    if root.extensions.of(Recorder):
+        raise RuntimeError("ledger: another ledger of this model is open; use that one")
+    if root.join is not None:
+        raise RuntimeError("ledger: entered inside layerzero.join; enter it around the join")
     result = Ledger()
     recorder = Recorder(root, own_rank(), *read_clock(root.groups, root.operations, root.device))
     try:
@@ -184,7 +181,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         root.check_between_steps("ledger: left inside forward or backward; leave it after the step")
         recorder.end()
     finally:
-        recorder.abandon()
+        recorder.leave()
     if root_of(unit) is not root or get_unit(model) is not unit:
         raise RuntimeError(
             "ledger: the model was wrapped again inside the block; use one ledger for each"
@@ -193,17 +190,6 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         _of_all_ranks(root, recorder.record),
         [(unit.label, unit.fqn) for unit in ordered_units(model)],
     )
-
-
-def _check(root: RootState) -> None:
-    root.check_between_steps("ledger: entered inside forward or backward; enter it around the step")
-    if root.extensions.of(Recorder):
-        raise RuntimeError("ledger: another ledger of this model is open; use that one")
-    if root.join is not None:
-        raise RuntimeError(
-            "ledger: entered inside layerzero.join, where ranks run different steps; enter it "
-            "around the join"
-        )
 
 
 def _of_all_ranks(root: RootState, record: Record) -> dict[int, Record]:

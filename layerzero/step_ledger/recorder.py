@@ -3,22 +3,32 @@
 Actions say what the engine begins and ends: a gather or reduction that is asked for, refused by the
 limiter, or waited for. Events of the extension say which unit computes. A timer that travels with
 each collective says when it was issued and when it arrived, on whatever thread or stream.
+
+Note [Offset of two clocks]
+    In one exchange rank r calls at s_r and has everybody's message at e_r, each on its own clock. A
+    message arrives after it was sent, so clock_r - clock_0 is at most e_r - s_0 and at least
+    s_r - e_0. The closest bounds of some exchanges give the offset; half their distance is its
+    error, a bound and no estimate.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from layerzero.comm.exchanges import gather_small
+from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
+from layerzero.step.operations import Operations
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
-from layerzero.step_ledger.clocks import DeviceClock, HostClock, host_s
 from layerzero.step_ledger.records import (
     ISSUED_LATE,
     LIMITER,
@@ -29,11 +39,79 @@ from layerzero.step_ledger.records import (
     Phase,
     Record,
     Slice,
+    Stamp,
     Wait,
 )
 
+_ROUNDS = 16
+host_s = time.perf_counter
 _PRESENCE = "gradient presence"
 """Verb of the exchange that ends a backward: which parameters had a gradient on any rank."""
+
+
+class HostClock:
+    """On the CPU a lane is the thread that runs."""
+
+    now = staticmethod(host_s)
+    seconds = staticmethod(float)
+
+
+class DeviceClock:
+    """Stamps are events on the current stream of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Blocks the host until the device has come here."""
+        self._module = stream_interface(device)
+        self._device = device
+        make = getattr(self._module, "Event", None)
+        self._make = make if make is not None else lambda **kwargs: torch.Event(device, **kwargs)
+        self._base = self.now()
+        self._base.synchronize()
+        self._base_s = host_s()
+
+    def now(self) -> Any:
+        event = self._make(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def finish(self) -> None:
+        self.now().synchronize()
+
+    def seconds(self, stamp: Stamp) -> float:
+        """The stamp on the host's clock, after `finish`."""
+        return float(self._base_s + self._base.elapsed_time(stamp) / 1e3)
+
+
+def read_clock(
+    groups: Sequence[ShardGroup], operations: Operations, device: torch.device
+) -> tuple[float, float]:
+    """Seconds by which this rank's clock is ahead of the first rank's, and a bound on their error.
+
+    See Note [Offset of two clocks]. Collective over each group; blocks the host. `groups`: inner
+    first; together they connect all ranks.
+    """
+    offset = error = 0.0
+    for group in groups:
+
+        def gather(values: torch.Tensor, group: ShardGroup = group) -> list[list[float]]:
+            operation = operations.next("ledger", "the model", group)
+            return gather_small(values, group, operation).tolist()
+
+        own = torch.zeros(1, dtype=torch.int64, device=device)
+        times: list[float] = []
+        for _ in range(1 + _ROUNDS):
+            times.append(host_s())
+            gather(own)
+            times.append(host_s())
+        # The first round lasts from the first rank's arrival.
+        row = torch.tensor([offset, error, *times[2:]], dtype=torch.float64, device=device)
+        theirs, error_of_first, *first = gather(row)[0]
+        upper = min(e - s for e, s in zip(times[3::2], first[::2], strict=True))
+        lower = max(s - e for s, e in zip(times[2::2], first[1::2], strict=True))
+        if not group.is_first:
+            offset = theirs + (upper + lower) / 2
+            error = error_of_first + (upper - lower) / 2
+    return offset, error
 
 
 class Recorder(Extension):
@@ -65,17 +143,14 @@ class Recorder(Extension):
         self._running: dict[tuple[Phase, str], Any] = {}
         self._steps: dict[int, int] = {}
         self._parameters = {id(p) for unit in root.units for p in unit.sharded_params}
-        self._is_over = False
         root.extensions.add(self)
         root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
         self.record = Record(rank, self.clock.now(), None, clock_error=error)
 
     def end(self) -> None:
-        """Leave the model; all times are then on the first rank's clock. Blocks the host on a
-        device."""
+        """All times are on the first rank's clock from now on. Blocks the host on a device."""
         self.record.end = self.clock.now()
-        self.abandon()
         if isinstance(self.clock, DeviceClock):
             for stream in (self._root.streams.unshard, self._root.streams.reduce):
                 stream.drain_handle().wait()
@@ -83,13 +158,10 @@ class Recorder(Extension):
         self.record.num_optimizer_steps = max(self._steps.values(), default=0)
         self.record.resolve(self.clock.seconds, self._offset)
 
-    def abandon(self) -> None:
-        """Leave the model. Can be called again."""
-        if not self._is_over:
-            self._is_over = True
-            self._root.extensions.remove(self)
-            self._root.operations.time_by = None
-            self._step_hook.remove()
+    def leave(self) -> None:
+        self._root.extensions.remove(self)
+        self._root.operations.time_by = None
+        self._step_hook.remove()
 
     @_disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,22 +1,30 @@
-"""A ledger as a file in Chrome's trace format, which Perfetto opens.
+"""Pictures of a ledger: a file in Chrome's trace format, and a drawing of one step.
 
-Each rank is a process with one track a lane: compute, gathers, reductions. Names are those of the
-profiler's ranges (docs/howto/profile.md). Times are microseconds from the
-beginning of the block, on the first rank's clock.
+In the file each rank is a process with one track a lane: compute, gathers, reductions. Names are
+those of the profiler's ranges (docs/howto/profile.md). Times are microseconds from the beginning of
+the block, on the first rank's clock.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from layerzero.step_ledger.figures import Explained
-from layerzero.step_ledger.records import Job, Record, Slice, Wait
+from layerzero.step_ledger.records import REASONS, Job, Record, Slice, Wait
 
 _LANES = ("compute", "gathers", "reductions")
 _JOBS = {"gather": "unshard", "reduction": "reduce"}
+_COLOURS = ("#c44e52", "#937860", "#8172b3", "#222222", "#ccb974", "#f2c14e")
+_OF_REASON = dict(zip(REASONS, _COLOURS, strict=True))
+_OF_KIND = {"gather": "#64b5cd", "reduction": "#da8bc3"}
+_OF_PHASE = {"forward": "#dddddd", "backward": "#bbbbbb"}
+_ROOT = "the root unit"
+_ROWS = {"gathers": 3.0, "compute": 2.0, "compute waits": 1.0, "reductions": 0.0}
 
 Event = dict[str, Any]
 
@@ -87,3 +95,67 @@ def spans(record: Record) -> Iterator[Span]:
         end = min([each.end, *around[-1:]])
         yield Span("compute", each, each.begin, end)
         around.append(end)
+
+
+def draw(explained: Explained, rank: int, path: str | Path) -> None:
+    from matplotlib.figure import Figure
+
+    record = explained.records[rank]
+    steps = step_spans(record)
+    if not steps:
+        raise RuntimeError("ledger.plot: no step ran inside the block")
+    begin, end = sorted(steps, key=lambda span: span[1] - span[0])[len(steps) // 2]
+    figure = Figure(figsize=(7, 3.8), dpi=150, layout="constrained")
+    axes = figure.subplots()
+
+    def bar(lane: str, start: float, stop: float, colour: str, text: str = "") -> None:
+        start, stop = max(start, begin), min(stop, end)
+        if stop <= start:
+            return
+        left, width = (start - begin) * 1e3, (stop - start) * 1e3
+        axes.barh(_ROWS[lane], width, 0.7, left, color=colour, edgecolor="white", linewidth=0.4)
+        # About 80 characters fit into the width of the picture.
+        if text and len(text) + 1 < 80 * (stop - start) / (end - begin):
+            axes.text(left + width / 2, _ROWS[lane], text, ha="center", va="center")
+
+    for lane, what, start, stop in spans(record):
+        if isinstance(what, Wait):
+            bar(lane, start, stop, "white")
+        elif isinstance(what, Slice):
+            # The root's slice is around those of other units.
+            text = "" if what.unit == _ROOT else what.unit
+            bar(lane, start, stop, _OF_PHASE[what.phase], text)
+        else:
+            bar(lane, start, stop, _OF_KIND[what.kind], what.unit)
+    waited: defaultdict[str, float] = defaultdict(float)
+    for segments in explained.segments[rank]:
+        for segment in segments:
+            if begin <= segment.begin < end:
+                bar("compute waits", segment.begin, segment.end, _OF_REASON[segment.reason])
+                waited[segment.reason] += (min(segment.end, end) - segment.begin) * 1e3
+    legend = _OF_PHASE | {f"{why}, {waited[why]:.2g} ms": _OF_REASON[why] for why in waited}
+    for label, colour in legend.items():
+        axes.barh(0, 0, color=colour, label=label)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, handlelength=1.2)
+    axes.set_yticks(list(_ROWS.values()), list(_ROWS))
+    axes.set_xlim(0, (end - begin) * 1e3)
+    axes.set_xlabel("ms")
+    length = (end - begin) * 1e3
+    axes.set_title(
+        f"a step of {length:.0f} ms; compute waits {sum(waited.values()):.2g} ms", fontsize=11
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def step_spans(record: Record) -> list[tuple[float, float]]:
+    """Begin and end of each step: a step begins with the first forward after a backward, if there
+    are any."""
+    passes = sorted((s for s in record.slices if not s.unit), key=lambda s: s.begin)
+    before = {s.phase for s in passes} - {"forward"} or {"forward"}
+    begins = [
+        following.begin
+        for last, following in pairwise(passes)
+        if following.phase == "forward" and last.phase in before
+    ]
+    return list(pairwise([record.begin, *begins, record.end])) if passes else []

@@ -1,11 +1,5 @@
 """Ranks with uneven numbers of batches: those that ran out follow the others. On by use only.
 
-    requests.py     what a rank wants to do next
-    optimizers.py   optimizers of a joined loop, on a rank that follows the others
-    follower.py     one pass that only some ranks run
-    running_join.py the extension that a model has inside a join: what all ranks do next
-    joinable.py     `layerzero.join`, and ZeRO3 as a torch `Joinable`
-
 Note [How a rank follows]
     Before each forward, backward, clipping and step, ranks exchange what they want to do next, and
     all choose the same request. If it is the request of all, they run it as outside of a join. Else

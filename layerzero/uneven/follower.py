@@ -25,11 +25,8 @@ class Follower(Agreement):
     subject = "a pass inside a join"
 
     def __init__(self, root: RootState, runs: bool, num_averaged: int | None) -> None:
-        """
-        Args:
-            runs: whether this rank runs the pass.
-            num_averaged: over so many ranks gradients are means; None: over all.
-        """
+        """`runs`: whether this rank runs the pass. `num_averaged`: over so many ranks gradients are
+        means; None: over all."""
         super().__init__(root)
         self._runs, self._num_averaged = runs, num_averaged
         self._reduced: set[Unit] = set()

@@ -137,8 +137,7 @@ def _root_to_join(model: Joinable) -> RootState:
         raise ValueError("join: the model has no parameters")
     if root.tensor_parallel_groups or any(each.data_parallel for each in root.placements):
         raise NotImplementedError(
-            "join: tensor-parallel models and experts have collectives of their own, in which a "
-            "rank without batches cannot take part"
+            "join: tensor-parallel models and experts have collectives of their own"
         )
     root.check_between_steps("join: called inside forward or backward")
     if root.join is not None:

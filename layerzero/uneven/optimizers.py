@@ -39,10 +39,7 @@ class JoinedOptimizers:
 
     def follow(self, others: Sequence[Sequence[float]]) -> None:
         """Copy the options of the others, and zero the gradients that are zero or None on all.
-
-        Args:
-            others: `state` of the other ranks.
-        """
+        `others`: `state` of the other ranks."""
         numbers = iter(others[0][len(self.all) :])
 
         def copy(value: Any) -> Any:

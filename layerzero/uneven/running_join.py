@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.algorithms.join import Join
 
 from layerzero.flat.parameter_info import get_info
-from layerzero.optim.clip import Clipped, clip_grad_norm_
 from layerzero.optim.in_backward import is_narrowed
+from layerzero.optim.norm import Clipped, clip_grad_norm_
 from layerzero.optim.scaler import refuse_scaler, scaler_that_calls
 from layerzero.optim.steps import models_of
 from layerzero.optional.exchange import exchange_of
@@ -23,10 +24,51 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 from layerzero.uneven.follower import Follower
 from layerzero.uneven.optimizers import JoinedOptimizers
-from layerzero.uneven.requests import FOLLOWED, FORWARDS, LAST, OUT, Kind, Request
 
 _MAX_FORWARDS = 64
 """Forwards without a backward that are remembered."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of requests; the lowest is chosen first."""
+
+    BACKWARD = 0
+    MICRO_FORWARD = 1
+    EVALUATION = 2
+    FORWARD = 3
+    CLIP = 4
+    REDUCE = 5
+    STEP = 6
+    CALL = 7
+    """Another collective call: ranks without batches cannot take part in it."""
+    OUT = 8
+    """The rank is out of batches."""
+    LAST = 9
+    """All ranks are, and this one was not before others."""
+
+
+FORWARDS = (Kind.MICRO_FORWARD, Kind.EVALUATION, Kind.FORWARD)
+FOLLOWED = (Kind.BACKWARD, *FORWARDS, Kind.REDUCE)
+"""What ranks without a batch for it follow collective by collective."""
+
+
+class Request(NamedTuple):
+    """What a rank wants to do next. Ranks with equal requests do it together."""
+
+    kind: int
+    which: int = 0
+    """Of the unit called or clipped, of the forward that backward runs through, of the optimizer in
+    the join's list."""
+    mode: int = True
+    """Of a forward: whether its module is in training mode. Of a backward: 1 if gradients are
+    reduced, and 2 more if it makes a graph of itself."""
+    max_norm: float = 0.0
+    """Arguments of `clip_grad_norm_`."""
+    norm_type: float = 0.0
+
+
+OUT = Request(Kind.OUT)
+LAST = Request(Kind.LAST)
 
 
 class RunningJoin(Extension):
@@ -37,15 +79,8 @@ class RunningJoin(Extension):
         averages_active: bool,
         is_torchs: bool = False,
     ) -> None:
-        """Begin a join. Collective.
-
-        Args:
-            averages_active: whether gradients are means over the ranks that are not out of batches.
-            is_torchs: whether torch's `Join` is around the loop.
-
-        Raises:
-            ValueError: ranks have different optimizers.
-        """
+        """Begin a join. Collective. `averages_active`: whether gradients are means over the ranks
+        that are not out of batches. `is_torchs`: whether torch's `Join` is around the loop."""
         self.operations = root.operations
         self._root, self._units = root, root.units
         self._model_ref: Callable[[], Any] = root.wrapper_ref
@@ -83,14 +118,8 @@ class RunningJoin(Extension):
             self._root.extensions.remove(self)
 
     def come_to(self, request: Request, what: str) -> None:
-        """This rank wants to do this next: follow others until all ranks have chosen it.
-
-        Args:
-            what: the call, in messages.
-
-        Raises:
-            RuntimeError: on every rank: ranks came to different calls.
-        """
+        """This rank wants to do this next: follow others until all ranks have chosen it. As
+        `_choose`, collective, and raises."""
         if self._is_following:
             return
         if self._is_torchs and not self._model_ref()._join_config.enable:
@@ -101,11 +130,8 @@ class RunningJoin(Extension):
             self._take_part(chosen)
 
     def follow_next(self) -> bool:
-        """This rank is out of batches: follow what the others do next.
-
-        Returns:
-            False: all ranks are out.
-        """
+        """This rank is out of batches: follow what the others do next. Returns False
+        once all ranks are out."""
         self._run_together()
         chosen = self._choose(OUT)
         if chosen != OUT:
@@ -113,26 +139,14 @@ class RunningJoin(Extension):
         return chosen != OUT
 
     def finish(self, is_last: bool) -> None:
-        """All ranks are out of batches. Collective.
-
-        Args:
-            is_last: whether this rank was not out before the others.
-        """
+        """All ranks are out of batches. Collective. `is_last`: whether this rank was not out before
+        the others."""
         self._choose(LAST if is_last else OUT)
 
     @remembers_failure
     def _choose(self, request: Request, what: str = "out of batches") -> Request:
-        """Exchange requests. Collective.
-
-        Args:
-            what: the call, in messages.
-
-        Returns:
-            The request that all ranks follow.
-
-        Raises:
-            RuntimeError: on every rank: ranks came to different calls.
-        """
+        """Exchange requests, and return the one that all ranks follow. Collective. Raises on every
+        rank if ranks came to different calls. `what`: this rank's call, in messages."""
         some_are_out = self._num_active < self._num_ranks
         looks = request == LAST or (some_are_out and request.kind not in (*FORWARDS, Kind.OUT))
         notified = None
@@ -235,14 +249,12 @@ class RunningJoin(Extension):
             if any(models_of(optimizer, lambda root: root is self._root)):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step inside a join that does not have this "
-                    "optimizer, so ranks without batches would not step: pass every optimizer of "
-                    "the model to layerzero.join"
+                    "optimizer: pass every optimizer of the model to layerzero.join"
                 )
             return  # It is of another model.
         if closure is not None:
             raise NotImplementedError(
-                f"{type(optimizer).__name__}.step(closure) inside a join: ranks without batches "
-                "have no closure; run forward and backward before step()"
+                f"{type(optimizer).__name__}.step(closure) inside a join: call it without"
             )
         scaler = scaler_that_calls()
         if scaler is not None and scaler.is_enabled():

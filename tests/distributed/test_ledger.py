@@ -19,7 +19,7 @@ from torch import nn
 import layerzero
 from layerzero import ReductionPolicy, ZeRO3
 from layerzero.comm.pending import Pending
-from layerzero.step_ledger import Ledger, clocks, recorder
+from layerzero.step_ledger import Ledger, recorder
 from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
@@ -170,9 +170,8 @@ def _clock() -> float:
 
 
 @on_ranks(2)
-@mock.patch.object(clocks, "host_s", _clock)
 @mock.patch.object(recorder, "host_s", _clock)
-@mock.patch.object(clocks.HostClock, "now", staticmethod(_clock))
+@mock.patch.object(recorder.HostClock, "now", staticmethod(_clock))
 def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ZeRO3(Mlp(3), auto_wrap_policy={Block})
@@ -211,7 +210,7 @@ def test_a_ledger_has_the_figures_of_a_step_and_leaves_no_trace(tmp_path: Path) 
     assert ledger.ranks[1].clock_error_ms > 0 == ledger.ranks[0].clock_error_ms
     root = root_state(model)
     (shard_group,) = root.units[0].handles[0].placement.groups
-    offset, error = clocks.read_clock([shard_group], root.operations, root.device)
+    offset, error = recorder.read_clock([shard_group], root.operations, root.device)
     assert abs(offset - 100.0 * own.rank) <= error < 1
     assert str(pickle.loads(pickle.dumps(ledger))) == str(ledger)
     _check_trace(ledger, Path(tmp_path) / f"{own.rank}.json")

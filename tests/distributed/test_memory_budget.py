@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerzero import MixedPrecision, ZeRO3, join, optim, rewrap
 from layerzero.memory_budget import MemoryChoice
-from layerzero.memory_budget.choice import Learned, Settings
+from layerzero.memory_budget.learner import Learned, Settings
 from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import _threads_counted
 from tests.harness.models import tensors_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import ZeRO3
-from layerzero.optional.places import Places
+from layerzero.optional.optional_units import Places
 from layerzero.watch import desync
 from tests.harness.checks import collective_error, named
 from tests.harness.internals import inner_units

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Muon, Optimizer
 
-import layerzero
 from layerzero import ZeRO3
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import named
@@ -86,11 +85,6 @@ REFUSED: dict[str, tuple[Make, type[Exception], str]] = {
         _of(OwnGroups, lr=0.1),
         TypeError,
         "OwnGroups makes parameter groups of its own",
-    ),
-    "on shards itself": (
-        _of(layerzero.optim.AdamW),
-        TypeError,
-        r"AdamW works on shards; pass model.parameters\(\) to it directly",
     ),
     "vectors": (_of(Muon), ValueError, "Muon only supports 2D"),
     "bucket_bytes": (_of(SGD, bucket_bytes=0), ValueError, "bucket_bytes: expected at least 1"),

@@ -40,7 +40,7 @@ from megatron.core.transformer import TransformerConfig
 
 from layerzero.integrations.megatron import ZeRO3DataParallel, get_zero3_optimizer
 from layerzero.integrations.megatron.arguments import check_optimizer_config
-from layerzero.integrations.megatron.ranks import MegatronRanks
+from layerzero.integrations.megatron.data_parallel import MegatronRanks
 from tests.integrations import megatron_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy
-from layerzero.integrations.megatron.options import OPTIONS, for_module, read_options
+from layerzero.integrations.megatron.setup import OPTIONS, for_module, read_options
 from layerzero.plan.options import ZERO3_OPTIONS
 from tests.harness.models import WIDTH, Block
 

@@ -5,8 +5,7 @@ import itertools
 
 import pytest
 
-from layerzero.step_ledger.blame import LastPeers, explain
-from layerzero.step_ledger.figures import Explained, length
+from layerzero.step_ledger.figures import Explained, LastPeers, explain, length
 from layerzero.step_ledger.records import (
     HOST_BOUND,
     ISSUED_LATE,

@@ -41,11 +41,7 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def named(
     state: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Names
 ) -> dict[str, Any]:
-    """The inverse of `numbered`: matches parameters by position in the groups, as torch does.
-
-    Raises:
-        ValueError: the groups have other sizes.
-    """
+    """The inverse of `numbered`: matches parameters by position in the groups, as torch does."""
     saved = [group["params"] for group in state["param_groups"]]
     own = names_in_groups(names, optimizer)
     sizes, expected = [len(each) for each in saved], [len(each) for each in own]
@@ -68,11 +64,7 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
 
 
 def open_folder(path: Path) -> dict[str, Any]:
-    """Open a sharded checkpoint without its tensors, which are read after sharding.
-
-    Raises:
-        CheckpointError: the Trainer did not write it.
-    """
+    """Open a sharded checkpoint without its tensors, which are read after sharding."""
     extras = open_source(path, with_optimizer=False).manifest.extras
     own = dist.get_rank() if len(extras) == dist.get_world_size() else 0
     checkpoint: Any = decode(extras[own]) if extras else None

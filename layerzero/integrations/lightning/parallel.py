@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from layerzero.integrations.engine import equalize, get_info, new_group
+from layerzero.integrations.engine import equalize, get_info
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 Size = int | Literal["auto"]
@@ -38,9 +38,8 @@ class MeshStrategy(DDPStrategy):
     ) -> None:
         if process_group is not None and (data_parallel_size, tensor_parallel_size) != ("auto", 1):
             raise ValueError(
-                f"ZeRO3Strategy: process_group, data_parallel_size={data_parallel_size!r} and "
-                f"tensor_parallel_size={tensor_parallel_size!r} are all given: pass either the "
-                "process group, or the sizes of a mesh that the strategy makes"
+                "ZeRO3Strategy: process_group and sizes are all given: pass either the process "
+                "group, or the sizes of a mesh that the strategy makes"
             )
         super().__init__(**of_ddp)
         self._sizes = data_parallel_size, tensor_parallel_size
@@ -56,8 +55,7 @@ class MeshStrategy(DDPStrategy):
         """
         if self._device_mesh is None:
             raise RuntimeError(
-                "ZeRO3Strategy: there is no device mesh yet: it is made when the Trainer starts; "
-                "with process_group there is one only if that is an axis of a mesh"
+                "ZeRO3Strategy: no device mesh yet: it is made when the Trainer starts"
             )
         return self._device_mesh
 
@@ -88,7 +86,8 @@ class MeshStrategy(DDPStrategy):
             if isinstance(self._given_group, DeviceMesh):
                 self._device_mesh = self._given_group._get_root_mesh()
         elif self._device_mesh is None:
-            self._device_mesh = self._make_mesh(*self._resolved_sizes())
+            kind, sizes = self.root_device.type, self._resolved_sizes()
+            self._device_mesh = init_device_mesh(kind, sizes, mesh_dim_names=(DATA, TENSOR))
         if self.lightning_module is not None:
             # `LightningModule.device_mesh`, used in `configure_model`, reads this attribute.
             self.lightning_module._device_mesh = self._device_mesh
@@ -105,23 +104,9 @@ class MeshStrategy(DDPStrategy):
             raise ValueError(
                 f"ZeRO3Strategy: data_parallel_size={self._sizes[0]!r} and "
                 f"tensor_parallel_size={self._sizes[1]!r} make {data} x {tensor} = {data * tensor} "
-                f"ranks, but the Trainer has {world}; choose a tensor_parallel_size that divides "
-                f"{world}, and leave out data_parallel_size"
+                f"ranks, but the Trainer has {world}; choose a tensor_parallel_size that divides it"
             )
         return data, tensor
-
-    def _make_mesh(self, data: int, tensor: int) -> DeviceMesh:
-        device_type = self.root_device.type
-        if tensor > 1:
-            return init_device_mesh(device_type, (data, tensor), mesh_dim_names=(DATA, TENSOR))
-        # `init_device_mesh` would make a group for each rank of the world on every rank. Here each
-        # rank makes only its own.
-        everyone = dist.group.WORLD
-        assert everyone is not None, "setup_environment has joined it"
-        alone = new_group([dist.get_rank()], dist.get_backend_config())
-        ranks = torch.arange(data, device="cpu").view(data, 1)
-        groups = [everyone, alone]
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, TENSOR))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -150,14 +135,8 @@ class MeshStrategy(DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     def prepare_mesh(self, model: nn.Module, sync_copies: bool) -> None:
-        """Prepare a model for sharding. Collective over the tensor-parallel ranks.
-
-        Args:
-            sync_copies: broadcast replicated parameters and buffers from the first of these ranks.
-
-        Raises:
-            ValueError: parameters are split over ranks that the model is also sharded over.
-        """
+        """Prepare a model for sharding. Collective over the tensor-parallel ranks. `sync_copies`:
+        broadcast replicated parameters and buffers from the first of these ranks."""
         groups = self._groups()
         if len(groups) == 1:
             for module in model.modules():
@@ -169,11 +148,9 @@ class MeshStrategy(DDPStrategy):
             mesh = self._device_mesh[TENSOR]
             if split is not None and mesh.size() == 1 and split.size() > 1:
                 raise ValueError(
-                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} "
-                    "already, but the strategy shards over all "
-                    f"ranks; pass tensor_parallel_size={split.size()} and parallelize "
-                    f'on self.device_mesh["{TENSOR}"], or pass as process_group the data-parallel '
-                    "axis of your own mesh"
+                    f"ZeRO3Strategy: parameters are split over ranks {split.mesh.tolist()} already;"
+                    f" pass tensor_parallel_size={split.size()} and split them over this strategy's"
+                    " device_mesh, or pass as process_group the data-parallel axis of your own"
                 )
         if sync_copies and split is not None:
             # Not sharded parameters: `sync_module_states` of the ZeRO3 inside decided about those.

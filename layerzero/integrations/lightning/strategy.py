@@ -19,19 +19,25 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import (
+    BitsandbytesPrecision,
     CheckpointIO,
     ClusterEnvironment,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    MixedPrecision,
     Precision,
     TorchCheckpointIO,
+    XLAPrecision,
 )
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -39,7 +45,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from layerzero import ShardingPlan, ZeRO3, shard_with_plan
+from layerzero import GradScaler, ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.checkpoint import (
     CheckpointError,
     get_model_state_dict,
@@ -51,14 +57,6 @@ from layerzero.checkpoint import (
 )
 from layerzero.checkpoint.adapters import Names
 from layerzero.integrations.engine import WrapPolicy, get_unit, optional_by_name
-from layerzero.integrations.lightning.arguments import (
-    DEVICE_IS_THE_TRAINERS,
-    StateDictType,
-    adapted,
-    check_arguments,
-    check_run,
-    read_plan,
-)
 from layerzero.integrations.lightning.checkpoints import (
     FOLDER,
     map_file,
@@ -72,6 +70,10 @@ from layerzero.integrations.shared import by_number, on_first_rank
 
 _WRAPPER = "_layerzero_lightning_wrapper"
 _WRITTEN_BY_ENGINE = ("state_dict", "optimizer_states")
+StateDictType = Literal["full", "sharded"]
+_DEVICE_IS_THE_TRAINERS = (
+    "ZeRO3Strategy: device cannot be chosen here; use accelerator and devices of the Trainer"
+)
 
 
 class ZeRO3Strategy(MeshStrategy):
@@ -131,7 +133,7 @@ class ZeRO3Strategy(MeshStrategy):
         timeout: timedelta | None = None,
         **zero3_options: Any,
     ) -> None:
-        check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
+        _check_arguments(auto_wrap_policy, plan, state_dict_type, zero3_options)
         super().__init__(
             data_parallel_size,
             tensor_parallel_size,
@@ -145,7 +147,7 @@ class ZeRO3Strategy(MeshStrategy):
             timeout=timeout or default_pg_timeout,
         )
         self.auto_wrap_policy = auto_wrap_policy
-        self.plan = read_plan(plan)
+        self.plan = _read_plan(plan)
         self.before_restore = None
         self.before_sharding = None
         self._state_dict_type = state_dict_type
@@ -156,25 +158,18 @@ class ZeRO3Strategy(MeshStrategy):
         self._pending: tuple[Mapping[str, Any], bool] | None = None
 
     def use_plan(self, plan: ShardingPlan, giver: str) -> None:
-        """Shard by this plan; where it is silent, the strategy's own options apply.
-
-        Args:
-            giver: where the plan comes from, for error messages.
-
-        Raises:
-            ValueError: the strategy has a plan or policy already.
-        """
+        """Shard by this plan; where it is silent, the strategy's own options apply. `giver`: where
+        the plan comes from, for the error if the strategy has a plan or policy already."""
         given = [name for name in ("plan", "auto_wrap_policy") if getattr(self, name) is not None]
         if given and self.plan != plan:  # They are equal if the same model is fitted again.
             raise ValueError(
-                f"ZeRO3Strategy: {given[0]} is given, but {giver} has a plan; set it in one of "
-                "them only"
+                f"ZeRO3Strategy: {given[0]} is given, but {giver} has a plan; set one of them only"
             )
         self.plan = plan
 
     @MeshStrategy.precision_plugin.setter  # type: ignore[untyped-decorator]
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else adapted(plugin)
+        self._precision_plugin = None if plugin is None else _adapted(plugin)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -187,7 +182,7 @@ class ZeRO3Strategy(MeshStrategy):
         """Shard the model, load pending weights, then make optimizers. Collective."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        check_run(trainer, module, self._state_dict_type)
+        _check_run(trainer, module, self._state_dict_type)
         self.model = self._setup_model(module)
         self._is_set_up = True
         if self._pending is not None:
@@ -215,9 +210,8 @@ class ZeRO3Strategy(MeshStrategy):
     def _shard(self, model: nn.Module) -> ZeRO3:
         if get_unit(model) is not None:
             raise RuntimeError(
-                f"ZeRO3Strategy: this {type(model).__name__} is wrapped already, with arguments "
-                "that would be lost; leave wrapping it to the strategy, and wrap only modules "
-                "inside it yourself"
+                f"ZeRO3Strategy: this {type(model).__name__} is wrapped already; leave wrapping it "
+                "to the strategy, and wrap only modules inside it yourself"
             )
         if self.before_sharding is not None:
             self.before_sharding(model)
@@ -235,7 +229,7 @@ class ZeRO3Strategy(MeshStrategy):
                 **options,
             )
         if "device" in self.plan.defaults:
-            raise ValueError(DEVICE_IS_THE_TRAINERS)
+            raise ValueError(_DEVICE_IS_THE_TRAINERS)
         plan = replace(self.plan, defaults=options, optional=self.plan.optional or optional)
         return shard_with_plan(model, plan, group)
 
@@ -273,18 +267,13 @@ class ZeRO3Strategy(MeshStrategy):
 
     @property
     def _sharded(self) -> ZeRO3:
-        """The wrapper of the module, which another Trainer may have made.
-
-        Raises:
-            RuntimeError: it is not sharded yet.
-        """
+        """The wrapper of the module, which another Trainer may have made."""
         model = self.model
         assert model is not None, "connect() comes first"
         wrapped = model.__dict__.get(_WRAPPER, model)
         if not isinstance(wrapped, ZeRO3):
             raise RuntimeError(
-                "ZeRO3Strategy: the model is not sharded yet; save it after fit, validate, test or "
-                "predict has begun"
+                "ZeRO3Strategy: the model is not sharded yet; save it after fit or test has begun"
             )
         return wrapped
 
@@ -322,8 +311,7 @@ class ZeRO3Strategy(MeshStrategy):
     def _save_folder(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
         if "://" in str(filepath):
             raise ValueError(
-                f"{filepath}: sharded checkpoints are folders on a file system that all ranks "
-                "share; use state_dict_type='full'"
+                f"{filepath}: sharded checkpoints are folders, no URL; use state_dict_type='full'"
             )
         path, model = Path(filepath), self._sharded
         own_names = get_model_state_dict(model).keys()
@@ -389,6 +377,65 @@ class ZeRO3Strategy(MeshStrategy):
         names = Names(self.model)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             set_optimizer_state_dict(self.model, optimizer, named(state, optimizer, names))
+
+
+def _check_arguments(
+    auto_wrap_policy: WrapPolicy, plan: Any, state_dict_type: str, options: Mapping[str, Any]
+) -> None:
+    if state_dict_type not in get_args(StateDictType):
+        raise ValueError(
+            f"state_dict_type: expected one of {list(get_args(StateDictType))}, got "
+            f"{state_dict_type!r}"
+        )
+    if plan is not None and (auto_wrap_policy is not None or options):
+        given = ["auto_wrap_policy"] if auto_wrap_policy is not None else list(options)
+        raise ValueError(f"ZeRO3Strategy: plan and {given[0]} are both given; set it in the plan")
+    if "device" in options:
+        raise ValueError(_DEVICE_IS_THE_TRAINERS)
+
+
+def _read_plan(plan: ShardingPlan | Mapping[str, Any] | str | Path | None) -> ShardingPlan | None:
+    if plan is None or isinstance(plan, ShardingPlan):
+        return plan
+    return (
+        ShardingPlan.from_dict(plan) if isinstance(plan, Mapping) else ShardingPlan.from_yaml(plan)
+    )
+
+
+def _adapted(plugin: Precision) -> Precision:
+    """The precision plugin, with a grad scaler whose overflow check spans all ranks."""
+    if isinstance(plugin, (FSDPPrecision, DeepSpeedPrecision, XLAPrecision, BitsandbytesPrecision)):
+        raise ValueError(
+            f"ZeRO3Strategy: {type(plugin).__name__} is for another engine; use Trainer(precision=)"
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if isinstance(plugin, MixedPrecision) and type(scaler) is torch.amp.GradScaler:
+        plugin.scaler = GradScaler(plugin.device, enabled=scaler.is_enabled())
+        plugin.scaler.load_state_dict(scaler.state_dict())
+    elif scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"ZeRO3Strategy: {type(scaler).__name__}: ranks would differ: use layerzero.GradScaler"
+        )
+    return plugin
+
+
+def _check_run(trainer: Trainer, module: LightningModule, state_dict_type: StateDictType) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__}: average the weights of saved checkpoints instead"
+            )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "ZeRO3Strategy: torch.compile compiled the whole module: call compile() of its layers"
+        )
+    if state_dict_type == "sharded":
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if type(checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"ZeRO3Strategy: {type(checkpoint_io).__name__} cannot write sharded checkpoints, "
+                "which every rank writes; use state_dict_type='full'"
+            )
 
 
 patch_lightning()

@@ -4,79 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-_OPTIMIZER_IS_SPLIT = (
-    "layerzero splits the optimizer's state over all data-parallel ranks anyway: leave it off"
-)
 _OTHER_ENGINE = "it selects another engine: leave it off, or do not use ZeRO3 here"
-_WEIGHT_GRADIENTS = (
-    "a unit is reduced when its backward ends, weight gradients included: leave it off"
-)
 _IS_PREFETCHED = "parameters are always prefetched (forward_prefetch=): leave it off"
 _IN_16_BIT = "parameters are gathered in bf16 or fp16: leave it off"
-
+_REFUSED = {
+    "use_distributed_optimizer": "the optimizer's state is split anyway: leave it off",
+    "use_megatron_fsdp": _OTHER_ENGINE,
+    "data_parallel_sharding_strategy": _OTHER_ENGINE,
+    "num_distributed_optimizer_instances": "use zero3_size=, with outer='replicate' for copies",
+    "overlap_param_gather": _IS_PREFETCHED,
+    "overlap_param_gather_with_optimizer_step": _IS_PREFETCHED,
+    "fp8_param": _IN_16_BIT,
+    "fp8_param_gather": _IN_16_BIT,
+    "delay_wgrad_compute": "a unit is reduced when its backward ends: leave it off",
+    "gradient_accumulation_fusion": "sharded parameters have no main_grad: leave it off",
+    "defer_embedding_wgrad_compute": "it runs after its unit was freed: leave it off",
+    "overlap_moe_expert_parallel_comm": "it runs parts of layers by themselves: leave it off",
+    "cuda_graph_impl": "a graph keeps addresses of parameters, whose memory is freed: set 'none'",
+    "optimizer_cpu_offload": "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
+    "use_precision_aware_optimizer": "pass make_optimizer= for other dtypes of the state",
+    "optimizer": "expected 'adam' or 'sgd'; pass make_optimizer= for another element-wise one",
+}
+"""Settings that are refused in any config that has them, and what to use instead."""
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "data_parallel_sharding_strategy": ("no_shard",),
     "num_distributed_optimizer_instances": (None, 1),
     "cuda_graph_impl": (None, "none"),
     "optimizer": ("adam", "sgd"),
 }
-"""Values of settings that are supported; of others, those that are false."""
-_DDP = {
-    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
-    "use_megatron_fsdp": _OTHER_ENGINE,
-    "data_parallel_sharding_strategy": _OTHER_ENGINE,
-    "num_distributed_optimizer_instances": (
-        "use zero3_size=, with outer='replicate' for copies of the optimizer's state"
-    ),
-    "overlap_param_gather": _IS_PREFETCHED,
-    "fp8_param_gather": _IN_16_BIT,
-    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
-}
-_MODEL = {
-    "gradient_accumulation_fusion": (
-        "its kernels add to `main_grad` of full parameters, which exist only while they are used: "
-        "set gradient_accumulation_fusion=False"
-    ),
-    "defer_embedding_wgrad_compute": (
-        "it computes gradients after their unit was freed: leave it off"
-    ),
-    "delay_wgrad_compute": _WEIGHT_GRADIENTS,
-    "overlap_moe_expert_parallel_comm": (
-        "it runs parts of layers outside their forward: leave it off"
-    ),
-    "cuda_graph_impl": (
-        "a graph keeps addresses of parameters, whose memory is freed and reallocated: set 'none'"
-    ),
-    "fp8_param": _IN_16_BIT,
-}
-_OPTIMIZER = {
-    "use_distributed_optimizer": _OPTIMIZER_IS_SPLIT,
-    "overlap_param_gather": _IS_PREFETCHED,
-    "overlap_param_gather_with_optimizer_step": _IS_PREFETCHED,
-    "optimizer_cpu_offload": "use offload=OffloadPolicy(params=True) of ZeRO3DataParallel",
-    "use_precision_aware_optimizer": (
-        "it belongs to Megatron's distributed optimizer: pass make_optimizer= for other dtypes of "
-        "the optimizer's state"
-    ),
-    "optimizer": (
-        "expected 'adam' or 'sgd'; pass make_optimizer= for another one that works element-wise"
-    ),
-}
-"""Settings that are refused, and what to use instead."""
+"""Values of these settings that are supported; of others, those that are false."""
 
 
 def check_model_config(config: Any, ddp_config: Any) -> None:
     """Raise ValueError for settings that `ZeRO3DataParallel` does not support. Not collective:
     settings are the same on every rank, so all ranks raise or none does."""
-    _refuse("DistributedDataParallelConfig", ddp_config, _DDP)
-    _refuse("TransformerConfig", config, _MODEL)
+    _refuse("DistributedDataParallelConfig", ddp_config)
+    _refuse("TransformerConfig", config)
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     is_interleaved = getattr(config, "virtual_pipeline_model_parallel_size", None) is not None
     if is_interleaved and stages == 2 and not getattr(config, "overlap_p2p_comm", True):
         raise ValueError(
-            "TransformerConfig.overlap_p2p_comm=False with virtual stages on "
-            "pipeline_model_parallel_size=2: both neighbours of a stage are the same rank, so "
-            "Megatron confuses its batched messages, and gradients are silently wrong; set "
+            "TransformerConfig.overlap_p2p_comm=False with virtual stages on 2 pipeline ranks: "
+            "Megatron confuses its messages, and gradients are silently wrong; set "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
         )
     tensor = getattr(config, "tensor_model_parallel_size", 1)
@@ -84,38 +53,35 @@ def check_model_config(config: Any, ddp_config: Any) -> None:
     if getattr(config, "num_moe_experts", None) and expert_tensor not in (None, tensor):
         raise ValueError(
             f"TransformerConfig.expert_tensor_parallel_size={expert_tensor}: experts would have "
-            f"other data-parallel ranks than the rest; set it to "
-            f"tensor_model_parallel_size={tensor}"
+            f"data-parallel ranks of their own; set it to tensor_model_parallel_size={tensor}"
         )
     if getattr(ddp_config, "average_in_collective", False) and config.calculate_per_token_loss:
         raise ValueError(
-            "DistributedDataParallelConfig.average_in_collective with "
-            "TransformerConfig.calculate_per_token_loss, with which gradients are summed and "
-            "divided by the number of tokens; leave average_in_collective off"
+            "DistributedDataParallelConfig.average_in_collective, but calculate_per_token_loss "
+            "sums gradients; leave average_in_collective off"
         )
 
 
 def check_optimizer_config(config: Any, has_own_optimizer: bool) -> None:
     """Raise ValueError for settings that `get_zero3_optimizer` does not support; `optimizer` may
     have any value where `make_optimizer` is given (`has_own_optimizer`)."""
-    checked = {k: v for k, v in _OPTIMIZER.items() if k != "optimizer" or not has_own_optimizer}
-    _refuse("OptimizerConfig", config, checked)
+    _refuse("OptimizerConfig", config, but="optimizer" if has_own_optimizer else "")
 
 
 def check_chunks(config: Any, num_chunks: int) -> None:
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if num_chunks != (stages or 1):
         raise ValueError(
-            f"got {num_chunks} chunks of the model, but "
-            f"virtual_pipeline_model_parallel_size={stages} needs {stages or 1} on each rank: "
-            "the interleaved schedule runs one chunk per virtual stage, other schedules run one "
-            "chunk; use the same number for both, or no virtual stages"
+            f"got {num_chunks} chunks of the model for "
+            f"virtual_pipeline_model_parallel_size={stages}: the interleaved schedule runs one "
+            "chunk per virtual stage, others run one; use the same number for both"
         )
 
 
-def _refuse(kind: str, config: Any, refused: dict[str, str]) -> None:
-    for name, instead in refused.items():
-        value = getattr(config, name, None)  # Not every version of Megatron has every setting.
-        supported = _SUPPORTED.get(name)
-        if (value not in supported if supported else value) and hasattr(config, name):
+def _refuse(kind: str, config: Any, but: str = "") -> None:
+    for name, instead in _REFUSED.items():
+        if name == but or not hasattr(config, name):
+            continue  # Not every version of Megatron has every setting.
+        value, supported = getattr(config, name), _SUPPORTED.get(name)
+        if value not in supported if supported else value:
             raise ValueError(f"{kind}.{name}={value!r}: {instead}")

@@ -1,17 +1,40 @@
-"""ZeRO3DataParallel: a chunk of a Megatron model on layerzero. See docs/reference/megatron.md."""
+"""ZeRO3DataParallel: a chunk of a Megatron model on layerzero. See docs/reference/megatron.md.
+
+Note [Main parameters are the sharded parameters]
+    In a bf16 or fp16 model, sharded parameters are float32 and unsharded parameters 16-bit. So the
+    optimizer updates the sharded parameters directly, without the float32 copies that Megatron's
+    own optimizer needs.
+
+Note [Experts of a rank]
+    With expert parallelism each `local_experts` list is a unit, sharded over the ranks that hold
+    the same experts (docs/reference/parallelism.md, Experts), and Megatron numbers its members from
+    0 on every rank. State dicts of the engine use the global number of an expert; those that
+    Megatron asks for keep Megatron's local number.
+
+Note [Tied embeddings of a pipeline]
+    The first and the last stage share a weight, and Megatron sums the gradients of their ranks. The
+    shards on both stages must therefore be the same elements, so the weight has a unit of its own
+    on each. The last stage's model reads the weight from the module before it calls the module, so
+    there the calls of the model unshard the unit (`hook_module`).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from layerzero import ZeRO3
+from layerzero import MixedPrecision, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.checkpoint.adapters import global_name, under_global_names
 from layerzero.integrations.engine import (
@@ -19,14 +42,67 @@ from layerzero.integrations.engine import (
     WrapPolicy,
     broadcast_buffers,
     get_unit,
+    make_chooser,
     optional_by_name,
     root_of,
+    to_policy,
 )
 from layerzero.integrations.megatron.arguments import check_model_config
 from layerzero.integrations.megatron.checkpoint import sharded_state_dict
-from layerzero.integrations.megatron.options import inside
-from layerzero.integrations.megatron.ranks import MegatronRanks
-from layerzero.integrations.megatron.units import MegatronPolicy, widen
+
+_GROUPS = ["tp", "pp", "mp", "dp_cp", "ep", "expt_dp"]
+"""Names of the groups in Megatron's collections."""
+
+
+@dataclass(frozen=True)
+class MegatronRanks:
+    """Megatron's process groups, of this rank.
+
+    The data- and context-parallel ranks, which own shards, and the tensor- and pipeline-parallel
+    ranks together visit each element of a model once. Parameters that tensor-parallel ranks have
+    copies of count only on the first of these ranks.
+    """
+
+    data: dist.ProcessGroup
+    """Data-parallel ranks, context-parallel ones included."""
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    model: tuple[dist.ProcessGroup, ...]
+    """Groups that together reach all tensor- and pipeline-parallel ranks: Megatron's model-parallel
+    group, or, if a collection lacks it, the groups of both axes."""
+    experts: dist.ProcessGroup | None = None
+    """Expert-parallel ranks, each with experts of its own; None: every rank has all experts."""
+    expert_data: dist.ProcessGroup | None = None
+    """Data-parallel ranks with the same experts."""
+
+    @classmethod
+    def of(cls, collection: Any, context_parallel_size: int) -> MegatronRanks:
+        """The groups of Megatron's `ProcessGroupCollection`; None: those of its global state."""
+        if collection is None:
+            collection = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        found: dict[str, Any] = {name: getattr(collection, name, None) for name in _GROUPS}
+        if found["dp_cp"] is None and context_parallel_size == 1:
+            found["dp_cp"] = getattr(collection, "dp", None)
+        if missing := [name for name in ("dp_cp", "pp", "tp") if found[name] is None]:
+            raise ValueError(f"pg_collection: process groups {missing} are missing; set them")
+        return cls(
+            found["dp_cp"],
+            tensor=found["tp"],
+            pipeline=found["pp"],
+            model=(found["tp"], found["pp"]) if found["mp"] is None else (found["mp"],),
+            experts=found["ep"],
+            expert_data=found["expt_dp"],
+        )
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is counted on this one of the model-parallel ranks.
+
+        Copies on later tensor-parallel ranks, and weights that another stage counts, are not.
+        """
+        if getattr(parameter, "shared", False):
+            return False
+        is_split = bool(getattr(parameter, "tensor_model_parallel", False))
+        return is_split or dist.get_rank(self.tensor) == 0
 
 
 class ZeRO3DataParallel(_BaseDataParallel):
@@ -88,9 +164,9 @@ class ZeRO3DataParallel(_BaseDataParallel):
         self.ranks = MegatronRanks.of(pg_collection, getattr(config, "context_parallel_size", 1))
         self.dp_cp_group, self.tp_group = self.ranks.data, self.ranks.tensor
         self.pp_group = self.ranks.pipeline
-        self.vp_stage: int | None = _attribute_inside(module, "vp_stage")
+        self.vp_stage: int | None = getattr(inside(module), "vp_stage", None)
         optional = _optional(module, optional, self.pp_group.size())
-        policy = MegatronPolicy(auto_wrap_policy, module, self.ranks)
+        policy = _policy_of(auto_wrap_policy, module, self.ranks)
         precision = widen(module, ddp_config, zero3_options.pop("mixed_precision", None), ignored)
         options: dict[str, Any] = {
             "sync_module_states": True,
@@ -220,8 +296,7 @@ def _ignored(options: Mapping[str, Any]) -> list[nn.Parameter]:
     ignored += options.get("ignored_parameters", ())
     if any(parameter.requires_grad for parameter in ignored):
         raise NotImplementedError(
-            "ZeRO3DataParallel: ignored_modules or ignored_parameters have parameters that require "
-            "grad, whose gradients would not be reduced; freeze or shard them"
+            "ZeRO3DataParallel: ignored parameters require grad; freeze or shard them"
         )
     return ignored
 
@@ -231,17 +306,16 @@ def _optional(module: nn.Module, listed: Any, num_stages: int) -> Iterator[nn.Mo
     optional = optional_by_name(inside(module), listed)
     if num_stages > 1 and list(optional):
         raise NotImplementedError(
-            f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the ranks of "
-            "a stage would have to agree in an order that the schedule does not give; leave "
-            "optional_modules out, or use one stage"
+            f"ZeRO3DataParallel: optional_modules with {num_stages} pipeline stages: the schedule "
+            "gives no order in which ranks could agree; leave them out, or use one stage"
         )
     return optional
 
 
-def _attribute_inside(module: Any, name: str) -> Any:
-    while not hasattr(module, name) and hasattr(module, "module"):
-        module = module.module
-    return getattr(module, name, None)
+def inside(module: nn.Module) -> nn.Module:
+    """The module inside Megatron's Float16Module; another module is returned as it is."""
+    inner = module._modules.get("module")
+    return module if inner is None else inner
 
 
 def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:
@@ -252,3 +326,97 @@ def _install_no_sync(config: Any, chunk: ZeRO3DataParallel) -> None:
     before = config.no_sync_func if isinstance(config.no_sync_func, list) else []
     # The list is cut at this stage, so that no entry of an earlier model with this config stays.
     config.no_sync_func = [*before[: chunk.vp_stage], chunk.no_sync]
+
+
+def _policy_of(given: WrapPolicy, module: nn.Module, ranks: MegatronRanks) -> WrapPolicy:
+    """The user's policy or transformer layers, plus tied embeddings and experts."""
+    choose = make_chooser({TransformerLayer} if given is None else to_policy(given), module)
+    special = {**_tied_embeddings(module), **_split_experts(module, ranks)}
+    return lambda inner, fqn: special[id(inner)] if id(inner) in special else choose(inner, fqn)
+
+
+def _tied_embeddings(module: nn.Module) -> dict[int, Mapping[str, Any]]:
+    """Unit arguments of modules whose weight another stage shares, keyed by id(module)."""
+    language = [m for m in module.modules() if hasattr(m, "shared_embedding_or_output_weight")]
+    found: dict[int, Mapping[str, Any]] = {}
+    for name, inner in module.named_modules():
+        own = [parameter for parameter in inner._parameters.values() if parameter is not None]
+        if not any(getattr(parameter, "shared_embedding", False) for parameter in own):
+            continue
+        if len(own) > 1:
+            raise NotImplementedError(
+                f"{name}: its weight is tied to one of another pipeline stage, and it has a bias: "
+                "remove that, or set share_embeddings_and_output_weights=False"
+            )
+        is_called = not language or getattr(language[0], "pre_process", True)
+        found[id(inner)] = {} if is_called else {"hook_module": language[0]}
+    return found
+
+
+def _split_experts(module: nn.Module, ranks: MegatronRanks) -> dict[int, Mapping[str, Any]]:
+    """Unit arguments of modules whose `local_experts` differ between ranks, keyed by id(module)."""
+    found: dict[int, Mapping[str, Any]] = {}
+    known: set[int] = set()
+    for inner in module.modules():
+        members = getattr(inner, "local_experts", None)
+        own = [p for p in inner.parameters() if not getattr(p, "allreduce", True)]
+        if not own or not isinstance(members, nn.ModuleList):
+            continue
+        if ranks.experts is None or ranks.expert_data is None:
+            raise ValueError("pg_collection: 'ep' and 'expt_dp' are needed for split experts")
+        found[id(inner)] = {"process_group": ranks.expert_data, "expert_numbers": ranks.experts}
+        known |= {id(parameter) for parameter in inner.parameters()}
+    for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True) and id(parameter) not in known:
+            raise NotImplementedError(
+                f"{name}: one tensor holds a rank's experts, which checkpoints could not name; set "
+                "moe_grouped_gemm=False (SequentialMLP), or expert_model_parallel_size=1"
+            )
+    return found
+
+
+def widen(
+    module: nn.Module,
+    ddp_config: Any,
+    given: MixedPrecision | None,
+    ignored: Collection[nn.Parameter],
+) -> MixedPrecision | None:
+    """Cast 16-bit parameters to float32, and return a MixedPrecision that computes in 16 bits.
+
+    See Note [Main parameters are the sharded parameters]. Parameters that are float32 in a 16-bit
+    model are also used in float32. `given`: the user's settings, which are completed; returned
+    unchanged for a float32 model. `ignored`: parameters that are not sharded; left unchanged.
+    """
+    left = {id(parameter) for parameter in ignored}
+    named = {name: p for name, p in module.named_parameters() if id(p) not in left}
+    dtypes = {name: parameter.dtype for name, parameter in named.items()}
+    narrow = {dtype for dtype in dtypes.values() if dtype.is_floating_point and dtype.itemsize == 2}
+    if not narrow:
+        return given
+    given = given or MixedPrecision()
+    if len(narrow) > 1 or given.param_dtype not in (None, *narrow):
+        raise ValueError(
+            f"the model has parameters in {sorted(map(str, narrow))}, but mixed_precision has "
+            f"param_dtype={given.param_dtype}: expected one 16-bit dtype; leave param_dtype out"
+        )
+    for parameter in named.values():
+        if parameter.dtype in narrow:
+            parameter.data = parameter.data.float()
+    kept = frozenset(_of_any_expert(n) for n, dtype in dtypes.items() if dtype not in narrow)
+    also_kept = given.keep_parameters
+    return replace(
+        given,
+        param_dtype=narrow.pop(),
+        reduce_dtype=given.reduce_dtype
+        or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None),
+        # Megatron's modules cast their inputs themselves, and some expect float32 inputs.
+        cast_forward_inputs=False,
+        keep_parameters=lambda name: (
+            _of_any_expert(name) in kept or bool(also_kept and also_kept(name))
+        ),
+    )
+
+
+def _of_any_expert(name: str) -> str:
+    """The name without the expert's number, because local and global numbers differ."""
+    return re.sub(r"(?<=\blocal_experts\.)\d+", "", name)

@@ -23,13 +23,13 @@ from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
 from layerzero.integrations.engine import Totals
 from layerzero.integrations.megatron.arguments import check_chunks, check_optimizer_config
+from layerzero.integrations.megatron.checkpoint import Shards, sharded_of, stand_ins
 from layerzero.integrations.megatron.data_parallel import ZeRO3DataParallel
 from layerzero.integrations.megatron.optimizer_checkpoint import (
     load_optimizer_state_dict,
     optimizer_sharded_state_dict,
 )
 from layerzero.integrations.megatron.several import AnyOptimizer, one_or_several
-from layerzero.integrations.megatron.shards import Shards, sharded_of, stand_ins
 
 _SHARDS = "pieces"  # As in files that exist.
 """Key of our per-rank optimizer state; no Megatron format uses it."""
@@ -127,11 +127,7 @@ def _make_grad_scaler(config: Any) -> MegatronGradScaler | None:
 
 
 def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Any:
-    """The placement of the whole model, whose groups visit each shard, experts' as well, once.
-
-    Raises:
-        NotImplementedError: chunks are sharded differently, or experts with outer="replicate".
-    """
+    """The placement of the whole model, whose groups visit each shard, experts' as well, once."""
     placements = {each for chunk in chunks for each in chunk.root.placements}
     experts = {each for each in placements if each.data_parallel is not None}
     wholes = {each.data_parallel or each for each in placements}
@@ -142,8 +138,7 @@ def _common_placement(chunks: Sequence[ZeRO3DataParallel]) -> Any:
     whole = wholes.pop()
     if experts and any(each.owned_slices > 1 for each in (whole, *experts)):
         raise NotImplementedError(
-            "outer='replicate' is not supported when ranks have different experts, because a norm "
-            "would count some shards more often than others; use outer='zero1'"
+            "outer='replicate': a norm would count shards of experts too often; use outer='zero1'"
         )
     return whole
 
@@ -176,11 +171,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
         self._totals = Totals(self.chunks[0].root, groups, self._ranks.model)
 
     def _gradients(self, of_copies: bool) -> list[list[torch.Tensor]]:
-        """Gradients of the optimizer's parameters, grouped by device (some may be offloaded).
-
-        Args:
-            of_copies: include gradients whose elements are counted on another rank.
-        """
+        """Gradients of the optimizer's parameters, grouped by device (some may be offloaded);
+        `of_copies`: also those whose elements are counted on another rank."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for sharded_param in self.get_parameters():
             gradient = sharded_param.grad
@@ -253,9 +245,8 @@ class ZeRO3Optimizer(MegatronOptimizer):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "ChainedOptimizer around several ZeRO3Optimizers: its gradient norm leaves out "
-            "the data-parallel ranks; make one ZeRO3Optimizer, whose make_optimizer returns a dict "
-            "of optimizers by name"
+            "ChainedOptimizer: its gradient norm leaves out the data-parallel ranks; make one "
+            "ZeRO3Optimizer, whose make_optimizer returns a dict of optimizers by name"
         )
 
     @torch.no_grad()
@@ -325,8 +316,7 @@ class ZeRO3Optimizer(MegatronOptimizer):
                 self.optimizer.load_state_dict(state_dict[_SHARDS])
             except (CheckpointError, ValueError) as error:
                 raise ValueError(
-                    f"{error}. The state belongs to another rank, or to other units: use "
-                    "sharded_state_dict"
+                    f"{error}; it belongs to another rank, or to other units"
                 ) from error
         elif self.optimizer is not None:
             load_optimizer_state_dict(self._engines, self.optimizer, state_dict)

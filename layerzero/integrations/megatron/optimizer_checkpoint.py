@@ -24,8 +24,8 @@ from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
 from layerzero.checkpoint.adapters import Names, keeps_whole_states, put_state, state_template
 from layerzero.integrations.engine import some
+from layerzero.integrations.megatron.checkpoint import EmptyShard
 from layerzero.integrations.megatron.several import AnyOptimizer, parameters_in
-from layerzero.integrations.megatron.shards import EmptyShard
 
 StateDict = dict[str, Any]
 
@@ -126,8 +126,7 @@ def load_optimizer_state_dict(
         if missing:
             raise CheckpointError(
                 f"{_name_of(names, parameter, number)}: optimizer state {missing} was not loaded: "
-                "pass the result of optimizer_sharded_state_dict(..., is_loading=True) to "
-                "dist_checkpointing.load"
+                "make the state dict to load with is_loading=True"
             )
         states[parameter] = loaded
     put_state(optimizer, _options(optimizer, groups), states)
@@ -197,9 +196,8 @@ def _state_entry(
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise CheckpointError(
-            f"optimizer state {key!r} of {name}: expected a tensor of the shard's shape "
-            f"{tuple(parameter.shape)}, got {got}; Megatron's checkpoints hold element-wise state "
-            "and one step"
+            f"optimizer state {key!r} of {name}: expected element-wise state, of the shard's shape "
+            f"{tuple(parameter.shape)}, got {got}"
         )
     place = places.get(id(parameter))
     if place is None:
@@ -218,19 +216,15 @@ def _state_entry(
 def _check_layers(
     places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
 ) -> None:
-    """Raise CheckpointError if only some layers of a parameter have state.
-
-    Megatron saves a parameter of all layers as one tensor, which must not have holes.
-    """
+    """Megatron saves a parameter of all layers as one tensor, which must not have holes."""
     keys = {places[number].key for number in with_state if number in places}
     others = [number for number in names if number in places and number not in with_state]
     frozen = [names[number] for number in others if places[number].key in keys]
     if frozen:
         raise CheckpointError(
             f"the optimizer has no state for {some(frozen)}, but has it for the same parameter of "
-            "other layers, and Megatron saves all layers as one tensor: give each layer its own "
-            "name, with metadata={'non_homogeneous_layers': True} for sharded_state_dict, or with "
-            "hetereogenous_dist_checkpoint=True in the TransformerConfig"
+            "other layers: give each layer its own name, with metadata={'non_homogeneous_layers': "
+            "True} or hetereogenous_dist_checkpoint=True in the TransformerConfig"
         )
 
 
@@ -242,9 +236,8 @@ def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None
     for name, other in steps.items():
         if other != value:
             raise CheckpointError(
-                f"the optimizer made {value:g} steps on {first} and {other:g} on {name}; "
-                "Megatron's checkpoints hold one number for all parameters: use "
-                "layerzero.checkpoint.save"
+                f"the optimizer made {value:g} steps on {first} and {other:g} on {name}, of which "
+                "Megatron's checkpoints hold one: use layerzero.checkpoint.save"
             )
     return torch.tensor(value, device="cpu")
 

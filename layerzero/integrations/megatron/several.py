@@ -57,21 +57,12 @@ def one_or_several(
     names: Mapping[int, str],
     tensor_parallel_size: int,
 ) -> AnyOptimizer:
-    """What `make_optimizer` returned for the groups, checked. `names`: of parameters, by id.
-
-    Raises:
-        ValueError: a trained parameter is in none or in several of the optimizers.
-        NotImplementedError: a WholeTensorOptimizer has parameters that are split over
-            tensor-parallel ranks, so that no rank has them whole.
-    """
+    """What `make_optimizer` returned for the groups, checked. `names`: of parameters, by id."""
     optimizers = list(made.values()) if isinstance(made, Mapping) else [made]
     held = Counter(id(p) for each in optimizers for p in parameters_in(each.param_groups))
     wrong = [names[id(p)] for p in parameters_in(groups) if p.requires_grad and held[id(p)] != 1]
     if isinstance(made, Mapping) and wrong:
-        raise ValueError(
-            f"make_optimizer: expected each parameter in one of {[*made]}, but {some(wrong)} are "
-            "in none or in several"
-        )
+        raise ValueError(f"make_optimizer: {some(wrong)} are in none or in several of {[*made]}")
     split = [
         names.get(id(parameter), "a parameter")
         for each in optimizers
@@ -82,8 +73,7 @@ def one_or_several(
     if split:
         raise NotImplementedError(
             f"make_optimizer: WholeTensorOptimizer needs whole tensors, but {some(split)} are "
-            f"split over {tensor_parallel_size} tensor-parallel ranks; give them to an "
-            "element-wise optimizer, or use tensor_model_parallel_size=1"
+            f"split over {tensor_parallel_size} tensor-parallel ranks; make an element-wise one"
         )
     return SeveralOptimizers(made) if isinstance(made, Mapping) else made
 

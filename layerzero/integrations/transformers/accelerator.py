@@ -68,15 +68,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     for optimizer in optimizers:
         if optimizer.state and not isinstance(model, ZeRO3):
             raise ValueError(
-                f"{type(optimizer).__name__} has state of whole parameters; expected an optimizer "
-                "that has not stepped: shard the model before the first step"
+                f"{type(optimizer).__name__} has state of whole parameters: shard the model first"
             )
         check_optimizer(optimizer, model)
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise NotImplementedError(
-            "dynamo_backend: expected none; call compile() of the sharded model, which compiles "
-            "each unit"
-        )
+        raise NotImplementedError("dynamo_backend: expected none; compile() the sharded model")
     if isinstance(model, ZeRO3):
         if options:
             raise ValueError(
@@ -94,17 +90,14 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     return accelerator.prepare(sharded, *others)
 
 
-BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""Mixed precision that replaces bfloat16 autocast."""
-
-
 def use_bf16(model: nn.Module, options: dict[str, Any]) -> None:
     """Set up computing in bfloat16 with float32 main weights, before `model` is sharded.
 
     Casts trainable parameters of lower precision to float32, as accelerate does for FSDP.
     transformers loads a model in the dtype of its file, often bfloat16.
     """
-    options.setdefault("mixed_precision", BF16)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options.setdefault("mixed_precision", mixed)
     low = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -139,25 +132,15 @@ def check_accelerator(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in _OTHER_ENGINES:
         raise ValueError(
-            f"Accelerator is set up for {kind.value}, which shards or replaces the model itself; "
-            "use a plain configuration (accelerate launch without --use_fsdp and --use_deepspeed, "
-            "no fsdp_plugin or deepspeed_plugin) and pass options of ZeRO3 to prepare()"
+            f"Accelerator is set up for {kind.value}; use a plain configuration (no --use_fsdp, no "
+            "--use_deepspeed, no plugin) and pass options of ZeRO3 to prepare()"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise NotImplementedError(
             f"mixed_precision={accelerator.mixed_precision!r}: expected 'no' or 'bf16'. float16 "
             "needs layerzero.GradScaler, whose ranks agree on overflow, in your own training loop"
         )
-    check_launched(accelerator)
-
-
-def check_launched(state: Any) -> None:
-    """Raise ValueError if accelerate does not see all ranks; they would get the same batches.
-
-    Args:
-        state: an Accelerator, or a PartialState.
-    """
-    seen = state.num_processes if state.use_distributed else 1
+    seen = accelerator.num_processes if accelerator.use_distributed else 1
     world = dist.get_world_size() if dist.is_initialized() else 0
     if seen != world:
         # Without an accelerator in the machine, accelerate is distributed only if use_cpu is set.
@@ -176,9 +159,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise ValueError(
-                    f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that does not belong to the model; build the "
-                    "optimizer from the parameters() of the model that is passed with it"
+                    f"group {number} of {type(optimizer).__name__}: a parameter of shape "
+                    f"{tuple(parameter.shape)} does not belong to the model that it is given with"
                 )
 
 
@@ -251,8 +233,7 @@ class ZeRO3Accelerator(Accelerator):
         folder = Path(output_dir or "") if root is None else root / f"checkpoint_{number}"
         if root is not None and on_first_rank(folder.exists, "save_state"):
             raise ValueError(
-                f"save_state: {folder}: exists already; set accelerator.project_configuration."
-                "iteration to the number of the next checkpoint"
+                f"save_state: {folder}: exists already; set project_configuration.iteration"
             )
         model, optimizer, scheduler = parts
         extra = {
@@ -313,19 +294,15 @@ class ZeRO3Accelerator(Accelerator):
         if not self._sharded():
             return None
         if len(self._models) > 1:
-            raise NotImplementedError(
-                f"save_state and load_state: expected one model, got {len(self._models)}; call "
-                "layerzero.checkpoint.save and load for each"
-            )
+            raise NotImplementedError(f"save_state, load_state: one model, not {len(self._models)}")
         optimizers = [prepared.optimizer for prepared in self._optimizers]
         return self._sharded()[0], by_number(optimizers), by_number(self._schedulers)
 
     def _refuse_hooks(self, what: str, hooks: Mapping[Any, Any]) -> None:
         if hooks:
             raise NotImplementedError(
-                f"{what}_state: hooks of register_{what}_state_pre_hook process whole weights, but "
-                "no rank has the whole weights of a sharded model; call layerzero.checkpoint.save "
-                "and load, or save_pretrained, instead"
+                f"{what}_state: hooks of register_{what}_state_pre_hook get whole weights, which "
+                "no rank has; call layerzero.checkpoint.save and load, or save_pretrained, instead"
             )
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -340,8 +317,7 @@ class ZeRO3Accelerator(Accelerator):
             if any(parameter.untyped_storage()._cdata == memory for parameter in own):
                 raise NotImplementedError(
                     "reduce: got a sharded parameter, of which other ranks have other elements; "
-                    "LocalSGD needs whole weights on each rank: use DistributedDataParallel, or "
-                    "train without LocalSGD"
+                    "LocalSGD needs whole weights on each rank: train without it"
                 )
         return super().reduce(tensor, *args, **kwargs)
 

@@ -63,7 +63,7 @@ def shard(module: nn.Module, **options: Any) -> ZeRO3:
     if options.get("auto_wrap_policy") is None:
         options["auto_wrap_policy"] = wrap_classes(module)
     if options.get("param_init_fn") is None:
-        options["param_init_fn"] = Initialiser(module)
+        options["param_init_fn"] = initialiser(module)
     if "optional_modules" in options:
         options["optional_modules"] = optional_by_name(module, options["optional_modules"])
     model = ZeRO3(module, **options)
@@ -125,10 +125,7 @@ def _saving(module: Any, sharded: weakref.ref[ZeRO3]) -> Callable[..., None]:
         model = sharded()
         if state_dict is None and model is not None:
             if options.get("distributed_checkpoint"):
-                raise NotImplementedError(
-                    "save_pretrained of a sharded model: distributed_checkpoint would wait for "
-                    "other ranks on the first one; use layerzero.checkpoint.save"
-                )
+                raise NotImplementedError("distributed_checkpoint: use layerzero.checkpoint.save")
             save_pretrained(model, folder, **options)
             return
         refuse_pieces(module, state_dict or {})
@@ -148,15 +145,12 @@ def check_model(module: nn.Module) -> None:
         name = type(part).__name__
         if getattr(part, "hf_quantizer", None) is not None or getattr(part, "is_quantized", False):
             raise ValueError(
-                f"{name}: is quantized, and quantized tensors cannot be sharded; load it without "
-                "quantization_config. To save memory use LoRA, whose frozen weights are sharded "
-                "too, or mixed_precision with param_dtype=torch.bfloat16"
+                f"{name}: is quantized, and cannot be sharded; load it without quantization_config"
             )
         if getattr(part, "is_distributed_loading_by_transformers", False):
             raise ValueError(
                 f"{name}: from_pretrained has split it already, by distributed_config or tp_plan; "
-                "load it without these, or directly into shards with load_pretrained; "
-                "layerzero.ParallelManager(tp_size=...) splits matrices, too"
+                "load it without these, or directly into shards with load_pretrained"
             )
         devices = set((getattr(part, "hf_device_map", None) or {}).values())
         if len(devices) > 1:
@@ -164,11 +158,7 @@ def check_model(module: nn.Module) -> None:
 
 
 def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
-    """Classes that `_no_split_modules` names; transformers lists classes of layers there.
-
-    Raises:
-        ValueError: the model has no modules of such classes.
-    """
+    """Classes that `_no_split_modules` names; transformers lists classes of layers there."""
     names = {
         name
         for part in module.modules()
@@ -185,57 +175,46 @@ def wrap_classes(module: nn.Module) -> set[type[nn.Module]]:
     return found
 
 
-class Initialiser:
-    """A `param_init_fn` that initialises modules as the transformers model around them would."""
+def initialiser(module: nn.Module, loaded: Collection[str] = ()) -> Callable[[nn.Module], None]:
+    """A `param_init_fn` that initialises modules as the transformers model around them would.
 
-    def __init__(self, module: nn.Module, loaded: Collection[str] = ()) -> None:
-        """`loaded`: names of tensors that a load brings. These become zeros: nothing is drawn for
-        them, and ranks with different seeds do not differ in them."""
-        self._owners: dict[int, PreTrainedModel] = {}
-        for part in module.modules():  # outermost first, so that the innermost model decides
-            if isinstance(part, PreTrainedModel):
-                self._owners |= {id(inner): part for inner in part.modules()}
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        brought = {id(tensor) for name, tensor in named if name in loaded}
-        # By module, not by id: a module that is added later must not be taken for one of these.
-        self._zeros: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-        for part in module.modules() if brought else ():
-            own = _own_tensors(part)
-            self._zeros[part] = [name for name, tensor in own if id(tensor) in brought]
+    Args:
+        loaded: names of tensors that a load brings. Modules that have no others become zeros:
+            nothing is drawn for them, and ranks with different seeds do not differ in them.
+    """
+    owners: dict[int, PreTrainedModel] = {}
+    for part in module.modules():  # outermost first, so that the innermost model decides
+        if isinstance(part, PreTrainedModel):
+            owners |= {id(inner): part for inner in part.modules()}
+    parameters = module.named_parameters(remove_duplicate=False)
+    named = (*parameters, *module.named_buffers(remove_duplicate=False))
+    brought = {id(tensor) for name, tensor in named if name in loaded}
+    # Modules, not ids: one that is added later must not be taken for one of these.
+    zeros = weakref.WeakSet[nn.Module]()
+    for part in module.modules():
+        own = {*map(id, _own_tensors(part))}
+        if own and own <= brought:
+            zeros.add(part)
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module) -> None:
-        """Initialise parameters and buffers of `module`, which have storage but no values.
+    def initialise(part: nn.Module) -> None:
+        owner, reset = owners.get(id(part)), getattr(part, "reset_parameters", None)
+        if part in zeros:
+            for tensor in _own_tensors(part):
+                tensor.zero_()
+        elif owner is not None:
+            owner._init_weights(part)
+        elif reset is not None:
+            reset()
+        else:
+            raise ValueError(f"{type(part).__name__} has no reset_parameters: pass param_init_fn")
 
-        Raises:
-            ValueError: there is no initialiser.
-        """
-        zeros = self._zeros.get(module, ())
-        if not zeros or len(zeros) < len(_own_tensors(module)):
-            self._initialise(module)
-        for name in zeros:
-            getattr(module, name).zero_()
-
-    def _initialise(self, module: nn.Module) -> None:
-        owner = self._owners.get(id(module))
-        if owner is not None:
-            owner._init_weights(module)
-            return
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"{type(module).__name__} has tensors on the meta device and no "
-                "reset_parameters(), and is not inside a transformers model: pass param_init_fn"
-            )
-        reset()
+    return initialise
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    own = (*module._parameters.items(), *module._buffers.items())
-    return [(name, tensor) for name, tensor in own if tensor is not None]
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
 
 
 def load_pretrained(
@@ -272,8 +251,7 @@ def load_pretrained(
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(
-            f"{folder}: expected a folder with config.json and *.safetensors; download a model of "
-            "the hub with huggingface_hub.snapshot_download, called on one rank of each node"
+            f"{folder}: expected a folder; download a model with huggingface_hub.snapshot_download"
         )
     if config is None:
         config = getattr(model_class, "config_class", None) or AutoConfig
@@ -289,7 +267,7 @@ def load_pretrained(
     if options.get("param_init_fn") is None:
         source, rename = open_source(path, with_optimizer=False), _names_in_model(module)
         loaded = (source if rename is None else source.renamed(rename)).tensors[MODEL]
-        options["param_init_fn"] = Initialiser(module, loaded)
+        options["param_init_fn"] = initialiser(module, loaded)
     model = shard(module, **options)
     load_weights(model, path, strict=strict)
     model.eval()
@@ -305,10 +283,8 @@ def load_weights(model: ZeRO3, folder: str | os.PathLike[str], *, strict: bool =
 
 
 def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
-    """A function from names in a folder to names in the model; None for tensors to ignore.
-
-    None instead of a function if the module is not a PreTrainedModel.
-    """
+    """From names in a folder to names in the model, None for tensors to ignore; None instead of a
+    function if the module is not a PreTrainedModel."""
     if not isinstance(module, PreTrainedModel):
         return None
     conversions = get_model_conversion_mapping(module)
@@ -324,9 +300,8 @@ def _names_in_model(module: nn.Module) -> Callable[[str], str | None] | None:
         if converter is not None:
             raise NotImplementedError(
                 f"{name!r} becomes part of {found!r}: {type(module).__name__} merges or splits "
-                "tensors of this folder, which needs whole tensors. Load it with from_pretrained "
-                "and shard the model, or convert the folder once with save_pretrained(..., "
-                "save_original_format=False) and load the result"
+                "tensors of this folder. Load it with from_pretrained and shard the model, or "
+                "convert the folder once with save_pretrained(..., save_original_format=False)"
             )
         if found not in known and any(pattern.search(found) for pattern in ignored):
             return None

@@ -29,7 +29,6 @@ from layerzero.integrations.shared import count, is_sharded
 from layerzero.integrations.transformers.accelerator import (
     adopt,
     check_accelerator,
-    check_launched,
     check_optimizer,
     prepare,
     random_states,
@@ -45,7 +44,6 @@ from layerzero.integrations.transformers.pretrained import (
     sharded_inside,
 )
 from layerzero.integrations.transformers.pretrained_saving import is_peft_model, save_pretrained
-from layerzero.integrations.transformers.trainer_arguments import check_arguments
 
 __all__ = ["ZeRO3Trainer", "load_pretrained", "prepare", "save_pretrained", "shard"]
 
@@ -53,6 +51,23 @@ _logger = logging.getLogger(__name__)
 _OURS = "layerzero"
 _STATE = "trainer_state.json"
 _NEEDS_ALL = "load_best_model_at_end with peft needs save_only_model=False"
+_ELEMENTWISE = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_anyprecision", "sgd", "adagrad", "rmsprop"),
+    *("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
+)
+"""Values of `optim` that are known to work on shards."""
+_FULL_EVAL = "it casts the main weights; use bf16=True, or pass zero3={'mixed_precision': ...}"
+_REFUSED = {
+    "fsdp": "leave fsdp and fsdp_config out, and pass options as zero3={...}",
+    "deepspeed": "leave it out, pass options as zero3={...} and the optimizer as optim=",
+    "parallelism_config": "pass a mesh as zero3={'process_group': mesh}, or a model that is split",
+    "fp16": "use bf16=True, or layerzero.GradScaler in your own training loop",
+    "fp16_full_eval": _FULL_EVAL,
+    "bf16_full_eval": _FULL_EVAL,
+    "use_liger_kernel": "apply liger's kernels before sharding the model",
+    "auto_find_batch_size": "ranks would restart alone: set per_device_train_batch_size",
+}
+"""Arguments that must not be set, and what to use instead (docs/reference/transformers.md)."""
 
 
 class ZeRO3Trainer(Trainer):
@@ -109,8 +124,7 @@ class ZeRO3Trainer(Trainer):
         inside = next(iter(sharded_inside(model)), None)
         if before is not None and self._options:
             raise ValueError(
-                f"zero3={self._options}: expected none, this {type(model).__name__} is sharded "
-                "already; to shard it otherwise, use a separate model"
+                f"zero3={self._options}: this {type(model).__name__} is sharded already"
             )
         if before is None:
             before = self._shard_alike(model, args, args.bf16 and inside is None)
@@ -139,9 +153,8 @@ class ZeRO3Trainer(Trainer):
         return shard(model, **options)
 
     def _shard_reference(self, model: nn.Module) -> bool:
-        """Shard TRL's reference model as the trained one, with whose parameters it is updated.
-
-        The trainer has it as an attribute; not yet a teacher, whose head TRL uses by itself."""
+        """Shard TRL's reference model as the trained one, with whose parameters it is updated. The
+        trainer has it as an attribute; not yet a teacher, whose head TRL uses by itself."""
         held = any(each is model for each in vars(self).values())
         is_reference = held and type(model) is type(self.model) and sharded_before(model) is None
         if is_reference:
@@ -152,8 +165,7 @@ class ZeRO3Trainer(Trainer):
         return self._shard(super().call_model_init(trial), self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
-        check_arguments(self.args)
-        check_launched(self.args.distributed_state)
+        _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         adopt(self.accelerator)
@@ -178,8 +190,7 @@ class ZeRO3Trainer(Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "hyperparameter_search: trials start and stop on one rank, while the others would "
-            "wait; start one run of all ranks for each trial"
+            "hyperparameter_search: start one run of all ranks for each trial"
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -187,7 +198,14 @@ class ZeRO3Trainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         own = None
         if self._in_checkpoint and not self.args.save_only_model:
-            own = self._save_own(folder / _OURS)
+            own = save(
+                folder / _OURS,
+                self.sharded_model,
+                getattr(self.optimizer, "optimizer", self.optimizer),
+                scheduler=self.lr_scheduler,
+                step=self.state.global_step,
+                extra={"random": random_states(self.args.device)},
+            ).wait()
         save_pretrained(self.sharded_model, folder, weights_from=own)
         if self.args.should_save:
             tokenizer = self.processing_class
@@ -205,16 +223,6 @@ class ZeRO3Trainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._in_checkpoint = False
-
-    def _save_own(self, root: Path) -> Path:
-        return save(
-            root,
-            self.sharded_model,
-            getattr(self.optimizer, "optimizer", self.optimizer),
-            scheduler=self.lr_scheduler,
-            step=self.state.global_step,
-            extra={"random": random_states(self.args.device)},
-        ).wait()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Does nothing: they are in the checkpoint that `save_model` wrote."""
@@ -260,12 +268,25 @@ class ZeRO3Trainer(Trainer):
             load_weights(self.sharded_model, best)
 
 
-def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
-    """The complete checkpoint-N with the highest N.
+def _check_arguments(args: Any) -> None:
+    for name, instead in _REFUSED.items():
+        if getattr(args, name):
+            raise ValueError(f"ZeRO3Trainer: {name} was set: {instead}")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"ZeRO3Trainer: one process has {args.n_gpu} GPUs; start one for each, by torchrun"
+        )
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in _ELEMENTWISE:
+        raise ValueError(
+            f"ZeRO3Trainer: optim={optim!r}: expected one that is known to work on shards: "
+            f"{', '.join(_ELEMENTWISE)}. Or pass optimizer_cls_and_kwargs: an element-wise class, "
+            "or (layerzero.optim.WholeTensorOptimizer, {'optimizer_class': ..., 'lr': ...})"
+        )
 
-    Raises:
-        ValueError: there is none.
-    """
+
+def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
+    """The complete checkpoint-N with the highest N."""
     found = {
         int(match[1]): path
         for path in Path(output_dir).glob("checkpoint-*")
@@ -273,8 +294,7 @@ def newest_checkpoint(output_dir: str | os.PathLike[str]) -> Path:
     }
     if not found:
         raise ValueError(
-            f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none; leave "
-            "out resume_from_checkpoint to start from the beginning"
+            f"{output_dir}: expected checkpoint-N with {_STATE} to resume from, found none"
         )
     return found[max(found)]
 
@@ -286,9 +306,8 @@ def _check_resumable(folder: Path) -> None:
     for what, path in (("trainer state", _STATE), ("optimizer state", _OURS)):
         if not (folder / path).exists():
             raise ValueError(
-                f"{folder}: has no {path}, the {what}: its save was interrupted, or was made by a "
-                "plain Trainer or with save_only_model. To continue from the weights alone, use "
-                f"ZeRO3Trainer({model}, ...)"
+                f"{folder}: has no {path}, the {what}, as after a save that was interrupted. To "
+                f"continue from the weights alone, use ZeRO3Trainer({model}, ...)"
             )
 
 

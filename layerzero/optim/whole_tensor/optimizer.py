@@ -21,9 +21,9 @@ from torch import nn
 
 from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
-from layerzero.optim.checks import refuse_in_graph
-from layerzero.optim.whole_tensor import arguments, inner, stepping
-from layerzero.optim.whole_tensor.inner import Factory, Group, options_of, stand_in_for
+from layerzero.optim.sharded_params import refuse_in_graph
+from layerzero.optim.whole_tensor import inner, stepping
+from layerzero.optim.whole_tensor.inner import Factory, Given, Group, options_of, stand_in_for
 from layerzero.optim.whole_tensor.owners import Cost, Member, OwnerGroup, choose_owners
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState, root_of
@@ -56,6 +56,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     """
 
     inner: torch.optim.Optimizer | None
+    _inner: torch.optim.Optimizer
     owned: dict[str, nn.Parameter]
     needs_all_units = True
     """Refused by `step_in_backward`."""
@@ -89,7 +90,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             RuntimeError: inside forward or backward.
             CollectiveError: a rank did not take part.
         """
-        given = arguments.read(params)
+        given = inner.read(params)
         self._is_made = False
         self._factory = Factory(optimizer_class, options, given.is_flat)
         self._cost: Cost = torch.Size.numel if cost is None else cost
@@ -97,7 +98,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._groups: dict[Placement, OwnerGroup] = {}
         self._contents: dict[FlatParamHandle, tuple[list[int], int]] = {}
         self._buckets: dict[tuple[int, ...], stepping.Buckets] = {}
-        self._inner: torch.optim.Optimizer | None = None
         self.inner = None
         self.owned = {}
         prototype, self._limit = self._agree_on(given, bucket_bytes)
@@ -123,14 +123,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """
         return self._members[parameter].tensor is not None
 
-    def _agree_on(
-        self, given: arguments.Given, bucket_bytes: int | str
-    ) -> tuple[torch.optim.Optimizer, int]:
-        """Check the arguments on all ranks. Collective.
-
-        Returns:
-            (the optimizer over stand-ins, bucket_bytes as a number)
-        """
+    def _agree_on(self, given: Given, bucket_bytes: int | str) -> tuple[torch.optim.Optimizer, int]:
+        """Check the arguments on all ranks. Collective. Returns also bucket_bytes, as a number."""
         factory = self._factory._replace(is_flat=given.is_flat)
         error: Exception | None = None
         prototype: torch.optim.Optimizer | None = None
@@ -147,11 +141,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if given.root is None:
             assert error is not None, "parameters of no model are refused"
             raise error
-        arguments.raise_together(given.root, error, rows)
+        inner.raise_together(given.root, error, rows)
         assert prototype is not None, "else there is an error"
         return prototype, limit
 
-    def _extend(self, given: arguments.Given, groups: Sequence[Group]) -> None:
+    def _extend(self, given: Given, groups: Sequence[Group]) -> None:
         """Give the parameters of new groups owners, and owners the values. Collective."""
         root = given.root
         assert root is not None, "checked"
@@ -167,11 +161,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             self._extend_inner(groups)
         except Exception as caught:
             error = caught
-        arguments.raise_together(root, error)
+        inner.raise_together(root, error)
 
     @torch.no_grad()
     def _fetch(self, root: RootState, numbers: Iterable[int]) -> None:
-        """Bring values of shards to their owners. Collective."""
         members = list(self._members.values())
         buckets = stepping.buckets_of(members, numbers, self._limit)
         stepping.exchange_all(root, members, buckets, "values to owners")
@@ -184,11 +177,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             owned = [each for each in tensors if each is not None]
             stand_in = stand_in_for(next(iter(group["params"]), some))
             whole.append({**options_of(group), "params": owned or [stand_in]})
-        if self._inner is None:
-            self._inner = self._factory.make(whole)
-        else:
+        if self._is_made:
             for group in whole:
                 self._inner.add_param_group(group)
+        else:
+            self._inner = self._factory.make(whole)
         for group, own in zip(groups, self._inner.param_groups[-len(groups) :], strict=True):
             group.update(options_of(own))  # A class may have converted them.
         self.inner = self._inner if self.owned else None
@@ -199,7 +192,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if not self._is_made:
             super().add_param_group(param_group)
             return
-        given = arguments.read([param_group])
+        given = inner.read([param_group])
         self._agree_on(given, self._limit)
         super().add_param_group(given.groups[0])
         before = dict(self._members), dict(self.owned)
@@ -208,7 +201,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             self._members, self.owned = before
-            assert self._inner is not None, "it is made"
             del self._inner.param_groups[len(self.param_groups) :]
             raise
 
@@ -253,7 +245,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if agreed.present not in self._buckets:
             buckets = stepping.buckets_of(members, agreed.present, self._limit)
             self._buckets = {agreed.present: buckets}
-        assert self._inner is not None
         buckets = self._buckets[agreed.present]
         stepping.exchange_all(root, members, buckets, "gradients to owners")
         error = inner.step(self._inner, self.param_groups)
@@ -268,18 +259,13 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             raise error
 
     def _model_between_steps(self) -> RootState:
-        """The root state of the model; it changes when the model becomes part of another.
-
-        Raises:
-            RuntimeError: this is no time for a step.
-        """
+        """The root state of the model; it changes when the model becomes part of another."""
         units = {member.unit: member.handle for member in self._members.values()}
         roots = {root_of(unit) for unit in units}
         is_same = all(handle in unit.handles for unit, handle in units.items())
         if len(roots) != 1 or not is_same:
             raise RuntimeError(
-                f"{_NAME}.step: the model was wrapped again since the optimizer was made; make "
-                "another one from its parameters"
+                f"{_NAME}.step: the model was wrapped again; make another one from its parameters"
             )
         (root,) = roots
         when = f"{_NAME}.step: called inside forward or backward"
@@ -311,7 +297,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _show_state(self) -> None:
         """Show the states of the inner optimizer as those of the sharded parameters."""
-        assert self._inner is not None
         states: Any = self._inner.state
         for parameter, member in self._members.items():
             if member.tensor is not None and member.tensor in states:
@@ -336,7 +321,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = hook(self, given) or given
         self._refuse_other_layout(given.get(_LAYOUT))
-        assert self._inner is not None
         held = (parameter for group in self.param_groups for parameter in group["params"])
         inner.load(self._inner, given, [self._members[parameter].tensor for parameter in held])
         for group, saved in zip(self.param_groups, given["param_groups"], strict=True):
@@ -373,6 +357,5 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            f"{_NAME} cannot be copied or pickled: it belongs to its model and its ranks. Save "
-            "state_dict(), or make another one"
+            f"{_NAME} cannot be copied or pickled; save its state_dict(), or make another"
         )

@@ -216,16 +216,9 @@ def choose_owners(
     cost: Cost,
     groups: dict[Placement, OwnerGroup],
 ) -> list[Member]:
-    """Choose owners, and make the whole tensors that this rank owns, without values.
-
-    Collective over the ranks that share the model; blocks the host.
-
-    Args:
-        groups: of earlier parameters; new ones are added.
-
-    Returns:
-        Members in the order of the model's units.
-    """
+    """Choose owners, and make the whole tensors that this rank owns, without values. Returns
+    members in the order of the model's units. Collective over the ranks that share the model;
+    blocks the host. `groups`: of earlier parameters; new ones are added."""
     wanted = set(parameters)
     placed: dict[Placement, list[tuple[nn.Parameter, Unit, FlatParamHandle]]] = {}
     order: dict[nn.Parameter, int] = {}

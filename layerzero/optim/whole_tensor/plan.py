@@ -137,11 +137,8 @@ class Bucket(NamedTuple):
 def make_buckets(
     tensors: Sequence[tuple[int, WholeTensor]], rank: int, num_ranks: int, limit: int
 ) -> list[Bucket]:
-    """Cut numbered tensors into buckets, in order; the same cuts on every rank.
-
-    Args:
-        limit: bytes that a rank may send or receive in one bucket, unless one tensor has more.
-    """
+    """Cut numbered tensors into buckets, in order; the same cuts on every rank. `limit`: bytes that
+    a rank may send or receive in one bucket, unless one tensor has more."""
     cuts: list[list[tuple[int, WholeTensor]]] = []
     loads: Counter[tuple[str, bool, int]] = Counter()
     for number, whole in tensors:

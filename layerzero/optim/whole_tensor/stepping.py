@@ -45,9 +45,6 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
     """Exchange which members have a gradient, and which shards were written. Collective.
 
     Waits for no device.
-
-    Raises:
-        RuntimeError: on every rank of a group, if only some of its ranks have a gradient.
     """
     flags = [
         _PRESENT * (member.parameter.grad is not None) + _WRITTEN * changed
@@ -79,11 +76,8 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
 def _exchange_on_host(
     own: Sequence[int], group: ShardGroup, operation: Operation
 ) -> list[list[int]]:
-    """Gather every rank's numbers, each below 256, in rank order. Collective; blocks the host.
-
-    Args:
-        group: a group that serves the CPU. No device is waited for.
-    """
+    """Gather every rank's numbers, each below 256, over a group that serves the CPU: no device is
+    waited for. Collective; blocks the host."""
     values = torch.tensor(own, dtype=torch.uint8, device="cpu")
     if group.backend == "gloo":
         return gather_small(values, group, operation).tolist()
@@ -115,9 +109,6 @@ def exchange_all(root: RootState, members: Sequence[Member], buckets: Buckets, v
     """Send gradients or values of the members between shards and owners. Collective.
 
     Orders compute after it; on CPU, blocks the host.
-
-    Raises:
-        CollectiveError: a rank did not take part.
     """
     finish: Callable[[], None] | None = None
     for owners, bucket in buckets:
@@ -134,10 +125,8 @@ def _begin(
 ) -> Callable[[], None]:
     """Pack and send a bucket, and copy what stays on this rank. Collective over `owners`.
 
-    Does not block the host, unless shards are offloaded.
-
-    Returns:
-        Writes what has arrived.
+    Does not block the host, unless shards are offloaded. Returns a function that writes what
+    has arrived.
     """
     of_gradients, to_owners = verb == "gradients to owners", verb != "values from owners"
     staged = {
