@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 40_223,
+    "": 38_798,
     "flat": 2_658,
     "step": 4_389,
     "comm": 1_489,
     "watch": 912,
-    "build": 2_325,
+    "build": 2_326,
     "guards": 618,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
