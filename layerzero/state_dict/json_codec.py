@@ -102,7 +102,9 @@ def decode(value: Any) -> Any:
     if len(value) == 1:
         ((tag, content),) = value.items()
         if tag.startswith(_TAG):
-            return _DECODERS[tag](content)
+            # Here, not in a call of its own: as deep as `encode` goes.
+            items = [decode(item) for item in content] if isinstance(content, list) else content
+            return _DECODERS[tag](items)
     return {key: decode(item) for key, item in value.items()}
 
 
@@ -127,9 +129,9 @@ def _from_text(text: str) -> bytes:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tuple": lambda content: tuple(decode(item) for item in content),
-    "$set": lambda content: {decode(item) for item in content},
-    "$dict": lambda content: {decode(key): decode(item) for key, item in content},
+    "$tuple": tuple,
+    "$set": set,
+    "$dict": dict,
     "$float": float,
     "$complex": complex,
     "$bytes": _from_text,
@@ -137,4 +139,4 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tensor": _decode_tensor,
     "$array": _decode_array,
 }
-"""What reads the content of each tag."""
+"""What reads the content of each tag, the items of which are decoded."""

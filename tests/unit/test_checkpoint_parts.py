@@ -1,5 +1,6 @@
 """The parts of checkpoints that need no ranks: runs, boxes, checksums, heads, values, folders."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -8,6 +9,7 @@ import math
 import os
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +199,18 @@ def _manifest() -> Manifest:
     )
 
 
-def test_values_as_deep_as_a_save_takes_them_load() -> None:
-    value: object = 0
-    with pytest.raises(RecursionError):
-        while True:
-            value = [value]
-            encode(value, "it")
-    extras = [encode(value[0], "it")]  # type: ignore[index]
-    text = dataclasses.replace(_manifest(), extras=extras).to_bytes()
-    assert decode(Manifest.from_bytes(text, "here").extras[0]) == value[0]  # type: ignore[index]
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"7": v}])
+def test_values_as_deep_as_a_save_takes_them_load(wrap: Callable[[object], object]) -> None:
+    def saved(value: object) -> bytes:
+        return dataclasses.replace(_manifest(), extras=[encode(value, "it")]).to_bytes()
+
+    values: list[object] = [0]
+    with contextlib.suppress(RecursionError):
+        while saved(values[-1]):
+            values.append(wrap(values[-1]))
+    assert len(values) > 100
+    found = decode(Manifest.from_bytes(saved(values[-2]), "here").extras[0])
+    assert repr(found) == repr(values[-2])
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
