@@ -13,7 +13,7 @@ from layerzero import notices
 from tests.harness import fake_ranks
 from tests.harness.ranks import KeptRanks, fork_the_server
 
-pytest_plugins = ["tests.harness.forked_workers", "tests.harness.skips"]
+pytest_plugins = ["tests.harness.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,8 +1,6 @@
 """Gradients, and parameters after steps, are those of the same model unsharded; on two ranks losses
 in float32 are bitwise those of torch's own engines in the same run."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +31,6 @@ from tests.harness.models import (
     tensors_of,
 )
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import full_nbytes
 from tests.harness.reference import (
     OPTIMIZERS,
     backward_of,
@@ -185,24 +182,6 @@ def test_a_layer_of_a_unit_may_be_called_directly() -> None:
     for optimizer in optimizers:
         assert optimizer.param_groups[0]["params"] == [*model.parameters()], "they get the shards"
     assert model.head.weight.dim() == 1
-
-
-def penalised(model: nn.Module, x: torch.Tensor, other_first: bool) -> torch.Tensor:
-    """A loss with a gradient penalty, as a WGAN has it."""
-    x = x.clone().requires_grad_()
-    loss = model(x.detach()).square().mean() if other_first else 0.0
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    penalty = (gradient.norm(dim=1) - 1).square().mean()
-    return loss + penalty + (0.0 if other_first else model(x.detach()).square().mean())
-
-
-@on_ranks(2)
-def test_a_gradient_penalty_trains_as_without_sharding() -> None:
-    for other_first in (True, False):
-        run = backward_of(functools.partial(penalised, other_first=other_first))
-        model = trained_alike(Mlp, Block, run=run)
-        run(model, torch.randn(4, WIDTH))
-        assert set(full_nbytes(model).values()) == {0}
 
 
 @on_ranks(2)

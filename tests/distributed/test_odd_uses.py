@@ -12,21 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
-from tests.harness.compare import assert_same_gradients, assert_same_values, trained_alike, zero3
+from tests.harness.compare import assert_same_values, trained_alike, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
-    Terms,
     backward_of,
-    backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
@@ -86,30 +83,6 @@ def test_gradients_inside_a_forward_train_a_force_field() -> None:
         lambda: nn.Sequential(Sloped(), Sloped()),
     ):
         trained_alike(build, Sloped, run=_two_in_flight, regrouped=True)
-
-
-class Mixed(nn.Module):
-    """One unit plain, and recomputed by a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(self.second, x, use_reentrant=True)
-        return self.second(self.first(x))
-
-
-@on_ranks(2)
-def test_a_unit_called_plain_and_recomputed_in_two_forwards_of_one_backward() -> None:
-    model = zero3(Mixed, Block)
-    plain = seeded(Mixed)
-    run = backward_of(lambda model, inputs: sum(model(x.requires_grad_()).sum() for x in inputs))
-    # The recomputations are backward passes of their own, and each is reduced on its own.
-    terms, steps = Terms(), mlp_batches()
-    backward_of_all_ranks(plain, list(zip(*steps, strict=True)), run, terms=terms)
-    run(model, [step[dist.get_rank()] for step in steps])
-    assert_same_gradients(model, plain, terms)
 
 
 @on_ranks(2)

@@ -268,26 +268,6 @@ def test_what_the_user_keeps_stays_kept_after_an_error() -> None:
 
 
 @on_ranks(2)
-def test_all_units_stay_while_micro_batches_run() -> None:
-    model = zero3(Mlp, Block)
-    root = root_state(model)
-    root.scheduler.hold_micro_batches(True)
-    outputs = [model(own_batch()) for _ in range(2)]
-    assert all(holds & Hold.MICRO_BATCHES for holds in _held(model).values())
-    assert set(_held(model)) == set(_names(model))
-    with model.no_sync():
-        outputs.pop().sum().backward()
-    assert set(_held(model)) == set(_names(model))
-    root.scheduler.hold_micro_batches(False)
-    outputs.pop().sum().backward()
-    assert _held(model) == {}
-    model(own_batch())
-    assert len(_held(model)) == 1
-    root.scheduler.free_all()
-    assert _held(model) == {}
-
-
-@on_ranks(2)
 def test_all_units_stay_for_a_second_backward() -> None:
     model = zero3(Mlp, Block)
     x = own_batch().requires_grad_()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.run import main as torchrun
 
-from tests.harness.forked_workers import python
 from tests.harness.processes import call_alone
 from tests.harness.ranks import run_ranks
 
@@ -62,7 +61,7 @@ def test_two_agents_train_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
     def run_agent(node: int) -> subprocess.CompletedProcess[str]:
         flags = [*meeting, "--node-rank", str(node), "--nproc-per-node", "1", "--"]
         arguments = [*flags, str(EXAMPLES / "train_lm.py"), *flags_of("two")]
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHON_EXEC": python()}
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         return call_alone(torchrun, arguments, cwd=REPOSITORY, environment=environment)
 
     with ThreadPoolExecutor(2) as pool:

@@ -231,25 +231,6 @@ def test_training_follows_one_process() -> None:
         follows(model, seeded(build), mesh, what, run=run)
 
 
-@on_ranks(4, in_float64=True)
-def test_tied_and_frozen_parameters_follow_one_process() -> None:
-    """Ties are made after `parallelize_module`, which gives every module parameters of its own."""
-    mesh = grid(2)
-    model, plain = parallelize(seeded(Llama), mesh["tp"], True), seeded(Llama)
-    for each in (model, plain):
-        each.head.weight = each.embedding.weight
-        each.blocks[0].mlp.down.weight.requires_grad_(False)
-        each.blocks[0].mlp_norm.weight.requires_grad_(False)
-    sharded = ZeRO3(model, process_group=mesh["dp"], auto_wrap_policy={Block})
-    assert "head.weight" not in dict(sharded.named_parameters())
-    follows(sharded, plain, mesh, "frozen")
-    for each in (sharded, plain):
-        each.requires_grad_(True)
-        each.blocks[0].attention.query.weight.requires_grad_(False)
-        each.zero_grad()
-    follows(sharded, plain, mesh, "thawed")
-
-
 def _with_gradients(mesh: DeviceMesh, in_sequence: bool = True) -> tuple[ZeRO3, Llama]:
     """A model and its plain twin after the backward of one step."""
     model, plain, [step] = wrapped(mesh, in_sequence), seeded(Llama), batches(1, 2)

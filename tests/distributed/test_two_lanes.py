@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -187,18 +186,8 @@ def _twice_in_a_pass() -> None:
         assert torch.equal(parameter.grad, value)
 
 
-def _differing() -> None:
-    policy = ReductionPolicy(separate_groups=dist.get_rank() == 1)
-    with pytest.raises(
-        ValueError,
-        match="separate_groups=True, where rank 0 has separate_groups=F",
-    ):
-        ZeRO3(nn.Linear(4, 4), reduction=policy)
-
-
 @on_ranks(2, fresh=True)
-def test_groups_are_made_once_and_ranks_that_differ_are_refused() -> None:
+def test_groups_are_made_once_and_a_unit_may_be_reduced_twice_in_a_pass() -> None:
     """On new ranks, which have made no group yet."""
     _groups_are_kept()
     _twice_in_a_pass()
-    _differing()

@@ -9,6 +9,7 @@ import importlib.metadata
 from typing import Any
 
 import pytest
+import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,7 +63,7 @@ class _Skips:
 def _may_be_skipped(keywords: Any) -> bool:
     if "since_torch" in keywords:  # by `pytest_runtest_setup`, which looked at the version
         return True
-    return "gpu" in keywords and not _has_accelerator()
+    return "gpu" in keywords and not torch.accelerator.is_available()
 
 
 def _torch_version() -> tuple[int, ...]:
@@ -71,9 +72,3 @@ def _torch_version() -> tuple[int, ...]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-
-
-def _has_accelerator() -> bool:
-    import torch  # seconds, which pytest's other processes save
-
-    return torch.accelerator.is_available()

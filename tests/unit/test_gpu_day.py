@@ -14,7 +14,6 @@ from benchmarks.gpu_expected import EXPECTED
 from tests.gpu import day
 from tests.gpu.day import Outcome, Step, judge, run_in_turn, run_side_by_side
 from tests.gpu.process import REFUSED
-from tests.harness.forked_workers import python as forked_python
 from tests.harness.pages import REPOSITORY
 
 SUSPECT = "docs/internals/streams.md"
@@ -37,16 +36,8 @@ def run_one(command: list[str], read=only_exit, limit_s: float = 60.0, **more) -
 @pytest.fixture(scope="module")
 def asked_once() -> Iterator[None]:
     """What the machine is: the process that finds out needs torch."""
-    in_process = day.in_process
-
-    @functools.cache
-    def ask(function: str, timeout: float) -> object:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "executable", forked_python())
-            return in_process(function, timeout=timeout)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(day, "in_process", ask)
+        patch.setattr(day, "in_process", functools.cache(day.in_process))
         yield
 
 
@@ -178,7 +169,6 @@ def test_every_step_names_a_page_and_files_that_exist(on_cpu: bool, tmp_path: Pa
 @pytest.mark.usefixtures("asked_once")
 def test_the_result_is_written_twice_into_each_folder(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(sys, "executable", forked_python())
     assert day.main(["--cpu", "--only", "ceilings", "--out", str(tmp_path / "build")]) == 0
     printed = capsys.readouterr().out
     assert "of a CPU nothing is expected" in printed and "over fully_shard" in printed

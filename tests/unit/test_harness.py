@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import signal
 import sys
 import time
@@ -297,8 +296,7 @@ def test_of_what_torch_has(): pass
 
 
 def _pytest_on(folder: Path, *args: str) -> tuple[int, str]:
-    plugins = ["-ptests.harness.skips", "-ptests.harness.forked_workers"]
-    options = [*plugins, "-c", os.devnull, "--rootdir", str(folder)]
+    options = ["-ptests.harness.skips", "-c", os.devnull, "--rootdir", str(folder)]
     done = call_alone(_run_pytest, [*options, *args, str(folder)], cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
@@ -320,60 +318,3 @@ def test_strict_skips_fail_what_is_skipped_without_need(tmp_path: Path) -> None:
     assert code == 1
     assert "unexpected skip: test_b.py: Skipped: could not import 'nonesuch'" in text
     assert "unexpected skip: test_c.py::test: Skipped: dislike" in text
-
-
-WHO_IMPORTS = """
-import functools
-import os
-import subprocess
-import sys
-
-from tests.harness.forked_workers import python
-
-sys.path.insert(0, "/nonesuch")
-os.environ["SET_BY_AN_IMPORT"] = "yes"
-imported_by = os.getpid()
-
-def test_one_process_has_imported_this_for_all_workers(pytestconfig):
-    if os.environ["PYTEST_XDIST_WORKER"] == "gw0":
-        assert imported_by == os.getppid() != os.getpid()
-    assert "/nonesuch" in sys.path and os.environ["SET_BY_AN_IMPORT"] == "yes"
-
-def test_other_programs_are_forks_of_it_as_well(tmp_path):
-    (tmp_path / "program.py").write_text(
-        "import sys, test_a\\n"
-        "print(test_a.imported_by, *sys.argv[1:], sys.stdin.read())\\n"
-        "raise SystemExit(7)"
-    )
-    run = functools.partial(subprocess.run, capture_output=True, text=True)
-    done = run([python(), tmp_path / "program.py", "a b"], input="c")
-    assert (done.stdout, done.returncode) == (f"{imported_by} a b c\\n", 7)
-    done = run([python(), "-u", "-c", "import os; print(os.environ['X'], os.getcwd()); 1 / 0"],
-               env={**os.environ, "X": "y"}, cwd=tmp_path)
-    assert (done.stdout, done.returncode) == (f"y {tmp_path}\\n", 1)
-    assert "ZeroDivisionError" in done.stderr
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(50)"
-    with subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE, text=True) as started:
-        started.stdout.readline()
-        started.kill()
-        assert started.stdout.read() == ""  # until the program, which holds the pipe, is gone
-
-def test_an_assertion_shows_its_values(): assert imported_by == -5
-
-def test_a_worker_that_dies_is_replaced(): os._exit(3)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux" or torch.accelerator.is_available(), reason="workers import themselves"
-)
-def test_workers_are_forks_of_a_process_that_has_imported_the_tests(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(WHO_IMPORTS)
-    (tmp_path / "test_b.py").write_text("raise ValueError('does not import')")
-    options = ("-n", "1", "--continue-on-collection-errors")
-    code, text = _pytest_on(tmp_path, *options)
-    assert code == 1 and "2 failed, 2 passed, 2 errors" in text, text
-    assert "worker 'gw0' crashed while running" in text
-    assert re.search(r"assert \d+ == -5", text)
-    assert "does not import" in text
