@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 38_798,
+    "": 38_800,
     "flat": 2_658,
     "step": 4_389,
     "comm": 1_489,
