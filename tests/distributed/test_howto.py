@@ -182,6 +182,7 @@ def _readme_on_gpus(example: str, folder: Path) -> None:
     with (
         simulated_device() as device,
         mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "set_device") as set_device,
         # What optimizers of torch 2.11 ask CUDA itself.
         mock.patch.object(torch.cuda, "is_current_stream_capturing", bool),
         mock.patch.object(dist, "init_process_group") as init,
@@ -192,6 +193,7 @@ def _readme_on_gpus(example: str, folder: Path) -> None:
         exec(compile(example, "README.md", "exec"), {})
         assert not device.findings, "accesses that no wait orders"
     init.assert_called_once_with("nccl")
+    set_device.assert_called_once_with(f"cuda:{dist.get_rank()}")
     assert placed == [f"cuda:{dist.get_rank()}"] * (1 + 10), "the model, and each step's batch"
 
 

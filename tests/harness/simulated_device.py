@@ -43,7 +43,7 @@ from layerzero.step.context import RuntimeContext
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
 from tests.harness.simulated_graphs import Graph
-from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by
+from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name
 from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
 
 __all__ = ["Event", "HostWait", "SimulatedDevice", "Stream", "simulated_device"]
@@ -115,7 +115,7 @@ def _engine_function() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "watch/events.py")):
-            return frame.f_code.co_qualname
+            return qualified_name(frame.f_code)
         frame = frame.f_back
     return ""
 

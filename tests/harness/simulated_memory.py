@@ -7,12 +7,15 @@ leave the pool altogether as soon as that stream is done: so the stream itself m
 use when the memory is freed.
 """
 
+import functools
+import inspect
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -69,7 +72,30 @@ def allocated_by(fallback: str) -> str:
     code = frame.f_code
     if not code.co_filename.startswith(_ENGINE):
         return f"result of {fallback}"
-    return _NAMES.get(code.co_qualname, f"memory of {code.co_qualname}")
+    name = qualified_name(code)
+    return _NAMES.get(name, f"memory of {name}")
+
+
+def qualified_name(code: CodeType) -> str:
+    """`code.co_qualname`, which Python 3.10 does not have."""
+    if sys.version_info >= (3, 11):
+        return code.co_qualname
+    return _names_in(code.co_filename)[code.co_firstlineno, code.co_name]
+
+
+@functools.cache
+def _names_in(file: str) -> dict[tuple[int, str], str]:
+    names: dict[tuple[int, str], str] = {}
+
+    def note(code: CodeType, prefix: str) -> None:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                name = names[inner.co_firstlineno, inner.co_name] = prefix + inner.co_name
+                is_function = inner.co_flags & inspect.CO_OPTIMIZED
+                note(inner, f"{name}.<locals>." if is_function else f"{name}.")
+
+    note(compile(Path(file).read_text(), file, "exec"), "")
+    return names
 
 
 class Use(NamedTuple):
