@@ -555,7 +555,7 @@ def shard_in_place(
         if _logger.isEnabledFor(logging.INFO):
             from layerzero.log import log_units
 
-            log_units(module, plan, root)
+            log_units(module, root)
     if arguments.memory_budget is not None:
         from layerzero.memory_budget import Learner
 
