@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
 from layerzero.build.arguments import Arguments
-from layerzero.build.build import Parts, build
+from layerzero.build.build import build
 from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
 from layerzero.build.wrap import UnitPlan, WrapPolicy
@@ -336,11 +336,13 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
                 be shorter than the model's `timeout`.
 
         Raises:
-            TypeError, ValueError: not such keywords.
+            TypeError, ValueError, OverflowError: not such keywords; from `datetime.timedelta`.
             RuntimeError: inside forward or backward, where waits may have begun already.
             CollectiveError: a collective of this model failed before.
         """
-        return _phase(self._root_state, _duration(keywords))
+        limit = timedelta(**keywords)
+        require_timeout(limit)
+        return _phase(self._root_state, limit)
 
     def join_hook(self, **options: Any) -> JoinHook:
         """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
@@ -521,8 +523,7 @@ def shard_in_place(
 
         shared_with = models_that_share(module, plan.units, arguments)
     topology = agree_on_topology(plan, arguments)
-    parts = Parts(name_in_state_dicts=module_state.install)
-    root = build(plan, topology, arguments, parts)
+    root = build(plan, topology, arguments, module_state.install)
     if arguments.verify is not None:
         from layerzero.verify.verifier import Verifier
 
@@ -585,12 +586,12 @@ def find_features(
     module: nn.Module,
     given: Arguments,
     units: Sequence[UnitPlan],
-    everyone: Callable[[], tuple[int, ...]],
+    everyone: tuple[int, ...],
 ) -> list[Feature]:
     """The features that take part in the construction of a model. Not collective.
 
     Args:
-        everyone: returns the ranks that share the model.
+        everyone: the ranks that share the model.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
@@ -615,19 +616,6 @@ def _phase(root: RootState, limit: timedelta) -> Iterator[None]:
     root.check_between_steps("timeout: entered inside forward or backward; enter it around it")
     with root.operations.phases.phase(limit):
         yield
-
-
-def _duration(keywords: Mapping[str, float]) -> timedelta:
-    """The `timedelta` of the keywords of `model.timeout`; raises as that does."""
-    try:
-        limit = timedelta(**keywords)
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
-        ) from None
-    require_timeout(limit)
-    return limit
 
 
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:

@@ -35,7 +35,7 @@ from layerzero.config import (
     prefetch_depth,
 )
 from layerzero.flat.flatten import OriginalParameter
-from layerzero.flat.groups import require_timeout, resolve_process_groups
+from layerzero.flat.groups import require_timeout
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
 from layerzero.notices import warn_once
@@ -220,8 +220,6 @@ class Arguments:
     """The checked arguments of `ZeRO3`, which documents them."""
 
     process_group: dist.ProcessGroup | DeviceMesh | None
-    group: dist.ProcessGroup
-    """The first group of `process_group`; its backends stand for all of them."""
     zero3_size: int | None
     outer: Outer
     auto_wrap_policy: WrapPolicy
@@ -329,20 +327,11 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
     return offload
 
 
-def _first_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group whose backends help to choose the device. Not collective."""
-    return resolve_process_groups(process_group)[0]
-
-
-def check_arguments(
-    given: Mapping[str, Any],
-    find_group: Callable[[Any], dist.ProcessGroup] = _first_group,
-) -> Arguments:
+def check_arguments(given: Mapping[str, Any]) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
         given: all arguments by name, `module` included; and perhaps `root_precision`.
-        find_group: what to call instead of `_first_group`.
 
     Raises:
         ValueError, TypeError: a bad argument, or a policy and one of its fields both given.
@@ -354,7 +343,6 @@ def check_arguments(
     ours.update(check(**ours))
     if ours["ignored_modules"]:
         _check_ignored(module, ours["ignored_modules"])
-    ours["group"] = find_group(given["process_group"])
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = ours["layout"]
     chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from layerzero.build.wrap import UnitPlan
 from layerzero.flat.device_streams import has_generic_streams, missing_stream_names
 from layerzero.flat.flatten import OriginalParameter
-from layerzero.flat.groups import own_rank
+from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import foreign_class, get_info, sharded_param_of
@@ -25,7 +25,7 @@ from layerzero.flat.tensor_parallel import is_supported, local_of
 def resolve_device(
     device: torch.device | str | int | None,
     plans: list[UnitPlan],
-    process_group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
     mesh: DeviceMesh | None,
 ) -> torch.device:
     """The device for all parameters; checks the parameters as well. Changes nothing.
@@ -73,7 +73,7 @@ def check_device_type(device: torch.device, what: str) -> None:
 def _resolve_device(
     device: torch.device | str | int | None,
     plans: list[UnitPlan],
-    process_group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
     mesh: DeviceMesh | None,
 ) -> torch.device:
     rank = own_rank()
@@ -106,11 +106,11 @@ def _resolve_device(
         return next(iter(found))
     if mesh is not None:
         return _with_index(torch.device(mesh.device_type))
-    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
-    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
-    available = torch.accelerator.is_available()
-    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
-        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
+    config = dist.get_backend_config(resolve_process_groups(process_group)[0])
+    backends = dict(part.split(":") for part in config.split(","))
+    accelerator = current_accelerator()
+    if accelerator is not None and backends.get(accelerator.type):
+        return accelerator
     return torch.device("cpu")
 
 
@@ -177,12 +177,12 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
 
 
 def tensor_parallel_mesh(
-    plans: list[UnitPlan], everyone: Callable[[], tuple[int, ...]] | None
+    plans: list[UnitPlan], everyone: tuple[int, ...] | None
 ) -> DeviceMesh | None:
     """The mesh of the DTensor parameters; None if there are none. Not collective.
 
     Args:
-        everyone: returns the ranks that share the model; None: these are only planned.
+        everyone: the ranks that share the model; None: these are only planned.
 
     Raises:
         ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
@@ -221,9 +221,7 @@ def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
             yield original.fqn, parameter.device_mesh
 
 
-def _check_crossing(
-    mesh: DeviceMesh, fqn: str, everyone: Callable[[], tuple[int, ...]] | None
-) -> None:
+def _check_crossing(mesh: DeviceMesh, fqn: str, everyone: tuple[int, ...] | None) -> None:
     rank = dist.get_rank()
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -232,7 +230,7 @@ def _check_crossing(
         )
     if everyone is None:
         return
-    shared = set(mesh.mesh.flatten().tolist()) & set(everyone())
+    shared = set(mesh.mesh.flatten().tolist()) & set(everyone)
     if shared != {rank}:
         raise ValueError(
             f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "

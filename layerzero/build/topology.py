@@ -91,6 +91,7 @@ def plan_on_every_rank(
     """
     try:
         arguments = check_arguments(in_our_terms())
+        resolve_process_groups(arguments.process_group)  # Raises if there is none.
         plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:

@@ -66,8 +66,8 @@ def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) ->
         chooser = make_chooser(given["auto_wrap_policy"], module, *ignored)
         given["auto_wrap_policy"] = _with_ranks(chooser)
     copied, given = _hollow_copy(module, given)
-    checked, everyone = _checked(given, world_size), tuple(range(world_size))
-    plan = plan_wrapping(copied, checked, find_features, lambda: everyone)
+    checked = _checked(given, world_size)
+    plan = plan_wrapping(copied, checked, find_features, tuple(range(world_size)))
     return Prepared(copied, plan, checked, world_size, device)
 
 
@@ -145,9 +145,8 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
 
 
 def _checked(given: dict[str, Any], world_size: int) -> Arguments:
-    everyone = _planned_group(0, range(world_size), "gloo")
-    arguments = check_arguments(given, lambda *_: everyone.process_group)
-    check_sizes([everyone], arguments.zero3_size)
+    arguments = check_arguments(given)
+    check_sizes([_planned_group(0, range(world_size), "gloo")], arguments.zero3_size)
     return arguments
 
 
