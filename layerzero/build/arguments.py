@@ -65,13 +65,10 @@ def _device(name: str, value: Any) -> Any:
 
 def named_device(device: object) -> torch.device:
     """The device that an argument names; it need not exist here."""
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(
-            f"device: expected a torch.device, a string such as 'cuda:0', the index of an "
-            f"accelerator or None, got {device!r}"
-        )
+    kinds = torch.device, str, int
+    named = one_of("a torch.device, 'cuda:0', an index or None", *kinds)("device", device)
     try:
-        return torch.device(device)
+        return torch.device(named)
     except RuntimeError as error:
         raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
 
@@ -80,16 +77,12 @@ def _several(kind: type[Any], what: str) -> Check:
     """A check that the value lists modules or parameters; it becomes a tuple."""
 
     def listed(name: str, values: Any) -> tuple[Any, ...]:
-        is_one = isinstance(values, (str, torch.Tensor))
-        if is_one or not isinstance(values, Iterable):
-            got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
-            raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
+        if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Iterable):
+            raise TypeError(f"{name}: expected an iterable of {what}, got {type(values).__name__}")
         found = tuple(values)
         for value in found:
             if not isinstance(value, kind):
-                is_object = isinstance(value, (nn.Module, torch.Tensor))
-                got = type(value).__name__ if is_object else repr(value)
-                raise TypeError(f"{name}: expected {what}, got {got}")
+                raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
         return found
 
     return listed
@@ -108,25 +101,17 @@ def _row_multiple(name: str, layout: Any) -> int | None:
 
 def _memory_budget(name: str, value: Any) -> int | None:
     """The budget in bytes."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(
-            f"{name}: expected a size such as '40GB', bytes (an int) or None, got {value!r}"
-        )
-    return parse_nbytes(value, name)
+    one_of("a size such as '40GB', bytes (an int) or None", int, str, None)(name, value)
+    return None if value is None else parse_nbytes(value, name)
 
 
 def _resharding(name: str, value: Any) -> ReshardAfterForward:
     if isinstance(value, bool) or value == "compute_shard":
         return value
-    advice = ""
-    if isinstance(value, int):
-        advice = (
-            f"; use True for shards over all ranks, or over {value} of them zero3_size={value}, "
-            "outer='shard', reshard_after_forward='compute_shard'"
-        )
-    raise ValueError(f"{name}: expected True, False or 'compute_shard', got {value!r}{advice}")
+    raise ValueError(
+        f"{name}: expected True, False or 'compute_shard', got {value!r} "
+        "(docs/reference/migrating.md: reshard_after_forward=int)"
+    )
 
 
 def _gather_limit(name: str, value: Any) -> Any:
@@ -185,14 +170,7 @@ def check(**given: Any) -> dict[str, Any]:
 
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        several = (
-            ": put one module around them, or leave them to the unit around them "
-            "(docs/reference/migrating.md)"
-        )
-        raise TypeError(
-            f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
-            + (several if isinstance(module, (list, tuple)) else "")
-        )
+        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
     unit = get_unit(module)
     if unit is None:
         return

@@ -92,16 +92,6 @@ def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
 
 
 @on_ranks(2)
-def test_both_remedies_for_a_number_in_reshard_after_forward_have_an_effect() -> None:
-    text = "use True for shards over all ranks, or over 2 of them zero3_size=2, outer='shard'"
-    with pytest.raises(ValueError, match=text):
-        ZeRO3(Mlp(), reshard_after_forward=2)
-    assert not _warnings_of(reshard_after_forward=True)
-    own = {"zero3_size": 1, "outer": "shard", "reshard_after_forward": "compute_shard"}
-    assert not _warnings_of(**own)
-
-
-@on_ranks(2)
 def test_torchs_arguments_mean_what_they_mean_there() -> None:
     """A unit inside does not cast what comes in: as in FSDP1 `cast_forward_inputs` says so."""
     half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
