@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -120,20 +121,15 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
         )
     kept = tuple(value._module_classes_to_ignore) if has_policy else ()
     found = tuple(cls for cls in kept if any(isinstance(each, cls) for each in module.modules()))
-    of_units, of_root = (
-        MixedPrecision(
-            param_dtype=value.param_dtype,
-            reduce_dtype=value.reduce_dtype,
-            buffer_dtype=value.buffer_dtype,
-            cast_forward_inputs=casts,
-            keep_float32=found,
-        )
-        for casts in (
-            value.cast_forward_inputs,
-            value.cast_forward_inputs or value.cast_root_forward_inputs,
-        )
+    ours = MixedPrecision(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype,
+        buffer_dtype=value.buffer_dtype,
+        cast_forward_inputs=value.cast_forward_inputs,
+        keep_float32=found,
     )
-    return Precision(of_units, of_root)
+    casts = value.cast_forward_inputs or value.cast_root_forward_inputs
+    return Precision(ours, replace(ours, cast_forward_inputs=casts))
 
 
 def to_offload(value: Any) -> Any:

@@ -191,14 +191,7 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
 def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:
     """A row for each parameter; `names` are those of modules, keyed by id."""
     if unit.existing is not None:
-        for handle in unit.existing.handles:
-            for fqn, shape, shown in zip(
-                handle.fqns, handle.shapes, handle.unsharded_params, strict=True
-            ):
-                kind = "trainable" if shown.requires_grad else "frozen"
-                dtype = handle.main_shard.dtype
-                yield f"{fqn!r} {list(shape)} {dtype} {kind} in {unit.label}"
-        return
+        return  # Compared when it was wrapped.
     arguments, label = plan.arguments[id(unit)], unit.label
     for original in unit.originals:
         parameter = original.parameter

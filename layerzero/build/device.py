@@ -77,12 +77,11 @@ def _resolve_device(
     mesh: DeviceMesh | None,
 ) -> torch.device:
     rank = own_rank()
-    found: dict[torch.device, tuple[str, str]] = {}
-    """The unit and name of the first parameter on each device."""
+    found: dict[torch.device, str] = {}
+    """The name of the first parameter on each device."""
     for plan in plans:
         if plan.existing is not None and plan.existing.handles:
-            name = plan.existing.handles[0].fqns[0]
-            found.setdefault(plan.existing.context.device, (plan.label, name))
+            found.setdefault(plan.existing.context.device, plan.existing.handles[0].fqns[0])
         for original in plan.originals:
             problem = _problem_of(original.parameter, original)
             if problem is not None:
@@ -90,17 +89,14 @@ def _resolve_device(
                     f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}"
                 )
             if not original.parameter.is_meta:
-                found.setdefault(original.parameter.device, (plan.label, original.fqn))
+                found.setdefault(original.parameter.device, original.fqn)
     if device is not None:
         return _with_index(torch.device(device))
     if len(found) > 1:
-        labels = {label for label, _ in found.values()}
-        of_one = f"{labels.pop()} (rank {rank}): parameters of one unit"
+        places = " and ".join(f"{place} ({fqn!r})" for place, fqn in found.items())
         raise ValueError(
-            (f"rank {rank}: units of one model" if labels else of_one)
-            + " need one device, got "
-            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
-            + "; move the module first, or pass device="
+            f"rank {rank}: parameters need one device, got {places}; move the module first, or "
+            "pass device="
         )
     if found:
         return next(iter(found))
