@@ -1,8 +1,7 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
-Imported once an argument may be one of FSDP's (`in_our_terms` in zero3.py): construction takes ours
-alone. Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes
-one of its objects has.
+Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes one of
+its objects has.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import Choice, ModelPolicy
-from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, is_of_fsdp
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
@@ -236,4 +235,7 @@ def _run_function(
 
 
 def _is_torchs(value: object, name: str) -> bool:
-    return is_of_fsdp(value) and any(cls.__name__ == name for cls in type(value).__mro__)
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp")
+        for cls in type(value).__mro__
+    )

@@ -33,10 +33,10 @@ from layerzero.config import (
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
-    is_of_fsdp,
 )
 from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
+from layerzero.migrate import to_arguments
 from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
 from layerzero.optim import norm, steps
@@ -514,7 +514,7 @@ def shard_in_place(
         with torch.device("cpu"):
             return shard_in_place(module, given, unknown)
     plan, arguments = plan_on_every_rank(
-        module, given, lambda: in_our_terms(given, unknown), find_features
+        module, given, lambda: to_arguments(given, unknown), find_features
     )
     _refuse_what_is_the_outermost_ones(each.module for each in plan.units)
     shared_with: list[ModuleWrapper] = []
@@ -565,21 +565,6 @@ def shard_in_place(
     norm.make_torchs_global()
     patch_torch()
     return root, shared_with
-
-
-def in_our_terms(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of `ZeRO3` by name; see `to_arguments` in migrate.py.
-
-    Args:
-        unknown: keyword arguments that `ZeRO3` does not have.
-    """
-    policy = given["auto_wrap_policy"]
-    is_plain = policy is None or isinstance(policy, (type, set, frozenset, list, tuple))
-    if is_plain and not unknown and not any(map(is_of_fsdp, given.values())):
-        return given
-    from layerzero.migrate import to_arguments
-
-    return to_arguments(given, unknown)
 
 
 def find_features(

@@ -249,11 +249,13 @@ class UnitArguments:
 
     def compute_dtype(self, original: OriginalParameter) -> torch.dtype:
         """Dtype of a parameter of the unit in forward."""
-        precision = self.mixed_precision
-        keeps = bool(precision.keep_float32) and any(
-            precision.keeps_float32(slot.module) for slot in original.slots
-        )
-        return precision.compute_dtype(original.fqn, original.parameter.dtype, keeps)
+        precision, dtype = self.mixed_precision, original.parameter.dtype
+        is_kept = precision.keep_parameters is not None and precision.keep_parameters(original.fqn)
+        if is_kept or not dtype.is_floating_point:
+            return dtype
+        if any(precision.keeps_float32(slot.module) for slot in original.slots):
+            return torch.float32
+        return precision.param_dtype or dtype
 
     def of_unit(self, plan: UnitPlan, device: torch.device) -> UnitArguments:
         """The arguments of one unit: these, overridden by what `auto_wrap_policy` gave for it.
@@ -309,18 +311,13 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
-        given: all arguments by name, `module` included; and perhaps `root_precision`.
+        given: all arguments by name in our terms (`to_arguments` in migrate.py).
 
     Raises:
         ValueError, TypeError: a bad argument, or a policy and one of its fields both given.
-        RuntimeError: the module is wrapped already.
     """
-    module = given["module"]
-    check_module(module)
-    ours: dict[str, Any] = {"root_precision": given["mixed_precision"], **given}
-    ours.update(check(**ours))
-    if ours["ignored_modules"]:
-        _check_ignored(module, ours["ignored_modules"])
+    ours = {**given, **check(**given)}
+    _check_ignored(given["module"], ours["ignored_modules"])
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = ours["layout"]
     chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
@@ -334,13 +331,8 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
 
 def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if module is root:
+        if module is root or get_unit(module) is not None:
             raise ValueError(
-                f"ignored_modules: contains the wrapped {type(root).__name__} itself, so nothing "
-                "would be left to shard; do not wrap it, or list modules inside it"
-            )
-        if get_unit(module) is not None:
-            raise ValueError(
-                f"ignored_modules: contains a {type(module).__name__} that is sharded already; "
-                "remove it from the list: units of an earlier ZeRO3 stay as they are"
+                f"ignored_modules: contains a {type(module).__name__} that is the wrapped module "
+                "itself or sharded already; list modules inside that are to stay whole"
             )

@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("device='cuda:99'.*torch finds", {"device": "cuda:99"}),
     ("ignored_modules: expected modules, got str", {"ignored_modules": ["head"]}),
     ("ignored_modules: expected an iterable", _ignores(lambda model: model.head)),
-    ("ignored_modules: contains the wrapped Mlp itself", _ignores(lambda model: [model])),
+    ("ignored_modules: contains a Mlp that is the wrapped", _ignores(lambda model: [model])),
     ("parameters, got Linear", _ignores(lambda model: [model.head], "ignored_parameters")),
     ("auto_wrap_policy: expected a set.*got 'Block'$", {"auto_wrap_policy": "Block"}),
     ("auto_wrap_policy: expected a set", {"auto_wrap_policy": {Block: {"timeout": 1}}}),
