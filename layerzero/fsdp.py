@@ -107,7 +107,7 @@ def fully_shard(
     modules = _outermost([module] if isinstance(module, nn.Module) else module)
     for each in modules:
         _check_module(each)
-    top = modules[0] if len(modules) == 1 else _Together(modules)
+    top = modules[0] if len(modules) == 1 else _Together(*modules)
     _check_placements(top, shard_placement_fn)
     ignored, values = ignored_params or set(), (*top.parameters(), *top.buffers())
     given = {
@@ -205,16 +205,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     return {"zero3_size": value, "outer": "shard", "reshard_after_forward": "compute_shard"}
 
 
-class _Together(nn.Module):
-    """The modules of a list, under numbers."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for number, module in enumerate(modules):
-            self.add_module(str(number), module)
-
-    def forward(self) -> NoReturn:
-        raise NotImplementedError("each of its modules is called by itself")
+class _Together(nn.Sequential):
+    """The modules of a list, under numbers; each is called by itself."""
 
 
 def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootState) -> None:

@@ -40,11 +40,28 @@ def resolve_device(
         ValueError: parameters are on several devices and `device` is None, a parameter cannot be
             sharded, the engine cannot run on the device, or the device is not of the mesh's type.
     """
-    target = _resolve_device(device, plans, process_group, mesh)
-    check_device_type(target, f"rank {own_rank()}: parameters go to {target}")
+    rank, found = own_rank(), _devices_of(plans)
+    if device is not None:
+        target = _with_index(torch.device(device))
+    elif len(found) > 1:
+        places = " and ".join(f"{place} ({fqn!r})" for place, fqn in found.items())
+        raise ValueError(
+            f"rank {rank}: parameters need one device, got {places}; move the module first, or "
+            "pass device="
+        )
+    elif found:
+        target = next(iter(found))
+    elif mesh is not None:
+        target = _with_index(torch.device(mesh.device_type))
+    else:
+        config = dist.get_backend_config(resolve_process_groups(process_group)[0])
+        kinds = [part.partition(":")[0] for part in config.split(",")]
+        accelerator, host = current_accelerator(), torch.device("cpu")
+        target = accelerator if accelerator and accelerator.type in kinds else host
+    check_device_type(target, f"rank {rank}: parameters go to {target}")
     if mesh is not None and target.type != mesh.device_type:
         raise ValueError(
-            f"rank {own_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"rank {rank}: parameters go to {target}, but the DTensors among them are "
             f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
             f"device={mesh.device_type!r}"
         )
@@ -70,15 +87,9 @@ def check_device_type(device: torch.device, what: str) -> None:
         raise ValueError(f"{what}: torch finds no such device here")
 
 
-def _resolve_device(
-    device: torch.device | str | int | None,
-    plans: list[UnitPlan],
-    process_group: dist.ProcessGroup | DeviceMesh | None,
-    mesh: DeviceMesh | None,
-) -> torch.device:
-    rank = own_rank()
+def _devices_of(plans: list[UnitPlan]) -> dict[torch.device, str]:
+    """The name of the first parameter on each device; raises if one cannot be sharded."""
     found: dict[torch.device, str] = {}
-    """The name of the first parameter on each device."""
     for plan in plans:
         if plan.existing is not None and plan.existing.handles:
             found.setdefault(plan.existing.context.device, plan.existing.handles[0].fqns[0])
@@ -86,28 +97,11 @@ def _resolve_device(
             problem = _problem_of(original.parameter, original)
             if problem is not None:
                 raise ValueError(
-                    f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}"
+                    f"{plan.label} (rank {own_rank()}): parameter {original.fqn!r} {problem}"
                 )
             if not original.parameter.is_meta:
                 found.setdefault(original.parameter.device, original.fqn)
-    if device is not None:
-        return _with_index(torch.device(device))
-    if len(found) > 1:
-        places = " and ".join(f"{place} ({fqn!r})" for place, fqn in found.items())
-        raise ValueError(
-            f"rank {rank}: parameters need one device, got {places}; move the module first, or "
-            "pass device="
-        )
-    if found:
-        return next(iter(found))
-    if mesh is not None:
-        return _with_index(torch.device(mesh.device_type))
-    config = dist.get_backend_config(resolve_process_groups(process_group)[0])
-    backends = dict(part.split(":") for part in config.split(","))
-    accelerator = current_accelerator()
-    if accelerator is not None and backends.get(accelerator.type):
-        return accelerator
-    return torch.device("cpu")
+    return found
 
 
 def current_accelerator() -> torch.device | None:
