@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -63,12 +63,12 @@ def to_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> dict[s
     check_module(given["module"])
     _refuse_unknown(unknown, given)
     policy = given["auto_wrap_policy"]
-    precision = to_precision(given["mixed_precision"], given["module"], policy is not None)
+    of_units, of_root = to_precision(given["mixed_precision"], given["module"], policy is not None)
     return {
         **given,
         "auto_wrap_policy": to_policy(policy),
-        "mixed_precision": precision.units,
-        "root_precision": precision.root,
+        "mixed_precision": of_units,
+        "root_precision": of_root,
         "backward_prefetch": to_backward_prefetch(given["backward_prefetch"]),
         "offload": to_offload(given["offload"]),
     }
@@ -85,17 +85,10 @@ def _refuse_unknown(unknown: Mapping[str, Any], accepted: Collection[str]) -> No
         raise TypeError(f"ZeRO3 has no argument {name} (got {name}={value!r}): {advice}")
 
 
-class Precision(NamedTuple):
-    """A `mixed_precision` argument, converted to ours."""
-
-    units: MixedPrecision | None
-    root: MixedPrecision | None
-    """Precision of the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
-    `cast_root_forward_inputs`."""
-
-
-def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Precision:
-    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged.
+def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> tuple[Any, Any]:
+    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged:
+    the precision of units, and that of the root unit, which differs in FSDP1's
+    `cast_root_forward_inputs` only.
 
     Args:
         module: the model; classes that FSDP1 keeps in float32 (batch norm by default) are looked up
@@ -110,9 +103,9 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
             output_dtype=value.output_dtype,
             cast_forward_inputs=value.cast_forward_inputs,
         )
-        return Precision(ours, ours)
+        return ours, ours
     if not _is_torchs(value, "MixedPrecision"):
-        return Precision(value, value)
+        return value, value
     if value.keep_low_precision_grads:
         raise ValueError(
             "mixed_precision: keep_low_precision_grads=True has no counterpart: gradients have "
@@ -128,7 +121,7 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
         keep_float32=found,
     )
     casts = value.cast_forward_inputs or value.cast_root_forward_inputs
-    return Precision(ours, replace(ours, cast_forward_inputs=casts))
+    return ours, replace(ours, cast_forward_inputs=casts)
 
 
 def to_offload(value: Any) -> Any:
@@ -190,7 +183,7 @@ def _in_our_terms(own: Choice, module: nn.Module, fqn: str) -> Choice:
     if "offload" in ours:
         ours["offload"] = to_offload(ours["offload"])
     if "mixed_precision" in ours:
-        ours["mixed_precision"] = to_precision(ours["mixed_precision"], module).units
+        ours["mixed_precision"] = to_precision(ours["mixed_precision"], module)[0]
     return ours
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -137,10 +137,8 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
     for slot in original.slots:
         if isinstance(slot.module, torch.jit.ScriptModule):
             return (
-                "is in a scripted or traced module, whose code reads parameters where Python "
-                "cannot replace them; use the Python module that was scripted, and compile() "
-                "instead of torch.jit, or, if nothing in it is trained, add the scripted module to "
-                "ignored_modules, which stay whole on every rank"
+                "is in a scripted or traced module, where Python cannot replace it; use the Python "
+                "module and compile() or, if nothing in it is trained, ignored_modules"
             )
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; expected a dense parameter"
@@ -236,22 +234,25 @@ class _Held(NamedTuple):
     start: int
     stop: int
     name: str
-    is_ignored: bool
+    is_sharded: bool
 
 
 def refuse_shared_memory(
-    sharded: Iterable[tuple[str, nn.Parameter]], ignored: Iterable[tuple[str, nn.Parameter]]
+    named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
 ) -> None:
     """Raise ValueError if the memory of two parameters overlaps, and one of them is to be sharded.
+
+    Args:
+        sharded: the ids of those that are to be.
 
     Each would become shards of its own. Takes n log n steps for n parameters, and reads no values.
     """
     around: list[_Held] = []
     """Parameters before, in memory, that end behind the start of this one."""
-    for held in sorted([*_memory_of(sharded, False), *_memory_of(ignored, True)]):
+    for held in sorted(_memory_of(named, sharded)):
         around = [one for one in around if one.device == held.device and one.stop > held.start]
         for one in around:
-            if not (one.is_ignored and held.is_ignored):
+            if one.is_sharded or held.is_sharded:
                 raise ValueError(
                     f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
                     "memory: each would get shards of its own, and a write to one would no longer "
@@ -262,7 +263,9 @@ def refuse_shared_memory(
         around.append(held)
 
 
-def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> Iterator[_Held]:
+def _memory_of(
+    named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
+) -> Iterator[_Held]:
     for name, parameter in named:
         if get_info(parameter) is not None or foreign_class(parameter) is not None:
             continue
@@ -273,4 +276,5 @@ def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> I
             start = local.data_ptr()
             steps = zip(local.shape, local.stride(), strict=True)
             stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
-            yield _Held(str(local.device), start, stop, clean_name(name), is_ignored)
+            is_sharded = id(parameter) in sharded
+            yield _Held(str(local.device), start, stop, clean_name(name), is_sharded)

@@ -14,7 +14,6 @@ from layerzero.build.arguments import Arguments, UnitArguments, effective_offloa
 from layerzero.build.device import refuse_shared_memory, resolve_device, tensor_parallel_mesh
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
-from layerzero.flat.names import clean_name
 from layerzero.flat.placement import Placement
 from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState
@@ -142,8 +141,9 @@ def plan_wrapping(
     dense = [unit for unit in units if id(unit) not in groups]
     mesh = tensor_parallel_mesh(dense, None if planned_for else everyone)
     device = resolve_device(given.device, units, given.process_group, mesh)
-    sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
-    refuse_shared_memory(sharded, _others(module, sharded) if ignored.members else ())
+    sharded = {id(each.parameter) for unit in units for each in unit.originals}
+    # Bypass an override, which may return less.
+    refuse_shared_memory(nn.Module.named_parameters(module), sharded)
     return WrapPlan(
         units=units,
         visits=visits,
@@ -155,16 +155,6 @@ def plan_wrapping(
         ignored=ignored,
         ignored_parameters=ignored_parameters,
     )
-
-
-def _others(
-    module: nn.Module, sharded: Sequence[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are not to be sharded, with their names."""
-    inside = {id(parameter) for _, parameter in sharded}
-    # Bypass an override, which may return less.
-    named = nn.Module.named_parameters(module)
-    return [(clean_name(name), each) for name, each in named if id(each) not in inside]
 
 
 def _arguments_of(

@@ -138,8 +138,8 @@ def test_dtypes_and_other_choices_of_torch_are_ours() -> None:
     assert of_units == MixedPrecision(**ours, cast_forward_inputs=False)
     assert of_root == MixedPrecision(**ours), "FSDP1 casts the inputs of the root"
     without_policy = to_precision(fsdp.MixedPrecision(**half), model, has_policy=False)
-    assert without_policy.root == MixedPrecision(**half)
-    assert to_precision(fsdp.MixedPrecision(), nn.Linear(2, 2)).root == MixedPrecision()
+    assert without_policy[1] == MixedPrecision(**half)
+    assert to_precision(fsdp.MixedPrecision(), nn.Linear(2, 2))[1] == MixedPrecision()
     as_fsdp2 = fsdp.MixedPrecisionPolicy(**half, output_dtype=torch.float32)
     expected = MixedPrecision(**half, output_dtype=torch.float32)
     assert to_precision(as_fsdp2, model) == (expected, expected)
