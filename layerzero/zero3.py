@@ -622,16 +622,11 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
         root = None if unit is None else root_if_alive(unit)
         if root is None or root.units[0] is not unit:
             continue
-        for name, is_used in (
-            ("memory_budget", root.learner is not None),
-            ("arena", root.arguments.arena),
-            ("register_comm_hook", root.extensions.reduce),
-        ):
-            if is_used:
-                raise ValueError(
-                    f"{name}: was used on a ZeRO3 module inside, but it is the whole model's; wrap "
-                    "all modules first, and use it on the outermost one alone"
-                )
+        if root.learner is not None or root.arguments.arena or root.extensions.reduce:
+            raise ValueError(
+                "memory_budget, arena, register_comm_hook: one was used on a ZeRO3 module inside, "
+                "but is the whole model's; wrap all modules first, and use it on the outermost one"
+            )
 
 
 def _import_watchers() -> None:

@@ -135,6 +135,7 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
         "experts": list(_experts(plan)),
         "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
         "arguments": list(_arguments(plan, given, num_inner)),
+        # Those of units wrapped before were compared then.
         "parameters": [row for unit in dense for row in _parameters(unit, plan, names)],
         "units": list(_units(dense, plan)),
         "modules": list(_modules(plan)),
@@ -190,8 +191,6 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
 
 def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:
     """A row for each parameter; `names` are those of modules, keyed by id."""
-    if unit.existing is not None:
-        return  # Compared when it was wrapped.
     arguments, label = plan.arguments[id(unit)], unit.label
     for original in unit.originals:
         parameter = original.parameter
