@@ -41,15 +41,13 @@ def _summary(module: nn.Module, root: RootState) -> str:
 
 
 def _placements(units: Sequence[Unit]) -> list[str]:
-    by_placement: dict[str, list[str]] = {}
+    by_placement: dict[str, dict[str, None]] = {}
     for unit in units:
         for handle in unit.handles:
             placement = handle.placement
             seconds = placement.shard_group.timeout.total_seconds()
             text = f"{placement}, {placement.shard_group.backend}, timeout {seconds:g} s"
-            labels = by_placement.setdefault(text, [])
-            if unit.label not in labels:
-                labels.append(unit.label)
+            by_placement.setdefault(text, {})[unit.label] = None
     return [f"{text}: {some(labels)}" for text, labels in by_placement.items()]
 
 

@@ -268,9 +268,7 @@ class UnitArguments:
         if plan.existing is not None:
             return self
         try:
-            mine = self
-            if plan.arguments:
-                mine = self._overridden(plan.arguments, device)
+            mine = self._overridden(plan.arguments, device) if plan.arguments else self
             reshard = mine.reshard_after_forward
             if callable(reshard):
                 chosen = reshard(plan.chosen, plan.fqn)

@@ -87,18 +87,13 @@ class Exchange:
         """Raise ValueError on every rank: how rows, of which the hashes differ, differ from the
         first rank's. `what`: what was given them, such as "ZeRO3"."""
         rank, first = self.first([own_rank(), rows])
-        ranks_of_text: dict[str, list[int]] = {}
-        for number, each in self.texts(_difference(rows, first, rank)).items():
-            ranks_of_text.setdefault(each, []).append(number)
-        listed = []
-        for text, ranks in ranks_of_text.items():
-            row = text.partition("\0")[2]
-            listed.append(f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
-        section = next(iter(ranks_of_text)).partition("\0")[0]
+        texts = self.texts(_difference(rows, first, rank))
+        text = next(iter(texts.values()))
+        ranks = [number for number, each in texts.items() if each == text]
+        section, row = text.split("\0", 1)
+        has = f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}"
         advice = _ADVICE.get(section, "give every rank the same")
-        raise ValueError(
-            f"{what}: {section} differ between ranks: {'; '.join(listed[:4])}; {advice}"
-        )
+        raise ValueError(f"{what}: {section} differ between ranks: {has}; {advice}")
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by global rank."""

@@ -35,8 +35,6 @@ _WINDOW = 16
 """Elements whose order is compared: a block of torch's normal numbers on the CPU."""
 _NUM_SAMPLES = 64
 """Elements of a shard by which it is recognised."""
-_DRAWN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of which torch draws random numbers."""
 _MOST_SHARDS = 16
 """Shards that are looked at: what all ranks do shows in a few."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -163,7 +161,7 @@ class EqualDraws:
             for handle in unit.handles
             if handle.placement.num_main_shards > 1
             and handle.main_shard.numel()
-            and handle.main_shard.dtype in _DRAWN
+            and handle.main_shard.is_floating_point()
         }
         self._windows: dict[FlatParamHandle, torch.Tensor] = {}
 
