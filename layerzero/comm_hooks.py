@@ -27,8 +27,6 @@ from layerzero.step.unit import Unit
 
 Reduce = Callable[[FlatParamHandle, ShardGroup, float], torch.Tensor]
 """See `Extension.reduce`."""
-Reduced = Callable[[torch.Tensor], object]
-"""Receives this rank's chunk of the reduced gradients, 1-D, and may write it."""
 
 
 class CommHooks(Extension):
@@ -41,9 +39,8 @@ class CommHooks(Extension):
         return None if function is None else function(handle, group, scale)
 
     def reduced(self, unit: Unit, chunk: torch.Tensor) -> None:
-        function: Reduced | None = unit.comm_hooks.get("after")
-        if function is not None:
-            function(chunk)
+        if "after" in unit.comm_hooks:
+            unit.comm_hooks["after"](chunk)
 
 
 def set_hooks(root: RootState) -> None:

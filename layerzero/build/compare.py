@@ -309,12 +309,11 @@ def settle(
     difference = digests.first_difference()
     text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
     texts = Exchange(placement.groups, device, _VALUES).texts(text)
-    failed = [(rank, each[1:]) for rank, each in texts.items() if each.startswith("\0")]
     if failure is not None:
         raise failure
-    if failed:
-        rank, text = failed[0]
-        raise ValueError(f"rank {rank} could not initialise the model: {text}")
+    for rank, each in texts.items():
+        if each.startswith("\0"):
+            raise ValueError(f"rank {rank} could not initialise the model: {each[1:]}")
     if not texts:
         return None
     order, label, count = min(each.split("\0") for each in texts.values())

@@ -40,11 +40,11 @@ class StrayGradients(Extension):
             self.trainable_changed(unit)
 
     def trainable_changed(self, unit: Unit) -> None:
-        is_first = unit.handles[0].placement.is_first if unit.handles else True
         for handle in unit.handles:
-            for sharded_param in handle.sharded_params if handle.placement.num_ranks > 1 else ():
+            placement = handle.placement
+            for sharded_param in handle.sharded_params if placement.num_ranks > 1 else ():
                 if sharded_param.requires_grad and sharded_param not in self._accumulators:
-                    self._accumulators[sharded_param] = _watch(sharded_param, is_first)
+                    self._accumulators[sharded_param] = _watch(sharded_param, placement.is_first)
 
 
 def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
