@@ -82,7 +82,6 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
     reduce = _by_hook(state, hook)
     for unit in root.units:
         _check(unit)
-    for unit in root.units:
         unit.comm_hooks = {"instead": reduce}
     set_hooks(root)
 

@@ -232,8 +232,6 @@ def size_text(nbytes: int) -> str:
 
 def prefetch_depth(name: str, value: bool | int) -> int:
     """Parse a prefetch depth: False is 0, True is 1, an int is itself. Raises ValueError."""
-    if isinstance(value, bool):
-        return int(value)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{name}: expected a bool or a depth >= 0, got {value!r}")
-    return value
+    return int(value)

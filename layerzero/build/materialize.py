@@ -57,14 +57,13 @@ class Materializer:
     failure: Exception | None
     """The first error of a module that got no values. Later modules are then not initialised; the
     rank goes on, and raises when all ranks exchange their errors (`settle`)."""
-    awaited: list[AwaitedBuffer]
     is_later: bool
     """Whether meta tensors get their values after construction (`param_init_fn="later"`)."""
 
     def __init__(self, device: torch.device, param_init_fn: InitFunction | Later | None) -> None:
         self.failure = None
         self.is_later = param_init_fn == "later"
-        self.awaited = []
+        self.awaited: list[AwaitedBuffer] = []
         self._device = device
         self._init = param_init_fn
         # Keyed by id(original). The value keeps the original alive, so that its id stays unique.
