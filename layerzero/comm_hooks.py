@@ -27,8 +27,6 @@ from layerzero.step.unit import Unit
 
 Reduce = Callable[[FlatParamHandle, ShardGroup, float], torch.Tensor]
 """See `Extension.reduce`."""
-Reduced = Callable[[torch.Tensor], object]
-"""Receives this rank's chunk of the reduced gradients, 1-D, and may write it."""
 
 
 class CommHooks(Extension):
@@ -41,9 +39,8 @@ class CommHooks(Extension):
         return None if function is None else function(handle, group, scale)
 
     def reduced(self, unit: Unit, chunk: torch.Tensor) -> None:
-        function: Reduced | None = unit.comm_hooks.get("after")
-        if function is not None:
-            function(chunk)
+        if "after" in unit.comm_hooks:
+            unit.comm_hooks["after"](chunk)
 
 
 def set_hooks(root: RootState) -> None:
@@ -62,15 +59,10 @@ def set_hooks(root: RootState) -> None:
 
 
 def _check(unit: Unit) -> None:
-    if unit.options.deterministic:
+    if unit.options.deterministic or type(unit.context.transport) is not Transport:
         raise NotImplementedError(
-            f"{unit.label}: a communication hook replaces the sums that deterministic=True fixes; "
-            "leave out one of them"
-        )
-    if type(unit.context.transport) is not Transport:
-        raise NotImplementedError(
-            f"{unit.label}: verify= cannot check what a communication hook sends; leave out one "
-            "of them"
+            f"{unit.label}: a communication hook replaces the sums that deterministic=True fixes "
+            "and verify= checks; leave out one of them"
         )
 
 
@@ -90,7 +82,6 @@ def register(root: RootState, state: object, hook: Callable[..., object]) -> Non
     reduce = _by_hook(state, hook)
     for unit in root.units:
         _check(unit)
-    for unit in root.units:
         unit.comm_hooks = {"instead": reduce}
     set_hooks(root)
 

@@ -123,18 +123,6 @@ class MixedPrecision:
         """Whether the module's own parameters and buffers stay float32."""
         return self.param_dtype is not None and isinstance(module, self.keep_float32)
 
-    def compute_dtype(self, parameter: str, dtype: torch.dtype, keeps_float32: bool) -> torch.dtype:
-        """Dtype in forward of a parameter whose original dtype is `dtype`.
-
-        Args:
-            parameter: name of the parameter.
-            keeps_float32: whether it belongs to a module that stays float32.
-        """
-        kept = self.keep_parameters is not None and self.keep_parameters(parameter)
-        if kept or not dtype.is_floating_point:
-            return dtype
-        return torch.float32 if keeps_float32 else self.param_dtype or dtype
-
     def input_dtype(self, unit_module: nn.Module) -> torch.dtype | None:
         """Dtype to which floating-point inputs of a unit are cast; None: they are not cast."""
         casts = self.cast_forward_inputs and not self.keeps_float32(unit_module)
@@ -244,13 +232,6 @@ def size_text(nbytes: int) -> str:
 
 def prefetch_depth(name: str, value: bool | int) -> int:
     """Parse a prefetch depth: False is 0, True is 1, an int is itself. Raises ValueError."""
-    if isinstance(value, bool):
-        return int(value)
     if not isinstance(value, int) or value < 0:
         raise ValueError(f"{name}: expected a bool or a depth >= 0, got {value!r}")
-    return value
-
-
-def is_of_fsdp(value: object) -> bool:
-    """Whether it is an object of `torch.distributed.fsdp`, which migrate.py converts."""
-    return any(cls.__module__.startswith("torch.distributed.fsdp") for cls in type(value).__mro__)
+    return int(value)

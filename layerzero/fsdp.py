@@ -107,7 +107,7 @@ def fully_shard(
     modules = _outermost([module] if isinstance(module, nn.Module) else module)
     for each in modules:
         _check_module(each)
-    top = modules[0] if len(modules) == 1 else _Together(modules)
+    top = modules[0] if len(modules) == 1 else _Together(*modules)
     _check_placements(top, shard_placement_fn)
     ignored, values = ignored_params or set(), (*top.parameters(), *top.buffers())
     given = {
@@ -185,10 +185,6 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh: expected a DeviceMesh or None, got {mesh!r}")
-    if mesh is not None and mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh is not None and mesh.ndim == 2 and not mesh.mesh_dim_names:
-        raise ValueError(f"fully_shard: mesh: two axes need mesh_dim_names, got {mesh}")
     num_copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 0
     arguments: dict[str, Any] = {"outer": "replicate"} if num_copies > 1 else {}
     if value is None or isinstance(value, bool):
@@ -209,16 +205,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     return {"zero3_size": value, "outer": "shard", "reshard_after_forward": "compute_shard"}
 
 
-class _Together(nn.Module):
-    """The modules of a list, under numbers."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for number, module in enumerate(modules):
-            self.add_module(str(number), module)
-
-    def forward(self) -> NoReturn:
-        raise NotImplementedError("each of its modules is called by itself")
+class _Together(nn.Sequential):
+    """The modules of a list, under numbers; each is called by itself."""
 
 
 def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootState) -> None:

@@ -1,8 +1,7 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
 
-Imported once an argument may be one of FSDP's (`in_our_terms` in zero3.py): construction takes ours
-alone. Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes
-one of its objects has.
+Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes one of
+its objects has.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from layerzero.build.arguments import check_module
 from layerzero.build.wrap import Choice, ModelPolicy
-from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, is_of_fsdp
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
@@ -63,12 +63,12 @@ def to_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> dict[s
     check_module(given["module"])
     _refuse_unknown(unknown, given)
     policy = given["auto_wrap_policy"]
-    precision = to_precision(given["mixed_precision"], given["module"], policy is not None)
+    of_units, of_root = to_precision(given["mixed_precision"], given["module"], policy is not None)
     return {
         **given,
         "auto_wrap_policy": to_policy(policy),
-        "mixed_precision": precision.units,
-        "root_precision": precision.root,
+        "mixed_precision": of_units,
+        "root_precision": of_root,
         "backward_prefetch": to_backward_prefetch(given["backward_prefetch"]),
         "offload": to_offload(given["offload"]),
     }
@@ -85,17 +85,10 @@ def _refuse_unknown(unknown: Mapping[str, Any], accepted: Collection[str]) -> No
         raise TypeError(f"ZeRO3 has no argument {name} (got {name}={value!r}): {advice}")
 
 
-class Precision(NamedTuple):
-    """A `mixed_precision` argument, converted to ours."""
-
-    units: MixedPrecision | None
-    root: MixedPrecision | None
-    """Precision of the root unit. It differs in `cast_forward_inputs` only: FSDP1 has a separate
-    `cast_root_forward_inputs`."""
-
-
-def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Precision:
-    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged.
+def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> tuple[Any, Any]:
+    """Convert torch's `MixedPrecision` and `MixedPrecisionPolicy`; return anything else unchanged:
+    the precision of units, and that of the root unit, which differs in FSDP1's
+    `cast_root_forward_inputs` only.
 
     Args:
         module: the model; classes that FSDP1 keeps in float32 (batch norm by default) are looked up
@@ -110,9 +103,9 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
             output_dtype=value.output_dtype,
             cast_forward_inputs=value.cast_forward_inputs,
         )
-        return Precision(ours, ours)
+        return ours, ours
     if not _is_torchs(value, "MixedPrecision"):
-        return Precision(value, value)
+        return value, value
     if value.keep_low_precision_grads:
         raise ValueError(
             "mixed_precision: keep_low_precision_grads=True has no counterpart: gradients have "
@@ -120,20 +113,15 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> Prec
         )
     kept = tuple(value._module_classes_to_ignore) if has_policy else ()
     found = tuple(cls for cls in kept if any(isinstance(each, cls) for each in module.modules()))
-    of_units, of_root = (
-        MixedPrecision(
-            param_dtype=value.param_dtype,
-            reduce_dtype=value.reduce_dtype,
-            buffer_dtype=value.buffer_dtype,
-            cast_forward_inputs=casts,
-            keep_float32=found,
-        )
-        for casts in (
-            value.cast_forward_inputs,
-            value.cast_forward_inputs or value.cast_root_forward_inputs,
-        )
+    ours = MixedPrecision(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype,
+        buffer_dtype=value.buffer_dtype,
+        cast_forward_inputs=value.cast_forward_inputs,
+        keep_float32=found,
     )
-    return Precision(of_units, of_root)
+    casts = value.cast_forward_inputs or value.cast_root_forward_inputs
+    return ours, replace(ours, cast_forward_inputs=casts)
 
 
 def to_offload(value: Any) -> Any:
@@ -195,7 +183,7 @@ def _in_our_terms(own: Choice, module: nn.Module, fqn: str) -> Choice:
     if "offload" in ours:
         ours["offload"] = to_offload(ours["offload"])
     if "mixed_precision" in ours:
-        ours["mixed_precision"] = to_precision(ours["mixed_precision"], module).units
+        ours["mixed_precision"] = to_precision(ours["mixed_precision"], module)[0]
     return ours
 
 
@@ -240,4 +228,7 @@ def _run_function(
 
 
 def _is_torchs(value: object, name: str) -> bool:
-    return is_of_fsdp(value) and any(cls.__name__ == name for cls in type(value).__mro__)
+    return any(
+        cls.__name__ == name and cls.__module__.startswith("torch.distributed.fsdp")
+        for cls in type(value).__mro__
+    )

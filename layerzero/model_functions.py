@@ -11,8 +11,6 @@ from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Hold, ShardState, Unit, get_unit
 
-_EXPLICIT = int(Hold.EXPLICIT)
-
 
 class UnshardHandle:
     """An explicit `unshard` under way, as `unshard(async_op=True)` returns it."""

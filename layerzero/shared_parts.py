@@ -49,14 +49,12 @@ def models_that_share(
         for model in filter(None, (reference() for reference in members)):
             if id(model.module) not in inside and id(model) not in found:
                 found[id(model)] = model
-                _check(
-                    model, root, given, f"ZeRO3: this model shares {plan.label!r} with a wrapped "
-                )
+                _check(model, root, given, plan.label)
     return list(found.values())
 
 
-def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -> None:
-    what += type(model.module).__name__
+def _check(model: ModuleWrapper, root: RootState, given: Arguments, label: str) -> None:
+    what = f"ZeRO3: this model shares {label!r} with a wrapped {type(model.module).__name__}"
     theirs = root.arguments
     root.check_between_steps(f"{what}, which is in forward or backward; wrap it between steps")
     for name in _OF_THE_ROOT:
@@ -65,13 +63,11 @@ def _check(model: ModuleWrapper, root: RootState, given: Arguments, what: str) -
             raise ValueError(
                 f"{what}, so both need the same {name}: expected {other!r}, got {ours!r}"
             )
-    has = {
-        "a memory_budget": theirs.memory_budget is not None,
-        "a hook of register_comm_hook": bool(root.extensions.reduce),
-        "an optimizer in step_in_backward": root.reducer.step_by is not None,
-    }
-    for thing in (thing for thing, is_there in has.items() if is_there):
-        raise NotImplementedError(f"{what} with {thing}, which models that share units cannot have")
+    if theirs.memory_budget is not None or root.extensions.reduce or root.reducer.step_by:
+        raise NotImplementedError(
+            f"{what}; models that share units can have no memory_budget, register_comm_hook or "
+            "step_in_backward"
+        )
 
 
 def join(

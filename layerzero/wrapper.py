@@ -213,8 +213,7 @@ def _delegating(name: str) -> Callable[..., Any]:
 
 
 for _name in _METHODS:
-    if hasattr(nn.Module, _name):
-        setattr(ModuleWrapper, _name, _delegating(_name))
+    setattr(ModuleWrapper, _name, _delegating(_name))
 
 
 def _delegating_special(name: str) -> Callable[..., Any]:

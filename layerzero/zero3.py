@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero import guards
 from layerzero.build.arguments import Arguments
-from layerzero.build.build import Parts, build
+from layerzero.build.build import build
 from layerzero.build.plan import AnyGroup, Feature
 from layerzero.build.topology import agree_on_topology, plan_on_every_rank
 from layerzero.build.wrap import UnitPlan, WrapPolicy
@@ -33,10 +33,10 @@ from layerzero.config import (
     ReductionPolicy,
     ReshardAfterForward,
     Verify,
-    is_of_fsdp,
 )
 from layerzero.flat.groups import require_timeout
 from layerzero.flat.parameter_info import get_info
+from layerzero.migrate import to_arguments
 from layerzero.model_functions import UnitMethods
 from layerzero.notices import warn_once
 from layerzero.optim import norm, steps
@@ -336,11 +336,13 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
                 be shorter than the model's `timeout`.
 
         Raises:
-            TypeError, ValueError: not such keywords.
+            TypeError, ValueError, OverflowError: not such keywords; from `datetime.timedelta`.
             RuntimeError: inside forward or backward, where waits may have begun already.
             CollectiveError: a collective of this model failed before.
         """
-        return _phase(self._root_state, _duration(keywords))
+        limit = timedelta(**keywords)
+        require_timeout(limit)
+        return _phase(self._root_state, limit)
 
     def join_hook(self, **options: Any) -> JoinHook:
         """Called by torch's `Join`, inside which ranks may run out of batches. Collective.
@@ -512,7 +514,7 @@ def shard_in_place(
         with torch.device("cpu"):
             return shard_in_place(module, given, unknown)
     plan, arguments = plan_on_every_rank(
-        module, given, lambda: in_our_terms(given, unknown), find_features
+        module, given, lambda: to_arguments(given, unknown), find_features
     )
     _refuse_what_is_the_outermost_ones(each.module for each in plan.units)
     shared_with: list[ModuleWrapper] = []
@@ -521,8 +523,7 @@ def shard_in_place(
 
         shared_with = models_that_share(module, plan.units, arguments)
     topology = agree_on_topology(plan, arguments)
-    parts = Parts(name_in_state_dicts=module_state.install)
-    root = build(plan, topology, arguments, parts)
+    root = build(plan, topology, arguments, module_state.install)
     if arguments.verify is not None:
         from layerzero.verify.verifier import Verifier
 
@@ -555,7 +556,7 @@ def shard_in_place(
         if _logger.isEnabledFor(logging.INFO):
             from layerzero.log import log_units
 
-            log_units(module, plan, root)
+            log_units(module, root)
     if arguments.memory_budget is not None:
         from layerzero.memory_budget import Learner
 
@@ -566,31 +567,16 @@ def shard_in_place(
     return root, shared_with
 
 
-def in_our_terms(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of `ZeRO3` by name; see `to_arguments` in migrate.py.
-
-    Args:
-        unknown: keyword arguments that `ZeRO3` does not have.
-    """
-    policy = given["auto_wrap_policy"]
-    is_plain = policy is None or isinstance(policy, (type, set, frozenset, list, tuple))
-    if is_plain and not unknown and not any(map(is_of_fsdp, given.values())):
-        return given
-    from layerzero.migrate import to_arguments
-
-    return to_arguments(given, unknown)
-
-
 def find_features(
     module: nn.Module,
     given: Arguments,
     units: Sequence[UnitPlan],
-    everyone: Callable[[], tuple[int, ...]],
+    everyone: tuple[int, ...],
 ) -> list[Feature]:
     """The features that take part in the construction of a model. Not collective.
 
     Args:
-        everyone: returns the ranks that share the model.
+        everyone: the ranks that share the model.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
@@ -617,19 +603,6 @@ def _phase(root: RootState, limit: timedelta) -> Iterator[None]:
         yield
 
 
-def _duration(keywords: Mapping[str, float]) -> timedelta:
-    """The `timedelta` of the keywords of `model.timeout`; raises as that does."""
-    try:
-        limit = timedelta(**keywords)
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"timeout: {error}; expected keywords of datetime.timedelta, such as minutes=30"
-        ) from None
-    require_timeout(limit)
-    return limit
-
-
 def keep_root(module: nn.Module, root: RootState, wrapper: nn.Module) -> None:
     """Let `module` own the root. The model counts as wrapped while `wrapper` or `module` lives."""
     # Only the outermost module holds root state; drop those of models that joined this one.
@@ -649,16 +622,11 @@ def _refuse_what_is_the_outermost_ones(units: Iterable[nn.Module]) -> None:
         root = None if unit is None else root_if_alive(unit)
         if root is None or root.units[0] is not unit:
             continue
-        for name, is_used in (
-            ("memory_budget", root.learner is not None),
-            ("arena", root.arguments.arena),
-            ("register_comm_hook", root.extensions.reduce),
-        ):
-            if is_used:
-                raise ValueError(
-                    f"{name}: was used on a ZeRO3 module inside, but it is the whole model's; wrap "
-                    "all modules first, and use it on the outermost one alone"
-                )
+        if root.learner is not None or root.arguments.arena or root.extensions.reduce:
+            raise ValueError(
+                "memory_budget, arena, register_comm_hook: one was used on a ZeRO3 module inside, "
+                "but is the whole model's; wrap all modules first, and use it on the outermost one"
+            )
 
 
 def _import_watchers() -> None:

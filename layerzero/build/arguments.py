@@ -35,7 +35,7 @@ from layerzero.config import (
     prefetch_depth,
 )
 from layerzero.flat.flatten import OriginalParameter
-from layerzero.flat.groups import require_timeout, resolve_process_groups
+from layerzero.flat.groups import require_timeout
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
 from layerzero.notices import warn_once
@@ -65,13 +65,10 @@ def _device(name: str, value: Any) -> Any:
 
 def named_device(device: object) -> torch.device:
     """The device that an argument names; it need not exist here."""
-    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(
-            f"device: expected a torch.device, a string such as 'cuda:0', the index of an "
-            f"accelerator or None, got {device!r}"
-        )
+    kinds = torch.device, str, int
+    named = one_of("a torch.device, 'cuda:0', an index or None", *kinds)("device", device)
     try:
-        return torch.device(device)
+        return torch.device(named)
     except RuntimeError as error:
         raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
 
@@ -80,16 +77,12 @@ def _several(kind: type[Any], what: str) -> Check:
     """A check that the value lists modules or parameters; it becomes a tuple."""
 
     def listed(name: str, values: Any) -> tuple[Any, ...]:
-        is_one = isinstance(values, (str, torch.Tensor))
-        if is_one or not isinstance(values, Iterable):
-            got = type(values).__name__ if isinstance(values, nn.Module) else repr(values)
-            raise TypeError(f"{name}: expected an iterable of {what}, got {got}")
+        if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Iterable):
+            raise TypeError(f"{name}: expected an iterable of {what}, got {type(values).__name__}")
         found = tuple(values)
         for value in found:
             if not isinstance(value, kind):
-                is_object = isinstance(value, (nn.Module, torch.Tensor))
-                got = type(value).__name__ if is_object else repr(value)
-                raise TypeError(f"{name}: expected {what}, got {got}")
+                raise TypeError(f"{name}: expected {what}, got {type(value).__name__}")
         return found
 
     return listed
@@ -108,25 +101,17 @@ def _row_multiple(name: str, layout: Any) -> int | None:
 
 def _memory_budget(name: str, value: Any) -> int | None:
     """The budget in bytes."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(
-            f"{name}: expected a size such as '40GB', bytes (an int) or None, got {value!r}"
-        )
-    return parse_nbytes(value, name)
+    one_of("a size such as '40GB', bytes (an int) or None", int, str, None)(name, value)
+    return None if value is None else parse_nbytes(value, name)
 
 
 def _resharding(name: str, value: Any) -> ReshardAfterForward:
     if isinstance(value, bool) or value == "compute_shard":
         return value
-    advice = ""
-    if isinstance(value, int):
-        advice = (
-            f"; use True for shards over all ranks, or over {value} of them zero3_size={value}, "
-            "outer='shard', reshard_after_forward='compute_shard'"
-        )
-    raise ValueError(f"{name}: expected True, False or 'compute_shard', got {value!r}{advice}")
+    raise ValueError(
+        f"{name}: expected True, False or 'compute_shard', got {value!r} "
+        "(docs/reference/migrating.md: reshard_after_forward=int)"
+    )
 
 
 def _gather_limit(name: str, value: Any) -> Any:
@@ -185,14 +170,7 @@ def check(**given: Any) -> dict[str, Any]:
 
 def check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        several = (
-            ": put one module around them, or leave them to the unit around them "
-            "(docs/reference/migrating.md)"
-        )
-        raise TypeError(
-            f"ZeRO3: expected an nn.Module, got {type(module).__name__}"
-            + (several if isinstance(module, (list, tuple)) else "")
-        )
+        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
     unit = get_unit(module)
     if unit is None:
         return
@@ -220,8 +198,6 @@ class Arguments:
     """The checked arguments of `ZeRO3`, which documents them."""
 
     process_group: dist.ProcessGroup | DeviceMesh | None
-    group: dist.ProcessGroup
-    """The first group of `process_group`; its backends stand for all of them."""
     zero3_size: int | None
     outer: Outer
     auto_wrap_policy: WrapPolicy
@@ -273,11 +249,13 @@ class UnitArguments:
 
     def compute_dtype(self, original: OriginalParameter) -> torch.dtype:
         """Dtype of a parameter of the unit in forward."""
-        precision = self.mixed_precision
-        keeps = bool(precision.keep_float32) and any(
-            precision.keeps_float32(slot.module) for slot in original.slots
-        )
-        return precision.compute_dtype(original.fqn, original.parameter.dtype, keeps)
+        precision, dtype = self.mixed_precision, original.parameter.dtype
+        is_kept = precision.keep_parameters is not None and precision.keep_parameters(original.fqn)
+        if is_kept or not dtype.is_floating_point:
+            return dtype
+        if any(precision.keeps_float32(slot.module) for slot in original.slots):
+            return torch.float32
+        return precision.param_dtype or dtype
 
     def of_unit(self, plan: UnitPlan, device: torch.device) -> UnitArguments:
         """The arguments of one unit: these, overridden by what `auto_wrap_policy` gave for it.
@@ -290,9 +268,7 @@ class UnitArguments:
         if plan.existing is not None:
             return self
         try:
-            mine = self
-            if plan.arguments:
-                mine = self._overridden(plan.arguments, device)
+            mine = self._overridden(plan.arguments, device) if plan.arguments else self
             reshard = mine.reshard_after_forward
             if callable(reshard):
                 chosen = reshard(plan.chosen, plan.fqn)
@@ -329,32 +305,17 @@ def effective_offload(offload: OffloadPolicy | None, device: torch.device) -> Of
     return offload
 
 
-def _first_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group whose backends help to choose the device. Not collective."""
-    return resolve_process_groups(process_group)[0]
-
-
-def check_arguments(
-    given: Mapping[str, Any],
-    find_group: Callable[[Any], dist.ProcessGroup] = _first_group,
-) -> Arguments:
+def check_arguments(given: Mapping[str, Any]) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
-        given: all arguments by name, `module` included; and perhaps `root_precision`.
-        find_group: what to call instead of `_first_group`.
+        given: all arguments by name in our terms (`to_arguments` in migrate.py).
 
     Raises:
         ValueError, TypeError: a bad argument, or a policy and one of its fields both given.
-        RuntimeError: the module is wrapped already.
     """
-    module = given["module"]
-    check_module(module)
-    ours: dict[str, Any] = {"root_precision": given["mixed_precision"], **given}
-    ours.update(check(**ours))
-    if ours["ignored_modules"]:
-        _check_ignored(module, ours["ignored_modules"])
-    ours["group"] = find_group(given["process_group"])
+    ours = {**given, **check(**given)}
+    _check_ignored(given["module"], ours["ignored_modules"])
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = ours["layout"]
     chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
@@ -368,13 +329,8 @@ def check_arguments(
 
 def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        if module is root:
+        if module is root or get_unit(module) is not None:
             raise ValueError(
-                f"ignored_modules: contains the wrapped {type(root).__name__} itself, so nothing "
-                "would be left to shard; do not wrap it, or list modules inside it"
-            )
-        if get_unit(module) is not None:
-            raise ValueError(
-                f"ignored_modules: contains a {type(module).__name__} that is sharded already; "
-                "remove it from the list: units of an earlier ZeRO3 stay as they are"
+                f"ignored_modules: contains a {type(module).__name__} that is the wrapped module "
+                "itself or sharded already; list modules inside that are to stay whole"
             )

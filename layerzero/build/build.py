@@ -29,32 +29,27 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """Classes and functions to build with: the engine's own, or those of features (zero3.py)."""
-
-    name_in_state_dicts: Callable[[Unit], None]
-    """Called with each new unit."""
-    make_root: Callable[..., RootState] = RootState
-    """Takes the arguments of `RootState`."""
-
-
-def build(plan: WrapPlan, topology: Topology, given: Arguments, parts: Parts) -> RootState:
+def build(
+    plan: WrapPlan, topology: Topology, given: Arguments, finish: Callable[[Unit], None]
+) -> RootState:
     """Build the units, in the order of their plans, under one root.
 
     Collective over the model's ranks.
+
+    Args:
+        finish: called with each new unit, before its hooks are installed.
 
     Raises:
         Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
     materializer = Materializer(plan.device, given.param_init_fn)
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
-    builder = Builder(plan, topology, given, parts, materializer, digests)
+    builder = Builder(plan, topology, given, materializer, digests, finish)
     units = builder.build_units()
     difference = settle(materializer.failure, digests, topology.placement, plan.device)
     if difference is not None:
         warn_once(difference, is_first=topology.placement.is_first)
-    root = builder.join(units)
+    root = builder.join(units, RootState)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:
         feature.built(root)
@@ -68,16 +63,16 @@ class Builder:
     plan: WrapPlan
     topology: Topology
     given: Arguments
-    parts: Parts
     materializer: Materializer
     digests: Digests
+    finish: Callable[[Unit], None]
 
-    def join(self, units: list[Unit]) -> RootState:
-        """Join the units under one root."""
+    def join(self, units: list[Unit], make_root: Callable[..., RootState]) -> RootState:
+        """Join the units under one root; `make_root` takes the arguments of `RootState`."""
         forward_depth, limit = self.given.forward_prefetch, self.given.limit_all_gathers
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
         default_units = self.plan.nesting + 1 + max(forward_depth, 1)
-        root = self.parts.make_root(
+        root = make_root(
             units,
             device=self.plan.device,
             forward_depth=forward_depth,
@@ -210,7 +205,7 @@ class Builder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        self.parts.name_in_state_dicts(unit)
+        self.finish(unit)
         hooks.install_on_calls(plan.module, unit)
         for module in unit.owners:
             module_guards.install(module)

@@ -87,18 +87,13 @@ class Exchange:
         """Raise ValueError on every rank: how rows, of which the hashes differ, differ from the
         first rank's. `what`: what was given them, such as "ZeRO3"."""
         rank, first = self.first([own_rank(), rows])
-        ranks_of_text: dict[str, list[int]] = {}
-        for number, each in self.texts(_difference(rows, first, rank)).items():
-            ranks_of_text.setdefault(each, []).append(number)
-        listed = []
-        for text, ranks in ranks_of_text.items():
-            row = text.partition("\0")[2]
-            listed.append(f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}")
-        section = next(iter(ranks_of_text)).partition("\0")[0]
+        texts = self.texts(_difference(rows, first, rank))
+        text = next(iter(texts.values()))
+        ranks = [number for number, each in texts.items() if each == text]
+        section, row = text.split("\0", 1)
+        has = f"{some_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {row}"
         advice = _ADVICE.get(section, "give every rank the same")
-        raise ValueError(
-            f"{what}: {section} differ between ranks: {'; '.join(listed[:4])}; {advice}"
-        )
+        raise ValueError(f"{what}: {section} differ between ranks: {has}; {advice}")
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by global rank."""
@@ -135,6 +130,7 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
         "experts": list(_experts(plan)),
         "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
         "arguments": list(_arguments(plan, given, num_inner)),
+        # Those of units wrapped before were compared then.
         "parameters": [row for unit in dense for row in _parameters(unit, plan, names)],
         "units": list(_units(dense, plan)),
         "modules": list(_modules(plan)),
@@ -190,15 +186,6 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
 
 def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:
     """A row for each parameter; `names` are those of modules, keyed by id."""
-    if unit.existing is not None:
-        for handle in unit.existing.handles:
-            for fqn, shape, shown in zip(
-                handle.fqns, handle.shapes, handle.unsharded_params, strict=True
-            ):
-                kind = "trainable" if shown.requires_grad else "frozen"
-                dtype = handle.main_shard.dtype
-                yield f"{fqn!r} {list(shape)} {dtype} {kind} in {unit.label}"
-        return
     arguments, label = plan.arguments[id(unit)], unit.label
     for original in unit.originals:
         parameter = original.parameter
@@ -322,12 +309,11 @@ def settle(
     difference = digests.first_difference()
     text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
     texts = Exchange(placement.groups, device, _VALUES).texts(text)
-    failed = [(rank, each[1:]) for rank, each in texts.items() if each.startswith("\0")]
     if failure is not None:
         raise failure
-    if failed:
-        rank, text = failed[0]
-        raise ValueError(f"rank {rank} could not initialise the model: {text}")
+    for rank, each in texts.items():
+        if each.startswith("\0"):
+            raise ValueError(f"rank {rank} could not initialise the model: {each[1:]}")
     if not texts:
         return None
     order, label, count = min(each.split("\0") for each in texts.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from layerzero.build.wrap import UnitPlan
 from layerzero.flat.device_streams import has_generic_streams, missing_stream_names
 from layerzero.flat.flatten import OriginalParameter
-from layerzero.flat.groups import own_rank
+from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import foreign_class, get_info, sharded_param_of
@@ -25,7 +25,7 @@ from layerzero.flat.tensor_parallel import is_supported, local_of
 def resolve_device(
     device: torch.device | str | int | None,
     plans: list[UnitPlan],
-    process_group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
     mesh: DeviceMesh | None,
 ) -> torch.device:
     """The device for all parameters; checks the parameters as well. Changes nothing.
@@ -40,11 +40,28 @@ def resolve_device(
         ValueError: parameters are on several devices and `device` is None, a parameter cannot be
             sharded, the engine cannot run on the device, or the device is not of the mesh's type.
     """
-    target = _resolve_device(device, plans, process_group, mesh)
-    check_device_type(target, f"rank {own_rank()}: parameters go to {target}")
+    rank, found = own_rank(), _devices_of(plans)
+    if device is not None:
+        target = _with_index(torch.device(device))
+    elif len(found) > 1:
+        places = " and ".join(f"{place} ({fqn!r})" for place, fqn in found.items())
+        raise ValueError(
+            f"rank {rank}: parameters need one device, got {places}; move the module first, or "
+            "pass device="
+        )
+    elif found:
+        target = next(iter(found))
+    elif mesh is not None:
+        target = _with_index(torch.device(mesh.device_type))
+    else:
+        config = dist.get_backend_config(resolve_process_groups(process_group)[0])
+        kinds = [part.partition(":")[0] for part in config.split(",")]
+        accelerator, host = current_accelerator(), torch.device("cpu")
+        target = accelerator if accelerator and accelerator.type in kinds else host
+    check_device_type(target, f"rank {rank}: parameters go to {target}")
     if mesh is not None and target.type != mesh.device_type:
         raise ValueError(
-            f"rank {own_rank()}: parameters go to {target}, but the DTensors among them are "
+            f"rank {rank}: parameters go to {target}, but the DTensors among them are "
             f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
             f"device={mesh.device_type!r}"
         )
@@ -70,48 +87,21 @@ def check_device_type(device: torch.device, what: str) -> None:
         raise ValueError(f"{what}: torch finds no such device here")
 
 
-def _resolve_device(
-    device: torch.device | str | int | None,
-    plans: list[UnitPlan],
-    process_group: dist.ProcessGroup,
-    mesh: DeviceMesh | None,
-) -> torch.device:
-    rank = own_rank()
-    found: dict[torch.device, tuple[str, str]] = {}
-    """The unit and name of the first parameter on each device."""
+def _devices_of(plans: list[UnitPlan]) -> dict[torch.device, str]:
+    """The name of the first parameter on each device; raises if one cannot be sharded."""
+    found: dict[torch.device, str] = {}
     for plan in plans:
         if plan.existing is not None and plan.existing.handles:
-            name = plan.existing.handles[0].fqns[0]
-            found.setdefault(plan.existing.context.device, (plan.label, name))
+            found.setdefault(plan.existing.context.device, plan.existing.handles[0].fqns[0])
         for original in plan.originals:
             problem = _problem_of(original.parameter, original)
             if problem is not None:
                 raise ValueError(
-                    f"{plan.label} (rank {rank}): parameter {original.fqn!r} {problem}"
+                    f"{plan.label} (rank {own_rank()}): parameter {original.fqn!r} {problem}"
                 )
             if not original.parameter.is_meta:
-                found.setdefault(original.parameter.device, (plan.label, original.fqn))
-    if device is not None:
-        return _with_index(torch.device(device))
-    if len(found) > 1:
-        labels = {label for label, _ in found.values()}
-        of_one = f"{labels.pop()} (rank {rank}): parameters of one unit"
-        raise ValueError(
-            (f"rank {rank}: units of one model" if labels else of_one)
-            + " need one device, got "
-            + " and ".join(f"{place} ({fqn!r})" for place, (_, fqn) in found.items())
-            + "; move the module first, or pass device="
-        )
-    if found:
-        return next(iter(found))
-    if mesh is not None:
-        return _with_index(torch.device(mesh.device_type))
-    backends = dict(part.split(":") for part in dist.get_backend_config(process_group).split(","))
-    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend]
-    available = torch.accelerator.is_available()
-    if available and torch.accelerator.current_accelerator().type in accelerators:  # type: ignore[union-attr]
-        return _with_index(torch.accelerator.current_accelerator())  # type: ignore[arg-type]
-    return torch.device("cpu")
+                found.setdefault(original.parameter.device, original.fqn)
+    return found
 
 
 def current_accelerator() -> torch.device | None:
@@ -147,10 +137,8 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
     for slot in original.slots:
         if isinstance(slot.module, torch.jit.ScriptModule):
             return (
-                "is in a scripted or traced module, whose code reads parameters where Python "
-                "cannot replace them; use the Python module that was scripted, and compile() "
-                "instead of torch.jit, or, if nothing in it is trained, add the scripted module to "
-                "ignored_modules, which stay whole on every rank"
+                "is in a scripted or traced module, where Python cannot replace it; use the Python "
+                "module and compile() or, if nothing in it is trained, ignored_modules"
             )
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; expected a dense parameter"
@@ -177,12 +165,12 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
 
 
 def tensor_parallel_mesh(
-    plans: list[UnitPlan], everyone: Callable[[], tuple[int, ...]] | None
+    plans: list[UnitPlan], everyone: tuple[int, ...] | None
 ) -> DeviceMesh | None:
     """The mesh of the DTensor parameters; None if there are none. Not collective.
 
     Args:
-        everyone: returns the ranks that share the model; None: these are only planned.
+        everyone: the ranks that share the model; None: these are only planned.
 
     Raises:
         ValueError: a DTensor has placements other than Shard and Replicate, DTensors are on
@@ -221,9 +209,7 @@ def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
             yield original.fqn, parameter.device_mesh
 
 
-def _check_crossing(
-    mesh: DeviceMesh, fqn: str, everyone: Callable[[], tuple[int, ...]] | None
-) -> None:
+def _check_crossing(mesh: DeviceMesh, fqn: str, everyone: tuple[int, ...] | None) -> None:
     rank = dist.get_rank()
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -232,7 +218,7 @@ def _check_crossing(
         )
     if everyone is None:
         return
-    shared = set(mesh.mesh.flatten().tolist()) & set(everyone())
+    shared = set(mesh.mesh.flatten().tolist()) & set(everyone)
     if shared != {rank}:
         raise ValueError(
             f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
@@ -248,22 +234,25 @@ class _Held(NamedTuple):
     start: int
     stop: int
     name: str
-    is_ignored: bool
+    is_sharded: bool
 
 
 def refuse_shared_memory(
-    sharded: Iterable[tuple[str, nn.Parameter]], ignored: Iterable[tuple[str, nn.Parameter]]
+    named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
 ) -> None:
     """Raise ValueError if the memory of two parameters overlaps, and one of them is to be sharded.
+
+    Args:
+        sharded: the ids of those that are to be.
 
     Each would become shards of its own. Takes n log n steps for n parameters, and reads no values.
     """
     around: list[_Held] = []
     """Parameters before, in memory, that end behind the start of this one."""
-    for held in sorted([*_memory_of(sharded, False), *_memory_of(ignored, True)]):
+    for held in sorted(_memory_of(named, sharded)):
         around = [one for one in around if one.device == held.device and one.stop > held.start]
         for one in around:
-            if not (one.is_ignored and held.is_ignored):
+            if one.is_sharded or held.is_sharded:
                 raise ValueError(
                     f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
                     "memory: each would get shards of its own, and a write to one would no longer "
@@ -274,7 +263,9 @@ def refuse_shared_memory(
         around.append(held)
 
 
-def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> Iterator[_Held]:
+def _memory_of(
+    named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
+) -> Iterator[_Held]:
     for name, parameter in named:
         if get_info(parameter) is not None or foreign_class(parameter) is not None:
             continue
@@ -285,4 +276,5 @@ def _memory_of(named: Iterable[tuple[str, nn.Parameter]], is_ignored: bool) -> I
             start = local.data_ptr()
             steps = zip(local.shape, local.stride(), strict=True)
             stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
-            yield _Held(str(local.device), start, stop, clean_name(name), is_ignored)
+            is_sharded = id(parameter) in sharded
+            yield _Held(str(local.device), start, stop, clean_name(name), is_sharded)

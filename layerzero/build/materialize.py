@@ -57,25 +57,18 @@ class Materializer:
     failure: Exception | None
     """The first error of a module that got no values. Later modules are then not initialised; the
     rank goes on, and raises when all ranks exchange their errors (`settle`)."""
-    awaited: list[AwaitedBuffer]
+    is_later: bool
+    """Whether meta tensors get their values after construction (`param_init_fn="later"`)."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        param_init_fn: InitFunction | Later | None,
-    ) -> None:
+    def __init__(self, device: torch.device, param_init_fn: InitFunction | Later | None) -> None:
         self.failure = None
-        self.awaited = []
+        self.is_later = param_init_fn == "later"
+        self.awaited: list[AwaitedBuffer] = []
         self._device = device
         self._init = param_init_fn
         # Keyed by id(original). The value keeps the original alive, so that its id stays unique.
         # The new tensor is referenced weakly, or the full values of flattened units would stay.
         self._made: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor]]] = {}
-
-    @property
-    def is_later(self) -> bool:
-        """Whether meta tensors get their values after construction (`param_init_fn="later"`)."""
-        return self._init == "later"
 
     def __call__(
         self, fqn: str, module: nn.Module, buffer_dtype: torch.dtype | None, initialise: bool
@@ -261,13 +254,11 @@ class _Snapshot:
         """Put back each tensor that was replaced by unwritten memory."""
         for place, tensor, data in self._saved:
             now = place.tensor
-            if now is None or now.is_meta or (now is tensor and _pointer(now) == _pointer(data)):
+            if now is None or now.is_meta:
+                continue
+            if now is tensor and local_of(now).data_ptr() == local_of(data).data_ptr():
                 continue
             if unset_values.is_left(now):
                 place.tensors[place.name] = tensor
                 if not tensor.is_meta:
                     tensor.data = data
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    return local_of(tensor).data_ptr()

@@ -14,7 +14,6 @@ from layerzero.build.arguments import Arguments, UnitArguments, effective_offloa
 from layerzero.build.device import refuse_shared_memory, resolve_device, tensor_parallel_mesh
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
-from layerzero.flat.names import clean_name
 from layerzero.flat.placement import Placement
 from layerzero.step.module_guards import shown_by
 from layerzero.step.root import RootState
@@ -73,10 +72,8 @@ class Feature:
         """The model is built. Collective over its ranks."""
 
 
-FindFeatures = Callable[
-    [nn.Module, Arguments, Sequence[UnitPlan], Callable[[], tuple[int, ...]]], list[Feature]
-]
-"""Takes the module, the arguments, the units, and what returns the ranks that share the model."""
+FindFeatures = Callable[[nn.Module, Arguments, Sequence[UnitPlan], tuple[int, ...]], list[Feature]]
+"""Takes the module, the arguments, the units, and the ranks that share the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +106,15 @@ def plan_wrapping(
     module: nn.Module,
     given: Arguments,
     find_features: FindFeatures,
-    everyone: Callable[[], tuple[int, ...]] | None = None,
+    planned_for: tuple[int, ...] | None = None,
 ) -> WrapPlan:
     """Find the units of `module`. Changes nothing and is not collective, with one exception.
 
     A module whose wrapper is gone is unwrapped first, which is collective.
 
     Args:
-        everyone: returns the ranks that share a model that is only planned; None: those of
-            `given.process_group`.
+        planned_for: the ranks that share a model that is only planned; None: those of
+            `given.process_group` share it.
 
     Raises:
         ValueError, TypeError: a bad policy or argument of one unit, or a parameter that cannot be
@@ -138,17 +135,15 @@ def plan_wrapping(
     ignored = Ignored([*nested, *given.ignored_modules, *ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     _check_containers(units)
-
-    def everyone_here() -> tuple[int, ...]:
-        return ranks_of(given.process_group)
-
-    features = find_features(module, given, units, everyone or everyone_here)
+    everyone = planned_for or ranks_of(given.process_group)
+    features = find_features(module, given, units, everyone)
     groups = {plan: group for each in features for plan, group in each.groups.items()}
     dense = [unit for unit in units if id(unit) not in groups]
-    mesh = tensor_parallel_mesh(dense, None if everyone else everyone_here)
-    device = resolve_device(given.device, units, given.group, mesh)
-    sharded = [(each.fqn, each.parameter) for unit in units for each in unit.originals]
-    refuse_shared_memory(sharded, _others(module, sharded) if ignored.members else ())
+    mesh = tensor_parallel_mesh(dense, None if planned_for else everyone)
+    device = resolve_device(given.device, units, given.process_group, mesh)
+    sharded = {id(each.parameter) for unit in units for each in unit.originals}
+    # Bypass an override, which may return less.
+    refuse_shared_memory(nn.Module.named_parameters(module), sharded)
     return WrapPlan(
         units=units,
         visits=visits,
@@ -160,16 +155,6 @@ def plan_wrapping(
         ignored=ignored,
         ignored_parameters=ignored_parameters,
     )
-
-
-def _others(
-    module: nn.Module, sharded: Sequence[tuple[str, nn.Parameter]]
-) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are not to be sharded, with their names."""
-    inside = {id(parameter) for _, parameter in sharded}
-    # Bypass an override, which may return less.
-    named = nn.Module.named_parameters(module)
-    return [(clean_name(name), each) for name, each in named if id(each) not in inside]
 
 
 def _arguments_of(

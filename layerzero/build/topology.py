@@ -91,6 +91,7 @@ def plan_on_every_rank(
     """
     try:
         arguments = check_arguments(in_our_terms())
+        resolve_process_groups(arguments.process_group)  # Raises if there is none.
         plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:
@@ -145,17 +146,10 @@ def check_sizes(axes: Sequence[ShardGroup], zero3_size: int | None) -> None:
     """Raise ValueError if `zero3_size` does not fit."""
     if zero3_size is None:
         return
-    num_inner = axes[0].size
-    if len(axes) == 2 and zero3_size != num_inner:
-        raise ValueError(
-            f"zero3_size={zero3_size} contradicts the mesh (outer, inner) of "
-            f"{axes[1].size, num_inner}, whose shard groups have {num_inner} ranks; leave out "
-            "zero3_size"
-        )
-    if zero3_size < 1 or num_inner % zero3_size:
-        raise ValueError(
-            f"zero3_size: expected a divisor of the group size {num_inner}, got {zero3_size}"
-        )
+    size, is_mesh = axes[0].size, len(axes) == 2
+    if zero3_size != size and (is_mesh or zero3_size < 1 or size % zero3_size):
+        expected = f"{size} as in the mesh" if is_mesh else f"a divisor of the group size {size}"
+        raise ValueError(f"zero3_size: expected {expected}, got {zero3_size}")
 
 
 def _make_placement(

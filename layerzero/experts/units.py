@@ -48,7 +48,7 @@ class Experts(Feature):
         self,
         module: nn.Module,
         plans: Sequence[UnitPlan],
-        everyone: Callable[[], tuple[int, ...]],
+        everyone: tuple[int, ...],
     ) -> None:
         """Find the experts, and give those with `expert_numbers` global names. Not collective.
 
@@ -56,7 +56,7 @@ class Experts(Feature):
         model is not an expert.
 
         Args:
-            everyone: returns the ranks that share the model.
+            everyone: the ranks that share the model.
 
         Raises:
             ValueError, TypeError: a group is invalid or has ranks outside the model's; an expert's
@@ -127,13 +127,10 @@ class Experts(Feature):
             )
 
 
-def _find_groups(
-    plans: Sequence[UnitPlan], everyone_of_model: Callable[[], tuple[int, ...]]
-) -> dict[int, AnyGroup]:
+def _find_groups(plans: Sequence[UnitPlan], everyone: tuple[int, ...]) -> dict[int, AnyGroup]:
     """The expert-data group of each expert unit, keyed by id(plan)."""
     own = [(plan, _own_group(plan)) for plan in plans if plan.existing is None]
     given = [(plan, group) for plan, group in own if group is not None]
-    everyone = everyone_of_model() if given else ()
     found: dict[int, AnyGroup] = {}
     for plan, group in given:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -33,8 +32,8 @@ def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) 
             f"{type(plan.units[0].module).__name__}, so the whole model is one unit, gathered at "
             "once; pass None if this is intended"
         )
-    precisions = {id(p): p for each in plan.arguments.values() for p in [each.mixed_precision]}
-    kept = dict.fromkeys(chain.from_iterable(each.keep_float32 for each in precisions.values()))
+    precisions = [each.mixed_precision for each in plan.arguments.values()]
+    kept = dict.fromkeys(cls for precision in precisions for cls in precision.keep_float32)
     if missing := _missing(kept, modules):
         yield f"MixedPrecision.keep_float32: {missing}"
     if is_shared:

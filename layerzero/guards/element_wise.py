@@ -39,21 +39,14 @@ _ELEMENT_WISE_ONE = "one that treats each element by itself, such as torch.optim
 _DISTRIBUTE = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "OSS"}
 _DISTRIBUTE |= {"DistributedFusedAdam", "DistributedFusedLAMB"}
 """Names of classes that split or average parameters over ranks themselves."""
-_REFUSED: dict[type[torch.optim.Optimizer], tuple[str, bool]] = {
-    torch.optim.LBFGS: (
-        "needs the gradients of all parameters together, and calls its collective closure until "
-        "they are small, so ranks would call it different numbers of times",
-        False,
-    ),
-    torch.optim.Muon: ("orthogonalizes whole matrices", True),
-    torch.optim.Adafactor: (
-        "needs whole parameters for its rows, columns and norms, and fails on a rank whose shard "
-        "has no element",
-        True,
-    ),
+_REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "needs the gradients of all parameters together, and calls its collective "
+    "closure until they are small, so ranks would call it different numbers of times",
+    torch.optim.Muon: "orthogonalizes whole matrices",
+    torch.optim.Adafactor: "needs whole parameters for its rows, columns and norms, and fails on a "
+    "rank whose shard has no element",
 }
-"""Optimizers that shards would mislead: the reason, for the message, and whether each parameter, if
-whole, is enough for them."""
+"""Optimizers that shards would mislead, and why; LBFGS needs more than each parameter whole."""
 
 
 @attach.on_sharded_params
@@ -70,13 +63,14 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             "shards with this rank's. ZeRO3 splits the optimizer state over ranks already: pass "
             "the parameters to an ordinary optimizer such as torch.optim.AdamW"
         )
-    for cls, (why, whole_is_enough) in _REFUSED.items():
+    for cls, why in _REFUSED.items():
         if isinstance(optimizer, cls) and _are_parts(first_owner(_parameters(optimizer))):
-            instead = f"{_whole_of(optimizer)}, which steps it on whole tensors, or "
+            whole = f"{_whole_of(optimizer)}, which steps it on whole tensors, or "
+            instead = "" if cls is torch.optim.LBFGS else whole
             raise NotImplementedError(
                 f"{cls.__name__} {why}. It was given this rank's shards of a model. Use "
-                f"{instead if whole_is_enough else ''}{_ELEMENT_WISE_ONE}; or leave the model "
-                "unsharded (DistributedDataParallel)"
+                f"{instead}{_ELEMENT_WISE_ONE}; or leave the model unsharded "
+                "(DistributedDataParallel)"
             )
 
 

@@ -21,9 +21,10 @@ from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.migrate import to_arguments
 from layerzero.step.module_guards import is_compiled
 from layerzero.step.unit import get_unit
-from layerzero.zero3 import KEYWORDS, find_features, in_our_terms
+from layerzero.zero3 import KEYWORDS, find_features
 
 _CPU = torch.device("cpu")
 _LISTS = ("ignored_modules", "ignored_parameters")
@@ -58,7 +59,7 @@ def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) ->
     # Iterators are read several times.
     given |= {name: tuple(given[name]) for name in _LISTS}
     given |= {"module": module, "process_group": None, "device": _CPU}
-    given = dict(in_our_terms(given, unknown))
+    given = to_arguments(given, unknown)
     _checked(given, world_size)
     _refuse_unplanned(module, given, device)
     if given["auto_wrap_policy"] is not None:
@@ -66,8 +67,8 @@ def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) ->
         chooser = make_chooser(given["auto_wrap_policy"], module, *ignored)
         given["auto_wrap_policy"] = _with_ranks(chooser)
     copied, given = _hollow_copy(module, given)
-    checked, everyone = _checked(given, world_size), tuple(range(world_size))
-    plan = plan_wrapping(copied, checked, find_features, lambda: everyone)
+    checked = _checked(given, world_size)
+    plan = plan_wrapping(copied, checked, find_features, tuple(range(world_size)))
     return Prepared(copied, plan, checked, world_size, device)
 
 
@@ -145,9 +146,8 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
 
 
 def _checked(given: dict[str, Any], world_size: int) -> Arguments:
-    everyone = _planned_group(0, range(world_size), "gloo")
-    arguments = check_arguments(given, lambda *_: everyone.process_group)
-    check_sizes([everyone], arguments.zero3_size)
+    arguments = check_arguments(given)
+    check_sizes([_planned_group(0, range(world_size), "gloo")], arguments.zero3_size)
     return arguments
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from layerzero.build.build import Builder, Parts
+from layerzero.build.build import Builder
 from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
@@ -57,9 +57,8 @@ class PlannedModel(ZeRO3):
         materializer = _WithoutValues(plan.device, None)
         digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count)
-        parts = Parts(make_root=make, name_in_state_dicts=lambda unit: None)
-        builder = Builder(plan, topology, arguments, parts, materializer, digests)
-        root = builder.join(builder.build_units())
+        builder = Builder(plan, topology, arguments, materializer, digests, lambda unit: None)
+        root = builder.join(builder.build_units(), make)
         materializer.fill_the_rest(module)
         self._become(module, root)
         root.extensions.add(_Moments(root.units, count))

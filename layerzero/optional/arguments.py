@@ -6,7 +6,7 @@ docs/howto/optional_modules.md describes them. Here they are found, checked and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -35,11 +35,11 @@ class OptionalModules(Feature):
         mean: OptionalMean,
         plans: Sequence[UnitPlan],
         groups: Mapping[int, AnyGroup],
-        everyone: Callable[[], tuple[int, ...]],
+        everyone: tuple[int, ...],
     ) -> None:
         """Find and check the optional modules of `root`. Not collective. `listed`: the
         `optional_modules` argument of `ZeRO3`. `groups`: the ranks of each unit that only some
-        have, keyed by id(plan). `everyone`: returns the ranks that share the model."""
+        have, keyed by id(plan). `everyone`: the ranks that share the model."""
         for plan in plans:
             if plan.existing is not None and plan.existing in names_of:
                 raise ValueError(
@@ -59,7 +59,7 @@ class OptionalModules(Feature):
             inside = {id(part) for part in modules_of(module_of[name])}
             units = [plan for plan in plans if id(_unwrapped(plan.module)) in inside]
             for plan in units:
-                if id(plan) in groups or not _placements(plan) <= {(everyone(), None)}:
+                if id(plan) in groups or not _placements(plan) <= {(everyone, None)}:
                     raise ValueError(
                         f"optional_modules: {name!r} contains {plan.label!r}, which has a "
                         "process_group of its own: experts cannot be optional"

@@ -105,7 +105,7 @@ def _read_mixed_precision(value: Any) -> MixedPrecision:
         return _make(MixedPrecision, "mixed_precision", read)
     # FSDP1's has rules for the root and batch norms, which a plan expresses by names.
     is_fsdp1 = hasattr(value, "cast_root_forward_inputs")
-    converted = value if is_fsdp1 else to_precision(value, nn.Module()).units
+    converted = value if is_fsdp1 else to_precision(value, nn.Module())[0]
     if not isinstance(converted, MixedPrecision | None):
         raise TypeError(
             "mixed_precision: expected a MixedPrecision, FSDP2's MixedPrecisionPolicy or a mapping "

@@ -224,7 +224,7 @@ def test_it_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(TypeError, match="arena: expected True or False"):
         ZeRO3(nn.Linear(2, 2), arena=1)
     inner = ZeRO3(nn.Linear(2, 2), arena=True)
-    with pytest.raises(ValueError, match="arena: was used on a ZeRO3 module inside"):
+    with pytest.raises(ValueError, match=r"arena, .* one was used on a ZeRO3 module inside"):
         ZeRO3(nn.Sequential(inner, nn.Linear(2, 2)))
     with (  # As of an older torch.
         mock.patch("torch.UntypedStorage", object),

@@ -37,7 +37,7 @@ def test_a_module_on_two_devices_is_refused() -> None:
     module.head.weight = _Elsewhere(torch.zeros(3, WIDTH))
     refuses(
         ValueError,
-        rf"the root unit \(rank {dist.get_rank()}\): parameters of one unit need one device, got "
+        rf"rank {dist.get_rank()}: parameters need one device, got "
         r"cpu \('stem\.weight'\) and cuda:0 \('head\.weight'\); move the module first",
         module,
         auto_wrap_policy={Block},
@@ -46,7 +46,7 @@ def test_a_module_on_two_devices_is_refused() -> None:
     for parameter in ("weight", "bias"):
         setattr(module.blocks[1].up, parameter, _Elsewhere(torch.zeros(7)))
         setattr(module.blocks[1].down, parameter, _Elsewhere(torch.zeros(7)))
-    refuses(ValueError, r"units of one model need one device", module, auto_wrap_policy={Block})
+    refuses(ValueError, r"parameters need one device", module, auto_wrap_policy={Block})
     assert isinstance(module.stem.weight, nn.Parameter)
     assert module.stem.weight.shape == (WIDTH, WIDTH), "nothing was changed before the refusal"
 

@@ -340,7 +340,7 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank() -> None:
         ({"process_group": cube}, r"a mesh of 3 axes \(2, 2, 1\); expected one axis"),
         (
             {"process_group": mesh, "zero3_size": 4},
-            r"zero3_size=4 contradicts the mesh \(outer, inner\) of \(2, 2\)",
+            "zero3_size: expected 2 as in the mesh, got 4",
         ),
     ]
     for options, message in refused:

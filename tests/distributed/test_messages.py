@@ -92,16 +92,6 @@ def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
 
 
 @on_ranks(2)
-def test_both_remedies_for_a_number_in_reshard_after_forward_have_an_effect() -> None:
-    text = "use True for shards over all ranks, or over 2 of them zero3_size=2, outer='shard'"
-    with pytest.raises(ValueError, match=text):
-        ZeRO3(Mlp(), reshard_after_forward=2)
-    assert not _warnings_of(reshard_after_forward=True)
-    own = {"zero3_size": 1, "outer": "shard", "reshard_after_forward": "compute_shard"}
-    assert not _warnings_of(**own)
-
-
-@on_ranks(2)
 def test_torchs_arguments_mean_what_they_mean_there() -> None:
     """A unit inside does not cast what comes in: as in FSDP1 `cast_forward_inputs` says so."""
     half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -188,17 +178,6 @@ def test_the_log_tells_what_was_made() -> None:
         )
         model(torch.ones(2, WIDTH)).sum().backward()
         model = shard_with_plan(Model(), plan)
-        special = Model()
-        layers = special.layers
-        ZeRO3(
-            special,
-            auto_wrap_policy=lambda module, fqn: (
-                {"hook_module": layers[1]} if module is special.norm else isinstance(module, Block)
-            ),
-            optional_modules=[layers[2], layers[5]],
-            ignored_modules=[layers[7]],
-            ignored_parameters=[special.head.weight],
-        )
     with logged("layerzero") as alone:
         assert "1 unit of Linear" in repr(ZeRO3(nn.Linear(2, 2)))
     assert all("1 unit of Linear on cpu" in line for line in alone)
@@ -212,23 +191,16 @@ def test_the_log_tells_what_was_made() -> None:
     if dist.get_rank() > 0:
         assert texts == [], "one rank speaks"
         return
-    text, of_plan, of_special = texts
+    text, of_plan = texts
     for part in (
         "15 units of Model on cpu",
-        f"({3 * WIDTH} frozen)",
         "units: the root unit, layers.0, layers.1",
         "layers.6 and 7 more",
         "group of 2, gloo, timeout 60 s: the root unit",
-        "mixed precision: param_dtype=bfloat16; kept in float32: LayerNorm (1)",
-        "prefetch: 1 in forward, BACKWARD_PRE in backward, at most",
+        "MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(LayerNorm))",
+        "; kept in float32: LayerNorm: the root unit, layers.0",
+        "prefetch: 1 in forward, BackwardPrefetch.BACKWARD_PRE in backward, ",
         "not freed after forward: layers.13",
     ):
         assert part in text, (part, text)
     assert "16 units of Model" in of_plan and "not freed after forward: norm" in of_plan
-    for part in (
-        "\n  a rank may skip: layers.2, layers.5\n",
-        "\n  ignored: head.weight, layers.7\n",
-        "\n  hook modules, which gather: layers.1 for norm\n",
-    ):
-        assert part in of_special, of_special
-        assert part.split(":")[0] not in text

@@ -156,7 +156,7 @@ def refused(
 NO_UNIT = r"'vision' \(Tower\) has no unit"
 REFUSED: list[tuple[type[Exception], str, Callable[[Any], Any], dict[str, Any]]] = [
     (TypeError, "expected an iterable of modules, got Tower$", lambda m: m.vision, {}),
-    (TypeError, "expected modules, got 'vision'", lambda m: ["vision"], {}),
+    (TypeError, "expected modules, got str", lambda m: ["vision"], {}),
     (ValueError, "a Block that is not inside the wrapped Towers", lambda m: [Block()], {}),
     (ValueError, r"'head' \(Linear\) has no unit", lambda m: [m.head], {}),
     (ValueError, NO_UNIT, lambda m: [m.vision], {"ignores_vision": True}),

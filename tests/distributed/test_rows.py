@@ -26,7 +26,6 @@ from tests.harness.compare import sharded
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Case, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.recording import logged
 from tests.harness.reference import full_gradients, full_parameters
 
 Values = dict[str, Any]
@@ -276,7 +275,7 @@ def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
 
 
 @on_ranks(2)
-def test_arguments_are_checked_and_padding_is_logged() -> None:
+def test_arguments_are_checked() -> None:
     case = CASES["mlp"]
     for bad in ("row", "rows()", "rows(0)", "rows(2", "Rows", 2, None, True):
         with pytest.raises(ValueError, match="expected 'elements', 'rows', or 'rows\\(32\\)'"):
@@ -284,16 +283,6 @@ def test_arguments_are_checked_and_padding_is_logged() -> None:
 
     with pytest.raises(ValueError, match="arguments differ between ranks"):
         sharded(case, layout=LAYOUTS[dist.get_rank()])
-    with logged("layerzero") as texts:
-        sharded(case)
-        sharded(case, layout="rows")
-    if dist.get_rank() > 0:
-        assert texts == []
-        return
-    plain_text, of_rows = texts
-    assert "padding" not in plain_text
-    assert "borders between shards lie on rows: padding adds " in of_rows
-    assert "a smaller zero3_size or layout='elements' pads less" in of_rows
 
 
 # Rules of other projects that go by a parameter's dimensions

@@ -163,7 +163,7 @@ def test_models_over_one_trunk_live_and_fail_apart() -> None:
         ZeRO3(parts[1], auto_wrap_policy={Block}, forward_prefetch=False)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
     first.step_in_backward(optimizer)
-    with pytest.raises(NotImplementedError, match="step_in_backward, which models that share"):
+    with pytest.raises(NotImplementedError, match=r"units can .*step_in_backward"):
         ZeRO3(parts[1], auto_wrap_policy={Block})
     first.step_in_backward(None)
     before, expected = list(first.parameters()), first(x).detach()

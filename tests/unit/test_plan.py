@@ -92,7 +92,7 @@ def test_what_fully_shard_takes_is_taken() -> None:
          "expected a MixedPrecision, FSDP2's MixedPrecisionPolicy"),
         ({"apply_modules": {"a": 3}}, "'a': expected a mapping of options, got 3"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward: expected True.*got 'yes'"),
-        ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*zero3_size=8"),
+        ({"apply_modules": {"a": {"reshard_after_forward": 8}}}, "'a': reshard.*got 8 "),
         ({"cast_forward_inputs": 1}, "cast_forward_inputs: expected True or False, got 1"),
         ({"optional": ["a"], "pregather": True}, "pregather and optional=.'a'. are both given"),
         ({"num_to_forward_prefetch": -1}, "num_to_forward_prefetch: expected.*got -1"),

@@ -138,8 +138,8 @@ def test_dtypes_and_other_choices_of_torch_are_ours() -> None:
     assert of_units == MixedPrecision(**ours, cast_forward_inputs=False)
     assert of_root == MixedPrecision(**ours), "FSDP1 casts the inputs of the root"
     without_policy = to_precision(fsdp.MixedPrecision(**half), model, has_policy=False)
-    assert without_policy.root == MixedPrecision(**half)
-    assert to_precision(fsdp.MixedPrecision(), nn.Linear(2, 2)).root == MixedPrecision()
+    assert without_policy[1] == MixedPrecision(**half)
+    assert to_precision(fsdp.MixedPrecision(), nn.Linear(2, 2))[1] == MixedPrecision()
     as_fsdp2 = fsdp.MixedPrecisionPolicy(**half, output_dtype=torch.float32)
     expected = MixedPrecision(**half, output_dtype=torch.float32)
     assert to_precision(as_fsdp2, model) == (expected, expected)
@@ -173,7 +173,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("timeout: expected a positive", {"timeout": timedelta.max}),
     ("sync_module_states: expected True or False, got 'yes'", {"sync_module_states": "yes"}),
     ("expected an nn.Module, got Tensor", {"module": torch.ones(1)}),
-    ("got list: put one module around them, or leave them", {"module": [Mlp(), Mlp()]}),
     ("forward_prefetch: expected a bool or a depth.*got -1", {"forward_prefetch": -1}),
     ("limit_all_gathers: expected at least 1 unit, got 0", {"limit_all_gathers": 0}),
     ("limit_all_gathers: expected bool, int", {"limit_all_gathers": 2.5}),
@@ -185,9 +184,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"device='mps'.*CUDA.*torch\.mps has no Stream", {"device": "mps"}),
     (r"device='meta'.*accelerator with streams", {"device": "meta"}),
     ("device='cuda:99'.*torch finds", {"device": "cuda:99"}),
-    ("ignored_modules: expected modules, got 'head'", {"ignored_modules": ["head"]}),
+    ("ignored_modules: expected modules, got str", {"ignored_modules": ["head"]}),
     ("ignored_modules: expected an iterable", _ignores(lambda model: model.head)),
-    ("ignored_modules: contains the wrapped Mlp itself", _ignores(lambda model: [model])),
+    ("ignored_modules: contains a Mlp that is the wrapped", _ignores(lambda model: [model])),
     ("parameters, got Linear", _ignores(lambda model: [model.head], "ignored_parameters")),
     ("auto_wrap_policy: expected a set.*got 'Block'$", {"auto_wrap_policy": "Block"}),
     ("auto_wrap_policy: expected a set", {"auto_wrap_policy": {Block: {"timeout": 1}}}),
@@ -198,7 +197,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("mixed_precision: expected a MixedPrecision", {"mixed_precision": torch.bfloat16}),
     ("offload: expected an OffloadPolicy", {"offload": True}),
     ("zero3_size: expected an int", {"zero3_size": True}),
-    ("zero3_size=2, outer='shard'", {"reshard_after_forward": 2}),
+    ("expected True.*got 2 .*migrating.md", {"reshard_after_forward": 2}),
     ("reshard_after_forward: expected True, False", {"reshard_after_forward": _GRAD_OP}),
     (
         "blocks.0: reshard_after_forward: expected.*'no'",
