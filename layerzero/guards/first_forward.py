@@ -10,16 +10,17 @@ Note [Equal draws]
     `model.apply(init)`), draws equal numbers for unequal parts, and nothing fails. The first
     training forward has all parts side by side in the full buffers, so nothing is sent to find it.
     Each rank's first numbers are those of its first part that is drawn, so the beginnings of all
-    parts are compared: their order, because scales differ with shapes. Only flat parameters that
-    have changed since they were wrapped, but not by a load, are looked at: other values may well
-    repeat.
+    parts are compared: their order, because scales differ with shapes. Normal and uniform numbers
+    of one stream are ordered otherwise; both are what the generator gives first after its seed.
+    Only flat parameters that have changed since they were wrapped, but not by a load, are looked
+    at: other values may well repeat.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -33,6 +34,8 @@ from layerzero.step.unit import Unit
 
 _WINDOW = 16
 """Elements whose order is compared: a block of torch's normal numbers on the CPU."""
+_MOST_WINDOWS = 8
+"""Windows that are compared of each part: `trunc_normal_` draws some elements again."""
 _NUM_SAMPLES = 64
 """Elements of a shard by which it is recognised."""
 _MOST_SHARDS = 16
@@ -168,31 +171,37 @@ class EqualDraws:
     def note(self, handle: FlatParamHandle) -> None:
         """`handle` is unsharded, in the first training forward. Does not block the host."""
         if handle in self._samples and handle not in self._windows:
+            full, heads = handle.full.data, _heads(handle)
             # Slices: indices would have to be copied to the device, which blocks the host.
-            found = [handle.full.data[at : at + _WINDOW] for _, _, at in _heads(handle)]
+            found = [full[at : at + numel].view(-1, _WINDOW) for _, _, at, numel in heads]
             if found:
-                self._windows[handle] = torch.stack(found)
+                self._windows[handle] = torch.cat(found)
 
     def found(self) -> str | None:
         """What to warn of, the same on ranks whose shards have changed alike and that have one
         seed. Blocks the host."""
-        holders: dict[tuple[int, ...], list[tuple[int, str]]] = {}
+        holders: dict[tuple[object, ...], list[tuple[int, str]]] = {}
         for handle, windows in self._windows.items():
             sample = self._samples[handle]
             if sample is not None and torch.equal(_sample(handle), sample):
                 continue
-            for (shard, index, _), order in zip(_heads(handle), _orders(windows), strict=True):
-                if order:
-                    holders.setdefault(order, []).append((shard, handle.fqns[index]))
+            firsts = {order: order[:1] for order in _first_orders(handle.main_shard)}
+            orders = iter(_orders(windows))
+            for shard, index, _, numel in _heads(handle):
+                for order in enumerate(islice(orders, numel // _WINDOW)):
+                    if order[1]:
+                        held = holders.setdefault(firsts.get(order, order), [])
+                        held.append((shard, handle.fqns[index]))
         for held in holders.values():
             # Twice in one shard are copies; one generator does not repeat its numbers.
             if 1 < len(dict(held)) == len(held):
                 (shard, fqn), (other, other_fqn) = held[:2]
                 return (
                     f"{fqn!r} in shard {shard} and {other_fqn!r} in shard {other} were written "
-                    "after wrapping, and begin with the same numbers. Ranks that draw with one "
-                    "seed draw the same numbers for different parts of the model. If they did, "
-                    "initialise before wrapping, with param_init_fn, or inside summon_full_params()"
+                    "after wrapping, and begin with the same numbers, or both with what the "
+                    "generator gives first. Ranks that draw with one seed draw the same numbers "
+                    "for different parts of the model. If they did, initialise before wrapping, "
+                    "with param_init_fn, or inside summon_full_params()"
                 )
         return None
 
@@ -202,15 +211,18 @@ def _sample(handle: FlatParamHandle) -> torch.Tensor:
     return shard[:: max(shard.numel() // _NUM_SAMPLES, 1)].clone()
 
 
-def _heads(handle: FlatParamHandle) -> Iterator[tuple[int, int, int]]:
-    """(shard, parameter, place in the full buffer) of the window with which each part begins."""
+def _heads(handle: FlatParamHandle) -> Iterator[tuple[int, int, int, int]]:
+    """(shard, parameter, place in the full buffer, elements) of the windows with which the first
+    two rows of each part begin: rows may be copies."""
     size = handle.main_shard.numel()
     for index, start in enumerate(handle.layout.starts):
-        end = start + handle.layout.numels[index]
+        end, row = start + handle.layout.numels[index], handle.shapes[index][1:].numel()
         for shard in range(start // size, min(-(-end // size), _MOST_SHARDS)):
-            at = max(start, shard * size)
-            if at + _WINDOW <= min(end, (shard + 1) * size):
-                yield shard, index, at
+            first, last = max(start, shard * size), min(end, (shard + 1) * size)
+            for at in (first, first + row):
+                numel = min(last - at, _MOST_WINDOWS * _WINDOW) // _WINDOW * _WINDOW
+                if numel > 0:
+                    yield shard, index, at, numel
 
 
 def _orders(windows: torch.Tensor) -> list[tuple[int, ...]]:
@@ -221,3 +233,11 @@ def _orders(windows: torch.Tensor) -> list[tuple[int, ...]]:
     is_random = (values[:, 1:] > values[:, :-1]).all(1) & rises.any(1) & ~rises.all(1)
     pairs = zip(orders.tolist(), is_random.tolist(), strict=True)
     return [tuple(order) if each else () for order, each in pairs]
+
+
+def _first_orders(like: torch.Tensor) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The number and the order of each window of what `normal_` and `uniform_` give first."""
+    for draw in (torch.Tensor.normal_, torch.Tensor.uniform_):
+        generator = torch.Generator(like.device).manual_seed(torch.initial_seed())
+        first = draw(like.new_empty(_MOST_WINDOWS, _WINDOW), generator=generator)
+        yield from enumerate(_orders(first))
