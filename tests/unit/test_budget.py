@@ -18,13 +18,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 38_800,
+    "": 38_526,
     "flat": 2_658,
     "step": 4_389,
     "comm": 1_489,
     "watch": 912,
-    "build": 2_326,
-    "guards": 618,
+    "build": 2_225,
+    "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
 TOUR = 16, 4_402
