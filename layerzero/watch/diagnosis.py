@@ -204,7 +204,7 @@ class _Reports:
             self.store_error = f"failed ({str(error).strip().splitlines()[0]})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
-        """Accept a report if it is of this run (model_numbers.py) and recent."""
+        """Accept a report if it is of this run (`ModelNumber`) and recent."""
         runs = set(report.get("runs", ()))
         # A rank that failed before it wrapped a model has no run name; accept its report.
         is_of_this_run = not runs or not self._runs or runs & self._runs
