@@ -109,21 +109,20 @@ def diagnose(
 
     def find() -> None:
         verdict.append(None if find_divergence is None else find_divergence())
+        reports.exchange()
 
-    # On separate threads, joined with a timeout: the store may be served by the rank that died, and
-    # then a call on it does not return.
-    threads = [threading.Thread(target=each, daemon=True) for each in (find, reports.exchange)]
+    # On a thread, joined with a timeout: the store may be served by the rank that died, and then a
+    # call on it does not return.
+    thread = threading.Thread(target=find, daemon=True)
     deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
-    for thread in threads:
-        thread.start()
-    threads[0].join(0.1)  # A store that answers gives the verdict at once.
+    thread.start()
+    thread.join(0.1)  # A store that answers gives the verdict at once.
     first = f"{operation}: rank {rank} got no answer from {waits_for}"
     cause = _cause(error, group.limit)
     if not any(verdict):
         then = "The error with what each rank waits for follows, unless this process is ended first"
         _logger.error("%s (%s). Every rank must make this call. %s.", first, cause, then)
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    thread.join(deadline - time.monotonic())
     divergence = verdict[0] if verdict else None
     table = _table(reports, divergence is not None)
     return CollectiveError(f"{first} ({divergence or cause}).\n{table}")
