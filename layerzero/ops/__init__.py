@@ -16,7 +16,7 @@ import torch
 from layerzero.ops import reference, schema, step_reference
 from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
-from layerzero.ops.segments import ZEROS, Segments
+from layerzero.ops.reference import ZEROS, Segments
 
 __all__ = [
     "ZEROS",
@@ -57,14 +57,8 @@ def missing_kernels(device: torch.device) -> str | None:
     """
     if device.type == "cpu" or has_kernel(device.type):
         return None
-    remedy = "none exist; nothing needs to be done"
-    if device.type == "cuda":
-        remedy = _status.reason
-        if _status.native:
-            remedy += (
-                "; install nvcc or set CUDA_HOME, and build again with `pip install -v "
-                "--no-build-isolation`"
-            )
+    is_cuda = device.type == "cuda"
+    remedy = _status.reason if is_cuda else "none exist; nothing needs to be done"
     return (
         f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
         "are packed in plain torch, with the same results and more kernel launches for each unit"
