@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.watch.diagnosis import Collective, own_connection, warns_at_half_time
+from layerzero.watch.diagnosis import Collective, open_notes, warns_at_half_time
 from layerzero.watch.thread import run_periodically
 
 LONGEST_PAUSE_S = 0.5
@@ -69,7 +69,6 @@ class DesyncDetector:
         self.verdict = None
         self._places = dict(places)
         self._store: dist.Store | None = None
-        self._published: tuple[Any, ...] = ()
         self._thread: threading.Thread | None = None
 
     def begin_wait(self, collective: Collective) -> None:
@@ -114,31 +113,28 @@ class DesyncDetector:
 
     def _find_out(self, long: list[Collective]) -> None:
         """Read the verdict from the store; if there is none, look for one about these waits."""
+        store = self._store = self._store or open_notes("desync")
+        if store is None:
+            return
         try:
-            if self._store is None:
-                self._store = dist.PrefixStore("layerzero/desync", own_connection())
-            self._read_verdict(self._store)
+            self._read_verdict(store)
             if self.verdict is None and long:
-                self._publish(self._store, long)
+                self._publish(store, long)
                 for collective in long:
-                    self._compare(self._store, collective)
+                    self._compare(store, collective)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it.
             _logger.debug("cannot compare waits between ranks: %s", error)
 
     def _publish(self, store: dist.Store, long: list[Collective]) -> None:
-        issued = tuple(self.issued)
         waits = {str(collective.number): _sized(collective) for collective in long}
-        news = issued[-1:], tuple(waits)
-        if news == self._published:
-            return
-        rank = dist.get_rank()
-        note = json.dumps(
-            {"issued": {n: f"{verb} of {unit}" for n, verb, unit in issued}, "waits": waits}
-        )
+        note = json.dumps({"issued": self._names(), "waits": waits})
         for place in self._places.values():
-            store.set(f"{place}/{rank}", note)
-        self._published = news
+            store.set(f"{place}/{dist.get_rank()}", note)
+
+    def _names(self) -> dict[str, str]:
+        """The latest collectives by number, as the store has them."""
+        return {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
 
     def _compare(self, store: dist.Store, collective: Collective) -> None:
         group = collective.group
@@ -161,8 +157,7 @@ class DesyncDetector:
     def _difference(self, collective: Collective, rank: int, note: dict[str, Any]) -> str | None:
         """Why `rank` will never send the message of `collective`; None if it still may."""
         number = str(collective.number)
-        own = {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
-        theirs: dict[str, str] = note["issued"]
+        own, theirs = self._names(), note["issued"]
         here = dist.get_rank()
         if number in own and number in theirs and own[number] != theirs[number]:
             # This rank and `rank` may have diverged earlier, in operations with other ranks.

@@ -35,7 +35,7 @@ from layerzero.watch.diagnosis import (
     Collective,
     CollectiveError,
     diagnose,
-    own_connection,
+    open_notes,
     warns_at_half_time,
 )
 from layerzero.watch.events import Event, PooledEvent
@@ -85,7 +85,7 @@ class Watchdog:
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
-        self._store = None if place is None else _open_store(place)
+        self._store = None if place is None else open_notes(f"watchdog/{place}")
         pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, device)
         self._thread = run_periodically(self, Watchdog.check, pause_s, name, prepare)
@@ -207,15 +207,6 @@ def _abort(group: ShardGroup, device: torch.device) -> None:
         group.process_group._get_backend(device).abort()
     except (RuntimeError, AttributeError) as error:
         _logger.debug("cannot abort the group: %s", error)
-
-
-def _open_store(place: str) -> dist.Store | None:
-    """The store for this model's notes; None if the default group has no usable one."""
-    try:
-        return dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection())
-    except (RuntimeError, ValueError) as error:
-        _logger.debug("cannot compare collectives between ranks: %s", error)
-        return None
 
 
 def _published(store: dist.Store, rank: int) -> tuple[int, int]:
