@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import DEFAULT_TIMEOUT
+from layerzero.flat.groups import DEFAULT_TIMEOUT, options_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 
@@ -145,7 +145,7 @@ def options_like(process_group: dist.ProcessGroup, device: torch.device) -> Any:
 
     A new object each time: a backend writes the name, ranks and timeout of its group into it.
     """
-    given = _options_of(process_group, device)
+    given = options_of(process_group, device)
     chosen = {name: getattr(given, name) for name in _USERS_CHOICES if hasattr(given, name)}
     if not chosen:
         return None
@@ -153,13 +153,6 @@ def options_like(process_group: dist.ProcessGroup, device: torch.device) -> Any:
     for name, value in chosen.items():
         setattr(options, name, value)
     return options
-
-
-def _options_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
-    try:
-        return getattr(process_group._get_backend(device), "options", None)
-    except RuntimeError:
-        return None  # No backend of the group serves the device.
 
 
 def agree_on_group_names(

@@ -85,7 +85,7 @@ def test_groups_of_meshes_and_parts_get_the_options_of_the_whole() -> None:
 
     whole = dist.new_group(timeout=timedelta(seconds=40))
     with (
-        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
+        mock.patch("layerzero.comm.new_groups.options_of", lambda group, device: chosen),
         mock.patch.object(c10d, "_new_process_group_helper", noting),
     ):
         ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
