@@ -58,25 +58,14 @@ def gather_bytes(
     Collective over each group; blocks the host. If no rank has any, the only traffic is one integer
     a rank.
     """
-    found = [data]
-    for group in groups:
-        if group.size == 1:
-            continue
-        own = torch.tensor([len(each) for each in found], device=device)
-        sizes = gather_small(own, group, name(group)).tolist()
-        longest = max(map(sum, sizes))
-        if not longest:
-            found = found * group.size
-            continue
-        joined = bytearray(b"".join(found).ljust(longest))
-        sent = torch.frombuffer(joined, dtype=torch.uint8).to(device)
-        rows = gather_small(sent, group, name(group)).cpu()
-        found = [
-            part.numpy().tobytes()
-            for row, lengths in zip(rows, sizes, strict=True)
-            for part in row[: sum(lengths)].split(lengths)
-        ]
-    return found
+    own = torch.tensor([len(data)], device=device)
+    sizes = gather_along(own, groups, name).view(-1).tolist()
+    longest = max(sizes)
+    if not longest:
+        return [data] * len(sizes)
+    sent = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = gather_along(sent, groups, name).view(-1, longest).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather_texts(

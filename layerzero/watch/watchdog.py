@@ -183,17 +183,14 @@ class Watchdog:
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
         notes = [store.get(key) if store.check([key]) else "{}" for key in keys]
-        first, second = (
-            {int(count): name for count, name in json.loads(note).items()} for note in notes
-        )
+        first, second = map(json.loads, notes)
         text = (
             f"rank {pair[0]} and rank {pair[1]} issued different collectives, so their data may be "
             "mixed up: restart from the last checkpoint. Every rank must call the same units in "
             "the same order."
         )
-        differing = [n for n in sorted(first.keys() & second.keys()) if first[n] != second[n]]
-        if differing:
-            count = differing[0]
+        count = next((n for n in first if second.get(n, first[n]) != first[n]), None)
+        if count is not None:
             text += (
                 f"\nThe first difference is collective {count} of this model on this group:\n"
                 f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
