@@ -35,27 +35,19 @@ from layerzero.watch.diagnosis import CollectiveError, diagnose
 
 
 def new_group(
-    ranks: Sequence[int],
-    backend: str,
-    timeout: timedelta | None = None,
-    options: Any = None,
-    description: str | None = None,
+    ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None
 ) -> dist.ProcessGroup:
     """Make a group of `ranks` (global), this rank among them. Collective over `ranks` alone.
 
     Args:
         backend: a name such as "nccl", or pairs such as "cpu:gloo,cuda:nccl".
-        timeout: None: the default of torch, or of the options.
         options: options of the backend (`options_like`).
-        description: what the group is for, in torch's logs.
 
     Raises:
         CollectiveError: a rank is dead, or did not take part within the timeout.
     """
     if options is not None:
-        # Torch warns where the two differ.
-        timeout = options._timeout if timeout is None else timeout
-        options._timeout = timeout
+        options._timeout = timeout  # Torch warns where the two differ.
     is_world = len(ranks) == dist.get_world_size()
 
     def make() -> object:
@@ -65,16 +57,15 @@ def new_group(
             backend=backend,
             pg_options=options,
             use_local_synchronization=True,
-            group_desc=description,
         )
 
     with nullcontext() if is_world else _unbound():
         try:
-            group = _within(timeout, make) if timeout and _is_gloo(backend) else make()
+            group = _within(timeout, make) if _is_gloo(backend) else make()
         except (RuntimeError, TimeoutError) as error:
             if len(ranks) == 1 or not _is_of_others(error):
                 raise
-            raise _failure(ranks, backend, timeout or DEFAULT_TIMEOUT, error) from error
+            raise _failure(ranks, backend, timeout, error) from error
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return group
 
@@ -174,7 +165,7 @@ def agree_on_group_names(
     own = torch.tensor([_number_in_names()], device=device)
     highest = gather_along(own, groups, lambda _: Operation("exchange", what, 0)).max()
     for _ in range(int(highest) - _number_in_names()):
-        new_group([dist.get_rank()], "gloo", description="layerzero: counts only")
+        new_group([dist.get_rank()], "gloo", DEFAULT_TIMEOUT)  # Counts only.
 
 
 def _number_in_names() -> int:
