@@ -26,7 +26,6 @@ import logging
 import os
 from collections import deque
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -89,14 +88,10 @@ class EventPool:
         return PooledEvent(event, self._free)
 
 
-_pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]] = WeakKeyDictionary()
-"""Pools by stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
-
-
+@functools.cache
 def event_pool(module: Any, device: torch.device) -> EventPool:
     """The pool of a device, with an index, of its stream interface (flat/device_streams.py)."""
-    pools = _pools.setdefault(module, {})
-    return pools.setdefault(device, EventPool(getattr(module, "event_pool_capacity", None)))
+    return EventPool(getattr(module, "event_pool_capacity", None))
 
 
 @functools.cache

@@ -135,15 +135,14 @@ class Watchdog:
 
     def _find_awaited(self) -> str:
         """The ranks that have not issued the oldest collective in flight, by the store."""
-        if (store := self._store) is None:
-            return "the group"
+        store, ranks = self._store, []
         try:
-            number = self._count - len(self._in_flight) + 1
-            ranks = [rank for rank in self._group.ranks if _published(store, rank)[0] < number]
-            return some_ranks(ranks) if ranks else "the group"
+            if store is not None:
+                number = self._count - len(self._in_flight) + 1
+                ranks = [rank for rank in self._group.ranks if _published(store, rank)[0] < number]
         except (RuntimeError, ValueError) as error:
             _logger.debug("cannot find the rank that is awaited: %s", error)
-            return "the group"
+        return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
         if self._store is None or not self._count:
