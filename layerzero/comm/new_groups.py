@@ -31,7 +31,7 @@ from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.flat.groups import DEFAULT_TIMEOUT, options_of
 from layerzero.flat.placement import ShardGroup
-from layerzero.watch.diagnosis import CollectiveError, diagnose
+from layerzero.watch.diagnosis import diagnose
 
 
 def new_group(
@@ -49,6 +49,8 @@ def new_group(
     if options is not None:
         options._timeout = timeout  # Torch warns where the two differ.
     is_world = len(ranks) == dist.get_world_size()
+    # A thread without a current device can make one of gloo alone.
+    is_gloo = all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
 
     def make() -> object:
         return dist.new_group(
@@ -61,18 +63,20 @@ def new_group(
 
     with nullcontext() if is_world else _unbound():
         try:
-            group = _within(timeout, make) if _is_gloo(backend) else make()
+            group = _within(timeout, make) if is_gloo else make()
         except (RuntimeError, TimeoutError) as error:
-            if len(ranks) == 1 or not _is_of_others(error):
+            # Another rank or the store failed; else the caller did something wrong.
+            is_of_others = isinstance(error, (TimeoutError, dist.DistError))
+            if len(ranks) == 1 or not (is_of_others or "gloo" in str(error).lower()):
                 raise
-            raise _failure(ranks, backend, timeout, error) from error
+            world, together = dist.group.WORLD, tuple(sorted(ranks))  # As torch numbers them.
+            assert world is not None, "ZeRO3 needs torch.distributed"
+            kind = "gloo" if is_gloo else backend
+            members = ShardGroup(world, together.index(dist.get_rank()), together, kind, timeout)
+            what = f"creation of a process group of {len(together)} ranks"
+            raise diagnose(what, members, -1, error) from error
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return group
-
-
-def _is_gloo(backend: str) -> bool:
-    """Whether a thread without a current device can make it."""
-    return all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
 
 
 def _within(limit: timedelta, make: Callable[[], object]) -> object:
@@ -95,24 +99,6 @@ def _within(limit: timedelta, make: Callable[[], object]) -> object:
     if not made.done():
         raise TimeoutError("timed out")
     return made.result()
-
-
-def _is_of_others(error: Exception) -> bool:
-    """Whether another rank or the store failed; else the caller did something wrong."""
-    return isinstance(error, (TimeoutError, dist.DistError)) or "gloo" in str(error).lower()
-
-
-def _failure(
-    ranks: Sequence[int], backend: str, timeout: timedelta, error: Exception
-) -> CollectiveError:
-    """Blocks the host for some seconds, as `diagnose`."""
-    world = dist.group.WORLD
-    assert world is not None, "ZeRO3 needs torch.distributed"
-    # In the order of their ranks, as torch numbers them.
-    together = tuple(sorted(ranks))
-    kind = "gloo" if _is_gloo(backend) else backend
-    group = ShardGroup(world, together.index(dist.get_rank()), together, kind, timeout)
-    return diagnose(f"creation of a process group of {len(together)} ranks", group, -1, error)
 
 
 @contextmanager

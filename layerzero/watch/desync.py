@@ -1,19 +1,8 @@
 """DesyncDetector: detects on gloo, before the timeout, that ranks took different paths.
 
-On gloo every message carries its name (Note [A message carries its name] in messages.py), so
-ranks that took different paths would wait for each other until the timeout. The mismatch can be
-proven earlier: a model's collectives are numbered, and a rank that used number 15 for a gather of
-blocks.2 will never answer a gather of blocks.1 (#15). A thread on each rank checks about twice a
-second, and does nothing unless a wait has lasted since its previous check. Then it publishes in
-torch's store which collectives this rank has issued, and reads what the awaited ranks published.
-
-Only proof raises the alarm. A rank that is slow, or that waits elsewhere, has not used the number
-yet; the others wait for it until the timeout.
-
-Note [Waits are broken by breaking the connection]
-    torch has no call that ends a wait on gloo. A receive that times out closes all connections of
-    its group, so the thread posts one that times out at once. After a failure the connections are
-    unusable in any case.
+A thread on each rank checks about twice a second, and does nothing unless a wait has lasted since
+its previous check. What it then compares, why that is proof, and how it ends the waits: decision
+0022.
 """
 
 from __future__ import annotations
@@ -192,7 +181,7 @@ def _sized(collective: Collective) -> str:
 
 
 def _break(collective: Collective) -> None:
-    """See Note [Waits are broken by breaking the connection]."""
+    """A receive that times out closes all connections of its group (decision 0022)."""
     group = collective.group
     peer = collective.peer if collective.peer >= 0 else (group.rank + 1) % group.size
     try:

@@ -1,16 +1,9 @@
 """Watchdog: detects hangs and mismatched collectives on backends whose messages carry no name.
 
-On gloo the host waits for each message and every message carries its name (collectives.py). Other
-backends match collectives by order alone, and on a device the host does not wait at all: after a
-rank died the device queue just stops, and two gathers of equal size in swapped order mix the
-weights of two units. So a thread on each rank checks two things about once a second:
-
-- Has the oldest collective in flight made no progress for longer than the timeout? Then every rank
-  reports what it waits for (diagnosis.py), and the group is aborted, which unblocks a host that
-  waits for the device.
-- Have the ranks issued the same collectives? Each rank publishes a digest of all it has issued, and
-  compares the next rank's digest with its own at the same count. Neighbours that agree all around
-  the ring mean that all ranks agree.
+A thread on each rank checks two things about once a second (decision 0014): whether the oldest
+collective in flight has made no progress for longer than the timeout, upon which the group is
+aborted, which unblocks a host that waits for the device; and whether the ranks have issued the same
+collectives, by digests that neighbours in a ring compare.
 
 The error is logged at once, and raised by the next use of the model.
 """
