@@ -2,11 +2,8 @@
 
 Each failing rank publishes a report in the store of the default process group. For a few seconds it
 reads the reports of its group's ranks, and of the ranks in other groups that those wait for. A rank
-without a report is dead, stopped, or busy outside the engine.
-
-A wait that has lasted half of its limit is warned of before it becomes an error: a slow rank is not
-a dead one, and may save, evaluate or wait for data. There is still time to raise the limit of the
-next run.
+without a report is dead, stopped, or busy outside the engine. A wait that has lasted half of its
+limit is warned of before (docs/reference/errors.md).
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class PooledEvent:
         return is_done(self._event)
 
     def synchronize(self) -> None:
-        """Block the host until the device has reached this place."""
         self._event.synchronize()
 
     def __del__(self) -> None:

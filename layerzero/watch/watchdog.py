@@ -138,33 +138,27 @@ class Watchdog:
         return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
-        if self._store is None or not self._count:
+        """Publish what this rank has issued, and compare it with the next rank. The error is about
+        the pair that some rank found to differ."""
+        store, group = self._store, self._group
+        if store is None or not self._count:
             return None
+        rank, next_rank = group.ranks[group.rank], group.ranks[(group.rank + 1) % group.size]
         try:
-            pair = self._differing_pair(self._store)
-            return None if pair is None else self._divergence(self._store, pair)
+            store.set(f"digest/{rank}", json.dumps([self._count, self._digest]))
+            at, theirs = _published(store, next_rank)
+            if self._history.get(at, (theirs, ""))[0] != theirs:
+                # Only the first pair is stored, so that every rank reports the same one.
+                store.compare_set("diverged", "", json.dumps([rank, next_rank]))
+            if store.check(["diverged"]):
+                return self._divergence(store, json.loads(store.get("diverged")))
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
             _logger.debug("stopped comparing collectives between ranks: %s", error)
             self._store = None
-            return None
+        return None
 
-    def _differing_pair(self, store: dist.Store) -> tuple[int, int] | None:
-        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
-        that some rank found to differ; None if there is none."""
-        group = self._group
-        rank, next_rank = group.ranks[group.rank], group.ranks[(group.rank + 1) % group.size]
-        store.set(f"digest/{rank}", json.dumps([self._count, self._digest]))
-        at, theirs = _published(store, next_rank)
-        if self._history.get(at, (theirs, ""))[0] != theirs:
-            # Only the first pair is stored, so that every rank reports the same one.
-            store.compare_set("diverged", "", json.dumps([rank, next_rank]))
-        if not store.check(["diverged"]):
-            return None
-        first, second = json.loads(store.get("diverged"))
-        return first, second
-
-    def _divergence(self, store: dist.Store, pair: tuple[int, int]) -> CollectiveError:
+    def _divergence(self, store: dist.Store, pair: list[int]) -> CollectiveError:
         """Blocks up to `REPORT_SECONDS`, until both ranks have published what they issued."""
         rank = self._group.ranks[self._group.rank]
         if rank in pair:

@@ -120,7 +120,6 @@ class OnThread:
             self._has_run.set()
 
     def wait_until_idle(self) -> None:
-        """Wait until it has run."""
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
                 raise RuntimeError(
