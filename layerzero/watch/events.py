@@ -1,4 +1,4 @@
-"""Events that are recorded again and again, instead of made and destroyed each time.
+"""Streams of any device, and events that are recorded again instead of made and destroyed.
 
 Note [An event may be recorded again once nothing refers to it]
     A wait that was queued on a stream is for the record that the event had then; later records do
@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+_NAMES = ("Stream", "stream", "current_stream")
+"""Names of a stream interface, as `torch.cuda`, `torch.xpu` and `torch.npu` have them."""
 _CAPTURE_THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
 _SUCCESS = 0
@@ -36,6 +38,42 @@ _NOT_READY = 600
 """CUDA_ERROR_NOT_READY"""
 
 _logger = logging.getLogger(__name__)
+
+
+def stream_interface(device: torch.device) -> Any:
+    """An object with `Stream(device=)`, `current_stream(index)`, and, unless its streams are
+    contexts, `stream(stream)`."""
+    module = torch.get_device_module(device)
+    return _Generic if missing_stream_names(module) else module
+
+
+def missing_stream_names(module: Any) -> list[str]:
+    """Names that the device module would have to have."""
+    return [name for name in _NAMES if not hasattr(module, name)]
+
+
+def has_generic_streams(device: torch.device) -> bool:
+    """Whether torch can make a stream on the device without the help of its module."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False  # `torch.accelerator` serves one type of device.
+    try:
+        torch.Stream(device=device.type)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class _Generic:
+    """torch's own, for a device that registers with torch (PrivateUse1) and need not have them."""
+
+    event_pool_capacity = 0
+    """Events kept to be recorded again: none. On OpenReg a queued wait sees the later record, and
+    may hang, against torch's contract. Devices like CUDA have a module with their own streams."""
+    Stream = torch.Stream
+    stream: Any = None
+    """Its streams are contexts themselves."""
+    current_stream = staticmethod(torch.accelerator.current_stream)
 
 
 class PooledEvent:
@@ -89,7 +127,7 @@ class EventPool:
 
 @functools.cache
 def event_pool(module: Any, device: torch.device) -> EventPool:
-    """The pool of a device, with an index, of its stream interface (flat/device_streams.py)."""
+    """The pool of a device, with an index, of its stream interface."""
     return EventPool(getattr(module, "event_pool_capacity", None))
 
 
