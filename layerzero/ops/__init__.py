@@ -66,11 +66,7 @@ def missing_kernels(device: torch.device) -> str | None:
 
 
 def pack_(
-    out: torch.Tensor,
-    srcs: Sequence[torch.Tensor],
-    segs: Segments,
-    scale: float = 1.0,
-    nt: bool | None = None,
+    out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments, scale: float = 1.0
 ) -> torch.Tensor:
     """Fill `out` with `srcs`, laid out by `segs`, cast and scaled in one pass.
 
@@ -84,7 +80,6 @@ def pack_(
         srcs: all of the same one of the four dtypes, on out's device; must not overlap out. A
             tensor without elements stands for a missing source, and zeros are written. A source is
             read in row-major order of its shape; one that is not contiguous is copied first.
-        nt: use non-temporal stores (CPU only); None: for outputs of at least `STREAMING_NBYTES`.
 
     Returns:
         `out`.
@@ -97,9 +92,7 @@ def pack_(
     table = segs.table
     if not out.is_cpu and has_kernel(out.device.type):  # Else torch reads the table, on the host.
         table = segs.on(out.device)
-    if nt is None:
-        nt = out.nbytes >= STREAMING_NBYTES
-    _pack_(out, srcs, table, scale, nt)
+    _pack_(out, srcs, table, scale, out.nbytes >= STREAMING_NBYTES)
     _note_written(out)
     return out
 
