@@ -11,8 +11,7 @@ Note [Borders on rows]
             rank 0 | a a a a a - b0 b0 b0 b0 ... b3 b3 b3 b3 |    a starts at 0, b at 6, c at 38
             rank 1 | b4 b4 b4 b4 ... b7 b7 b7 b7 c c c . . . |    the border is row 4 of b
 
-    The shard is the shortest found of a few dozen candidates, not of all. Rows of very different
-    lengths are apart in flat buffers of their own where that pads less (`split`).
+    The shard is the shortest found of a few dozen candidates (decision 0037).
 """
 
 from __future__ import annotations
