@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from layerzero.build.wrap import UnitPlan
-from layerzero.flat.device_streams import has_generic_streams, missing_stream_names
 from layerzero.flat.flatten import OriginalParameter
 from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import foreign_class, get_info, sharded_param_of
 from layerzero.flat.tensor_parallel import is_supported, local_of
+from layerzero.watch.events import has_generic_streams, missing_stream_names
 
 
 def resolve_device(

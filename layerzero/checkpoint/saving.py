@@ -44,7 +44,6 @@ from layerzero.checkpoint.format.inventory import (
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
 from layerzero.checkpoint.transfer import Tally, Transfer, is_on_host, sum_tallies, write_ranges
 from layerzero.config import parse_nbytes
-from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError
@@ -57,6 +56,7 @@ from layerzero.state_dict.optimizers import (
     check_schedulers,
 )
 from layerzero.state_dict.preconditions import root_state_of
+from layerzero.watch.events import stream_interface
 
 _logger = logging.getLogger(__name__)
 

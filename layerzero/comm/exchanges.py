@@ -1,4 +1,5 @@
-"""Exchanges beside a step's gathers and reductions: flags, numbers, texts, and broadcasts.
+"""Exchanges beside a step's gathers and reductions: flags, numbers, texts, and broadcasts; the
+names of models in torch's store.
 
 Where several groups are given, they together connect all ranks that take part, as the axes of a
 grid do; an exchange runs over one after the other.
@@ -6,7 +7,10 @@ grid do; an exchange runs over one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from layerzero.comm.gloo import messages
 from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, all_to_all_on
 from layerzero.comm.pending import Operation, Pending, messages_carry_names, start
 from layerzero.flat.placement import ShardGroup
+from layerzero.watch.diagnosis import run_names
 
 MAX_NBYTES = 1000
 """Limit on the UTF-8 bytes of one text of `gather_texts`; longer texts are truncated."""
@@ -53,25 +58,14 @@ def gather_bytes(
     Collective over each group; blocks the host. If no rank has any, the only traffic is one integer
     a rank.
     """
-    found = [data]
-    for group in groups:
-        if group.size == 1:
-            continue
-        own = torch.tensor([len(each) for each in found], device=device)
-        sizes = gather_small(own, group, name(group)).tolist()
-        longest = max(map(sum, sizes))
-        if not longest:
-            found = found * group.size
-            continue
-        joined = bytearray(b"".join(found).ljust(longest))
-        sent = torch.frombuffer(joined, dtype=torch.uint8).to(device)
-        rows = gather_small(sent, group, name(group)).cpu()
-        found = [
-            part.numpy().tobytes()
-            for row, lengths in zip(rows, sizes, strict=True)
-            for part in row[: sum(lengths)].split(lengths)
-        ]
-    return found
+    own = torch.tensor([len(data)], device=device)
+    sizes = gather_along(own, groups, name).view(-1).tolist()
+    longest = max(sizes)
+    if not longest:
+        return [data] * len(sizes)
+    sent = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8).to(device)
+    rows = gather_along(sent, groups, name).view(-1, longest).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather_texts(
@@ -148,3 +142,44 @@ def broadcast_from_first(
     for group in reversed(groups):
         broadcast(tensor, group, name(group)).wait()
     return tensor
+
+
+class ModelNumber(NamedTuple):
+    """Identifies one model on one process group; the same on all ranks of the group."""
+
+    run: str
+    """Random name of the run. The store may outlive a run, if an elastic launcher restarts the
+    ranks, and still hold its notes (diagnosis.py, watchdog.py, desync.py)."""
+    number: int
+    """Number of the model, counted from 1 in the order of wrapping."""
+
+    @property
+    def place(self) -> str:
+        """Prefix of this model's notes in the store."""
+        return f"{self.run}/{self.number}"
+
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, ModelNumber] = WeakKeyDictionary()
+"""Number of the last model on each group."""
+
+
+def number_model(
+    groups: Iterable[ShardGroup], device: torch.device
+) -> dict[dist.ProcessGroup, ModelNumber]:
+    """Count one more model on each of its groups. Collective over a group the first time.
+
+    Raises:
+        CollectiveError: a rank did not take part within the timeout.
+    """
+    several = {group.process_group: group for group in groups if group.size > 1}
+    for process_group, group in several.items():
+        if process_group in _numbers:
+            run, number = _numbers[process_group]
+        else:
+            # Not from torch's generator: that would change the user's random numbers.
+            own = torch.tensor([secrets.randbits(62)], device=device)
+            name = Operation("exchange", "the name of this run", 0)
+            run, number = f"{gather_small(own, group, name).max().item():x}", 0
+            run_names[process_group] = run
+        _numbers[process_group] = ModelNumber(run, number + 1)
+    return {process_group: _numbers[process_group] for process_group in several}

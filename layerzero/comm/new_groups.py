@@ -29,34 +29,28 @@ import torch.distributed as dist
 
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import DEFAULT_TIMEOUT
+from layerzero.flat.groups import DEFAULT_TIMEOUT, options_of
 from layerzero.flat.placement import ShardGroup
-from layerzero.watch.diagnosis import CollectiveError, diagnose
+from layerzero.watch.diagnosis import diagnose
 
 
 def new_group(
-    ranks: Sequence[int],
-    backend: str,
-    timeout: timedelta | None = None,
-    options: Any = None,
-    description: str | None = None,
+    ranks: Sequence[int], backend: str, timeout: timedelta, options: Any = None
 ) -> dist.ProcessGroup:
     """Make a group of `ranks` (global), this rank among them. Collective over `ranks` alone.
 
     Args:
         backend: a name such as "nccl", or pairs such as "cpu:gloo,cuda:nccl".
-        timeout: None: the default of torch, or of the options.
         options: options of the backend (`options_like`).
-        description: what the group is for, in torch's logs.
 
     Raises:
         CollectiveError: a rank is dead, or did not take part within the timeout.
     """
     if options is not None:
-        # Torch warns where the two differ.
-        timeout = options._timeout if timeout is None else timeout
-        options._timeout = timeout
+        options._timeout = timeout  # Torch warns where the two differ.
     is_world = len(ranks) == dist.get_world_size()
+    # A thread without a current device can make one of gloo alone.
+    is_gloo = all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
 
     def make() -> object:
         return dist.new_group(
@@ -65,23 +59,24 @@ def new_group(
             backend=backend,
             pg_options=options,
             use_local_synchronization=True,
-            group_desc=description,
         )
 
     with nullcontext() if is_world else _unbound():
         try:
-            group = _within(timeout, make) if timeout and _is_gloo(backend) else make()
+            group = _within(timeout, make) if is_gloo else make()
         except (RuntimeError, TimeoutError) as error:
-            if len(ranks) == 1 or not _is_of_others(error):
+            # Another rank or the store failed; else the caller did something wrong.
+            is_of_others = isinstance(error, (TimeoutError, dist.DistError))
+            if len(ranks) == 1 or not (is_of_others or "gloo" in str(error).lower()):
                 raise
-            raise _failure(ranks, backend, timeout or DEFAULT_TIMEOUT, error) from error
+            world, together = dist.group.WORLD, tuple(sorted(ranks))  # As torch numbers them.
+            assert world is not None, "ZeRO3 needs torch.distributed"
+            kind = "gloo" if is_gloo else backend
+            members = ShardGroup(world, together.index(dist.get_rank()), together, kind, timeout)
+            what = f"creation of a process group of {len(together)} ranks"
+            raise diagnose(what, members, -1, error) from error
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return group
-
-
-def _is_gloo(backend: str) -> bool:
-    """Whether a thread without a current device can make it."""
-    return all(part.rpartition(":")[2] == "gloo" for part in backend.split(","))
 
 
 def _within(limit: timedelta, make: Callable[[], object]) -> object:
@@ -106,24 +101,6 @@ def _within(limit: timedelta, make: Callable[[], object]) -> object:
     return made.result()
 
 
-def _is_of_others(error: Exception) -> bool:
-    """Whether another rank or the store failed; else the caller did something wrong."""
-    return isinstance(error, (TimeoutError, dist.DistError)) or "gloo" in str(error).lower()
-
-
-def _failure(
-    ranks: Sequence[int], backend: str, timeout: timedelta, error: Exception
-) -> CollectiveError:
-    """Blocks the host for some seconds, as `diagnose`."""
-    world = dist.group.WORLD
-    assert world is not None, "ZeRO3 needs torch.distributed"
-    # In the order of their ranks, as torch numbers them.
-    together = tuple(sorted(ranks))
-    kind = "gloo" if _is_gloo(backend) else backend
-    group = ShardGroup(world, together.index(dist.get_rank()), together, kind, timeout)
-    return diagnose(f"creation of a process group of {len(together)} ranks", group, -1, error)
-
-
 @contextmanager
 def _unbound() -> Iterator[None]:
     """See Note [No split of the default group]."""
@@ -145,7 +122,7 @@ def options_like(process_group: dist.ProcessGroup, device: torch.device) -> Any:
 
     A new object each time: a backend writes the name, ranks and timeout of its group into it.
     """
-    given = _options_of(process_group, device)
+    given = options_of(process_group, device)
     chosen = {name: getattr(given, name) for name in _USERS_CHOICES if hasattr(given, name)}
     if not chosen:
         return None
@@ -153,13 +130,6 @@ def options_like(process_group: dist.ProcessGroup, device: torch.device) -> Any:
     for name, value in chosen.items():
         setattr(options, name, value)
     return options
-
-
-def _options_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
-    try:
-        return getattr(process_group._get_backend(device), "options", None)
-    except RuntimeError:
-        return None  # No backend of the group serves the device.
 
 
 def agree_on_group_names(
@@ -181,7 +151,7 @@ def agree_on_group_names(
     own = torch.tensor([_number_in_names()], device=device)
     highest = gather_along(own, groups, lambda _: Operation("exchange", what, 0)).max()
     for _ in range(int(highest) - _number_in_names()):
-        new_group([dist.get_rank()], "gloo", description="layerzero: counts only")
+        new_group([dist.get_rank()], "gloo", DEFAULT_TIMEOUT)  # Counts only.
 
 
 def _number_in_names() -> int:

@@ -1,7 +1,6 @@
 """Reductions that the engine sums itself: on gloo, and everywhere with `deterministic`.
 
-Note [Rank order]
-    Parts are added in rank order, in float32 at least, so a sum does not depend on arrival order.
+In rank order, in float32 at least, so that a sum does not depend on arrival order (decision 0010).
 """
 
 from __future__ import annotations

@@ -88,7 +88,6 @@ class Pending:
 
     @property
     def is_reached(self) -> bool:
-        """Whether this rank's stream has reached the collective, and waits only for peers."""
         return all(event.query() for event in self._events_before)
 
     @property

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from layerzero.flat.device_streams import stream_interface
 from layerzero.watch.events import Event as Event
-from layerzero.watch.events import PooledEvent, event_pool
+from layerzero.watch.events import PooledEvent, event_pool, stream_interface
 
 
 class Waitable(Protocol):

@@ -16,13 +16,11 @@ between it and the main shard:
     or offloading   backward ends (placement.py)
 
 Note [Views outlive storage]
-    The unsharded parameters are leaves of autograd. They are made once, as views of one flat
-    tensor whose storage is resized between zero bytes and its full size. Autograd saves the views,
-    not the bytes; once the storage is filled again for the backward pass, they show the values.
-    Each leaf is made through `.data`, and so has a version counter of its own: writing the gathered
-    values does not look like an in-place change of a tensor that autograd saved. Where the gathered
-    values are others than before, `note_gathered` makes it look so: a graph made with the former
-    ones, going backward, gets torch's own error.
+    The unsharded parameters are leaves of autograd, made once, as views of one flat tensor whose
+    storage is resized between zero bytes and its full size (decision 0001). Each has a version
+    counter of its own: writing the gathered values does not look like an in-place change of a
+    tensor that autograd saved. Where they are others than before, `note_gathered` makes it look so:
+    a graph made with the former ones, going backward, gets torch's own error.
 
 Note [One rank is whole]
     In a shard group of one rank the full buffer is the compute shard. It is freed when a step ends,

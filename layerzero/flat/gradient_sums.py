@@ -203,7 +203,6 @@ class GradientSums(GradientBuffer):
                 target.add_(part[first - start : last - start].to(own.device))
 
     def drop_waiting(self, index: int) -> None:
-        """Drop what waits of a parameter."""
         for _, part in self.waiting(index):
             part.zero_()
         self._local.pop(index, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,10 +82,9 @@ def resolve_process_groups(
             "wrap the model only on ranks of the group"
         )
     if not isinstance(group, dist.ProcessGroup):
-        is_pair = isinstance(group, tuple)
         raise TypeError(
-            f"process_group: expected a ProcessGroup, a DeviceMesh or None, got {process_group!r}"
-            + ("; instead of a pair of groups pass a mesh (outer, inner)" if is_pair else "")
+            "process_group: expected a ProcessGroup, a DeviceMesh (instead of a pair of groups, "
+            f"(outer, inner)) or None, got {process_group!r}"
         )
     return (group,)
 
@@ -170,13 +170,16 @@ def chosen_timeout(process_group: dist.ProcessGroup, device: torch.device) -> ti
     return None
 
 
-def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def options_of(process_group: dist.ProcessGroup, device: torch.device) -> Any:
     """None if the backend has none, or no backend serves the device."""
     try:
-        options = getattr(process_group._get_backend(device), "options", None)
+        return getattr(process_group._get_backend(device), "options", None)
     except RuntimeError:
         return None
-    timeout = getattr(options, "_timeout", None)
+
+
+def _backend_timeout(process_group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    timeout = getattr(options_of(process_group, device), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
 

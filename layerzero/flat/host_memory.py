@@ -30,8 +30,7 @@ class HostMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] for buffers that come and go.
 
-        torch's allocator reuses a page-locked block only after the copies queued on it have
-        finished. It rounds sizes up to a power of two, and keeps what is freed.
+        torch's allocator reuses a page-locked block only after the copies queued on it have ended.
         """
         return torch.empty(numel, dtype=dtype, pin_memory=self._pin_memory, device="cpu")
 

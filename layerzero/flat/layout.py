@@ -8,7 +8,7 @@
         - gap before an aligned start    . padding that completes the last shard
 
 Offsets and ranges count elements. A parameter's range on a rank is (start, stop) in the
-flattened original; (0, 0) if the rank owns nothing of it. With `layout="rows"`: rows.py.
+flattened original; (0, 0) if the rank owns nothing of it. With `layout="rows"`: flatten.py.
 """
 
 from __future__ import annotations

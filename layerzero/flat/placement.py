@@ -1,16 +1,8 @@
 """Placement: which ranks gather a unit, and which part of it each rank owns for the optimizer.
 
-Ranks form two axes. The *shard group* (inner) gathers parameters before each use; the *outer group*
-holds the ranks at the same position in their shard groups. Six ranks, shard groups of 2, outer
-groups of 3:
-
-    rank         0     1     2     3     4     5        (outer k, inner j) = divmod(rank, 2)
-    (k, j)     (0,0) (0,1) (1,0) (1,1) (2,0) (2,1)
-    gathers    with its inner peer: compute shard j, one of 2
-    zero1      owns slice 0 of shard j, slice 1, slice 2:   one of 6 main shards
-    replicate  owns shard j as a whole, as two others do:   one of 2 main shards
-
-So gathering and reducing each take two hops (Note [Ownership is strided]):
+Ranks form two axes, of which docs/reference/layered.md has a drawing. The *shard group* (inner)
+gathers parameters before each use; the *outer group* holds the ranks at the same position in their
+shard groups. So gathering and reducing each take two hops (Note [Ownership is strided]):
 
     main shard --outer all-gather, once a step--> compute shard --inner all-gather--> full
     gradient --inner reduce-scatter--> compute shard --outer reduce-scatter--> main shard

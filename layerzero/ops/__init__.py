@@ -16,7 +16,7 @@ import torch
 from layerzero.ops import reference, schema, step_reference
 from layerzero.ops.delta import find_changed
 from layerzero.ops.native import NativeStatus, has_kernel, load
-from layerzero.ops.segments import ZEROS, Segments
+from layerzero.ops.reference import ZEROS, Segments
 
 __all__ = [
     "ZEROS",
@@ -57,14 +57,8 @@ def missing_kernels(device: torch.device) -> str | None:
     """
     if device.type == "cpu" or has_kernel(device.type):
         return None
-    remedy = "none exist; nothing needs to be done"
-    if device.type == "cuda":
-        remedy = _status.reason
-        if _status.native:
-            remedy += (
-                "; install nvcc or set CUDA_HOME, and build again with `pip install -v "
-                "--no-build-isolation`"
-            )
+    is_cuda = device.type == "cuda"
+    remedy = _status.reason if is_cuda else "none exist; nothing needs to be done"
     return (
         f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
         "are packed in plain torch, with the same results and more kernel launches for each unit"
@@ -72,11 +66,7 @@ def missing_kernels(device: torch.device) -> str | None:
 
 
 def pack_(
-    out: torch.Tensor,
-    srcs: Sequence[torch.Tensor],
-    segs: Segments,
-    scale: float = 1.0,
-    nt: bool | None = None,
+    out: torch.Tensor, srcs: Sequence[torch.Tensor], segs: Segments, scale: float = 1.0
 ) -> torch.Tensor:
     """Fill `out` with `srcs`, laid out by `segs`, cast and scaled in one pass.
 
@@ -90,7 +80,6 @@ def pack_(
         srcs: all of the same one of the four dtypes, on out's device; must not overlap out. A
             tensor without elements stands for a missing source, and zeros are written. A source is
             read in row-major order of its shape; one that is not contiguous is copied first.
-        nt: use non-temporal stores (CPU only); None: for outputs of at least `STREAMING_NBYTES`.
 
     Returns:
         `out`.
@@ -103,9 +92,7 @@ def pack_(
     table = segs.table
     if not out.is_cpu and has_kernel(out.device.type):  # Else torch reads the table, on the host.
         table = segs.on(out.device)
-    if nt is None:
-        nt = out.nbytes >= STREAMING_NBYTES
-    _pack_(out, srcs, table, scale, nt)
+    _pack_(out, srcs, table, scale, out.nbytes >= STREAMING_NBYTES)
     _note_written(out)
     return out
 

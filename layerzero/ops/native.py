@@ -46,10 +46,13 @@ def load(folder: Path) -> NativeStatus:
     except Exception as error:
         # Whatever is wrong with a library, the package works without it.
         return NativeStatus(False, False, f"{found[0]} could not be loaded: {error}")
-    if not _has_kernel("CPU"):
-        return NativeStatus(False, False, f"{found[0]} registers no kernels: build it again")
     if not _has_kernel("CUDA"):
-        return NativeStatus(True, False, "built without CUDA kernels: nvcc is missing, or failed")
+        return NativeStatus(
+            True,
+            False,
+            "built without CUDA kernels: nvcc is missing, or failed; install it or set CUDA_HOME, "
+            "and build again with `pip install -v --no-build-isolation`",
+        )
     return NativeStatus(True, True, "")
 
 

@@ -9,19 +9,82 @@ compute is float64 for float64 and float32 for the other dtypes. The result is r
 dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
 scale of 1 nothing is multiplied. Nothing here blocks the host, except for the CRCs. Arguments are
 not checked, as native kernels check them: here torch's own operations stay inside their tensors.
+
+`Segments` is the table that `pack_` reads, with the source of each element of its output:
+
+    rows (source, source offset, destination offset, numel)     rows [S + 1, 3]
+    (0, 0, 0, 5)                                                 0, 0,  0
+                                                                -1, 0,  5    a gap: zeros
+    (1, 4, 8, 12), of a buffer of 20                             1, 4,  8
+                                                                -1, 0, 20    the sentinel
+
+A row ends where the next one begins, so the destinations rise, have no gaps and end at the size of
+the buffer. Offsets count elements.
 """
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WORD = 8
+ZEROS = -1
+"""Used as a source number: fill the row with zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """A checked table, built once for a layout and copied once to each device that uses it."""
+
+    table: torch.Tensor
+    """[S + 1, 3] int64 on the CPU."""
+    numel: int
+    """Number of elements of the buffer."""
+    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(cls, rows: Iterable[Sequence[int]], numel: int) -> Segments:
+        """Check rows (source, source offset, destination offset, numel) and fill the gaps.
+
+        Args:
+            rows: in rising order of destination; source `ZEROS` writes zeros. Rows without
+                elements are dropped.
+            numel: number of elements of the buffer; those that no row covers become zeros.
+
+        Raises:
+            ValueError: a number is negative, or rows overlap, do not rise, or end after `numel`.
+        """
+        table: list[tuple[int, int, int]] = []
+        end = 0
+        for number, (source, offset, start, count) in enumerate(rows):
+            if source < ZEROS or min(offset, count) < 0 or start < end or start + count > numel:
+                raise ValueError(
+                    f"segments: row {number} {(source, offset, start, count)}: expected a source "
+                    f">= {ZEROS} and destinations that rise from {end} to {numel} at most"
+                )
+            if not count:
+                continue
+            if start > end:
+                table.append((ZEROS, 0, end))
+            table.append((source, offset, start))
+            end = start + count
+        if end < numel:
+            table.append((ZEROS, 0, end))
+        table.append((ZEROS, 0, numel))
+        return cls(torch.tensor(table, dtype=torch.int64, device="cpu"), numel)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """A copy of the table on `device`; the first call for a device blocks the host."""
+        found = self._on_device.get(device)
+        if found is None:
+            found = self._on_device[device] = self.table.to(device)
+        return found
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,10 +123,6 @@ def pack_(
         return
     if scale == 1.0:
         torch._foreach_copy_(targets, parts)
-    elif compute_dtype(parts[0].dtype) == out.dtype:
-        # out has the compute dtype: the copy widens exactly, so scaling in place rounds only once.
-        torch._foreach_copy_(targets, parts)
-        torch._foreach_mul_(targets, scale)
     else:
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part.to(compute_dtype(part.dtype)).mul(scale))
@@ -72,31 +131,12 @@ def pack_(
 def ordered_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float) -> None:
     """See `layerzero.ops.ordered_sum_`."""
     dtype = out.dtype if out.is_complex() else compute_dtype(parts[0].dtype)
-    first = parts[0].detach().reshape(-1)
-    # Sum directly into out, without a temporary, if it has the dtype of the sum and is not the
-    # memory of a part that is still to be read.
-    in_place = dtype == out.dtype and all(not _same_memory(out, part) for part in parts[1:])
-    if not in_place:
-        total = first.to(dtype, copy=True)
-    elif _same_memory(out, parts[0]):
-        total = out.detach().view(-1)
-    else:
-        total = out.detach().view(-1).copy_(first)
+    total = parts[0].detach().reshape(-1).to(dtype, copy=True)  # `out` may be one of the parts.
     for part in parts[1:]:
         total.add_(part.detach().reshape(-1))
     if scale != 1.0:
         total.mul_(scale)
-    if not in_place:
-        out.detach().view(-1).copy_(total)
-
-
-def _same_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        out.dtype == source.dtype
-        and out.data_ptr() == source.data_ptr()
-        and source.is_contiguous()
-        and out.numel() == source.numel()
-    )
+    out.detach().view(-1).copy_(total)
 
 
 def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:

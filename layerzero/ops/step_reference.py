@@ -136,11 +136,12 @@ def store_codes(
     row: list[int],
     random: torch.Tensor | None = None,
 ) -> None:
-    """Write one state of a range (a row of the table) as 8-bit codes; see `quantize`."""
+    """Write one state of a range (a row of the table) as 8-bit codes, the first, the average of
+    gradients, with a sign; see `quantize`."""
     blocks = _Blocks.of(row, value.device)
     scale = blocks.largest(value)
     scales[blocks.first : blocks.first + blocks.count] = scale
-    codes.copy_(quantize(value, scale[blocks.index], is_signed(state), random))
+    codes.copy_(quantize(value, scale[blocks.index], state == 0, random))
 
 
 def load_codes(
@@ -149,7 +150,7 @@ def load_codes(
     """The float32 values of one state of a range that `store_codes` wrote."""
     blocks = _Blocks.of(row, codes.device)
     own = scales[blocks.first : blocks.first + blocks.count][blocks.index]
-    return dequantize(codes, own, is_signed(state))
+    return dequantize(codes, own, signed=state == 0)
 
 
 def _state_part(row: list[int]) -> slice:
@@ -268,11 +269,6 @@ def _bfloat_at_random(values: torch.Tensor, random: torch.Tensor) -> torch.Tenso
     bits = values.view(torch.int32).long() & _MASK32
     chosen = (bits + torch.where(values.isfinite(), random & 0xFFFF, 0)) >> 16
     return chosen.to(torch.int32).to(torch.int16).view(torch.bfloat16)
-
-
-def is_signed(state: int) -> bool:
-    """The average of gradients is; those of squares are not."""
-    return state == 0
 
 
 def _widen(

@@ -92,7 +92,5 @@ def exchange_of(root: RootState) -> Exchange:
 
 
 def _on_host(group: ShardGroup) -> ShardGroup:
-    process_group = new_group(
-        group.ranks, "gloo", group.timeout, description="layerzero optional modules"
-    )
+    process_group = new_group(group.ranks, "gloo", group.timeout)
     return ShardGroup(process_group, group.rank, group.ranks, "gloo", group.timeout)

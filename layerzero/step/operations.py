@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from layerzero.comm.model_numbers import number_model
+from layerzero.comm.exchanges import number_model
 from layerzero.comm.pending import Operation, Timer, messages_carry_names
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import raise_backend_timeout

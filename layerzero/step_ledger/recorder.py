@@ -22,7 +22,6 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm.exchanges import gather_small
-from layerzero.flat.device_streams import stream_interface
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
@@ -42,6 +41,7 @@ from layerzero.step_ledger.records import (
     Stamp,
     Wait,
 )
+from layerzero.watch.events import stream_interface
 
 _ROUNDS = 16
 host_s = time.perf_counter

@@ -36,7 +36,7 @@ def group_of(root: RootState) -> dist.ProcessGroup:
     """Implements `ZeRO3.join_process_group`."""
     if _GROUP not in root.__dict__:
         members, timeout = root.placements[0].members, root.placements[0].shard_group.timeout
-        root.__dict__[_GROUP] = new_group(members, "gloo", timeout, description="layerzero join")
+        root.__dict__[_GROUP] = new_group(members, "gloo", timeout)
     group: dist.ProcessGroup = root.__dict__[_GROUP]
     return group
 

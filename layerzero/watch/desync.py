@@ -1,19 +1,8 @@
 """DesyncDetector: detects on gloo, before the timeout, that ranks took different paths.
 
-On gloo every message carries its name (Note [A message carries its name] in messages.py), so
-ranks that took different paths would wait for each other until the timeout. The mismatch can be
-proven earlier: a model's collectives are numbered, and a rank that used number 15 for a gather of
-blocks.2 will never answer a gather of blocks.1 (#15). A thread on each rank checks about twice a
-second, and does nothing unless a wait has lasted since its previous check. Then it publishes in
-torch's store which collectives this rank has issued, and reads what the awaited ranks published.
-
-Only proof raises the alarm. A rank that is slow, or that waits elsewhere, has not used the number
-yet; the others wait for it until the timeout.
-
-Note [Waits are broken by breaking the connection]
-    torch has no call that ends a wait on gloo. A receive that times out closes all connections of
-    its group, so the thread posts one that times out at once. After a failure the connections are
-    unusable in any case.
+A thread on each rank checks about twice a second, and does nothing unless a wait has lasted since
+its previous check. What it then compares, why that is proof, and how it ends the waits: decision
+0022.
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from layerzero.watch.diagnosis import Collective, own_connection, warns_at_half_time
+from layerzero.watch.diagnosis import Collective, open_notes, warns_at_half_time
 from layerzero.watch.thread import run_periodically
 
 LONGEST_PAUSE_S = 0.5
@@ -69,7 +58,6 @@ class DesyncDetector:
         self.verdict = None
         self._places = dict(places)
         self._store: dist.Store | None = None
-        self._published: tuple[Any, ...] = ()
         self._thread: threading.Thread | None = None
 
     def begin_wait(self, collective: Collective) -> None:
@@ -114,31 +102,28 @@ class DesyncDetector:
 
     def _find_out(self, long: list[Collective]) -> None:
         """Read the verdict from the store; if there is none, look for one about these waits."""
+        store = self._store = self._store or open_notes("desync")
+        if store is None:
+            return
         try:
-            if self._store is None:
-                self._store = dist.PrefixStore("layerzero/desync", own_connection())
-            self._read_verdict(self._store)
+            self._read_verdict(store)
             if self.verdict is None and long:
-                self._publish(self._store, long)
+                self._publish(store, long)
                 for collective in long:
-                    self._compare(self._store, collective)
+                    self._compare(store, collective)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it.
             _logger.debug("cannot compare waits between ranks: %s", error)
 
     def _publish(self, store: dist.Store, long: list[Collective]) -> None:
-        issued = tuple(self.issued)
         waits = {str(collective.number): _sized(collective) for collective in long}
-        news = issued[-1:], tuple(waits)
-        if news == self._published:
-            return
-        rank = dist.get_rank()
-        note = json.dumps(
-            {"issued": {n: f"{verb} of {unit}" for n, verb, unit in issued}, "waits": waits}
-        )
+        note = json.dumps({"issued": self._names(), "waits": waits})
         for place in self._places.values():
-            store.set(f"{place}/{rank}", note)
-        self._published = news
+            store.set(f"{place}/{dist.get_rank()}", note)
+
+    def _names(self) -> dict[str, str]:
+        """The latest collectives by number, as the store has them."""
+        return {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
 
     def _compare(self, store: dist.Store, collective: Collective) -> None:
         group = collective.group
@@ -161,8 +146,7 @@ class DesyncDetector:
     def _difference(self, collective: Collective, rank: int, note: dict[str, Any]) -> str | None:
         """Why `rank` will never send the message of `collective`; None if it still may."""
         number = str(collective.number)
-        own = {str(n): f"{verb} of {unit}" for n, verb, unit in tuple(self.issued)}
-        theirs: dict[str, str] = note["issued"]
+        own, theirs = self._names(), note["issued"]
         here = dist.get_rank()
         if number in own and number in theirs and own[number] != theirs[number]:
             # This rank and `rank` may have diverged earlier, in operations with other ranks.
@@ -197,7 +181,7 @@ def _sized(collective: Collective) -> str:
 
 
 def _break(collective: Collective) -> None:
-    """See Note [Waits are broken by breaking the connection]."""
+    """A receive that times out closes all connections of its group (decision 0022)."""
     group = collective.group
     peer = collective.peer if collective.peer >= 0 else (group.rank + 1) % group.size
     try:

@@ -2,11 +2,8 @@
 
 Each failing rank publishes a report in the store of the default process group. For a few seconds it
 reads the reports of its group's ranks, and of the ranks in other groups that those wait for. A rank
-without a report is dead, stopped, or busy outside the engine.
-
-A wait that has lasted half of its limit is warned of before it becomes an error: a slow rank is not
-a dead one, and may save, evaluate or wait for data. There is still time to raise the limit of the
-next run.
+without a report is dead, stopped, or busy outside the engine. A wait that has lasted half of its
+limit is warned of before (docs/reference/errors.md).
 """
 
 from __future__ import annotations
@@ -109,21 +106,20 @@ def diagnose(
 
     def find() -> None:
         verdict.append(None if find_divergence is None else find_divergence())
+        reports.exchange()
 
-    # On separate threads, joined with a timeout: the store may be served by the rank that died, and
-    # then a call on it does not return.
-    threads = [threading.Thread(target=each, daemon=True) for each in (find, reports.exchange)]
+    # On a thread, joined with a timeout: the store may be served by the rank that died, and then a
+    # call on it does not return.
+    thread = threading.Thread(target=find, daemon=True)
     deadline = time.monotonic() + REPORT_SECONDS + _STORE_GRACE_S
-    for thread in threads:
-        thread.start()
-    threads[0].join(0.1)  # A store that answers gives the verdict at once.
+    thread.start()
+    thread.join(0.1)  # A store that answers gives the verdict at once.
     first = f"{operation}: rank {rank} got no answer from {waits_for}"
     cause = _cause(error, group.limit)
     if not any(verdict):
         then = "The error with what each rank waits for follows, unless this process is ended first"
         _logger.error("%s (%s). Every rank must make this call. %s.", first, cause, then)
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    thread.join(deadline - time.monotonic())
     divergence = verdict[0] if verdict else None
     table = _table(reports, divergence is not None)
     return CollectiveError(f"{first} ({divergence or cause}).\n{table}")
@@ -204,7 +200,7 @@ class _Reports:
             self.store_error = f"failed ({str(error).strip().splitlines()[0]})"
 
     def _take(self, rank: int, report: dict[str, Any]) -> None:
-        """Accept a report if it is of this run (model_numbers.py) and recent."""
+        """Accept a report if it is of this run (`ModelNumber`) and recent."""
         runs = set(report.get("runs", ()))
         # A rank that failed before it wrapped a model has no run name; accept its report.
         is_of_this_run = not runs or not self._runs or runs & self._runs
@@ -216,12 +212,12 @@ class _Reports:
             self.ranks.append(report["waits_for"])
 
 
-def own_connection() -> dist.Store:
-    """A new connection to the default group's store, so that a thread's request does not hold up
-    the main thread's.
-
-    Raises:
-        RuntimeError, ValueError: there is no default group, or its store cannot be cloned.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone()  # type: ignore[attr-defined]
+def open_notes(place: str) -> dist.Store | None:
+    """The default group's store, for notes at `place`, by a connection that does not hold up the
+    main thread's requests. None: there is no default group, or its store cannot be cloned."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"layerzero/{place}", store.clone())  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError) as error:
+        _logger.debug("ranks are not compared: %s", error)
+        return None

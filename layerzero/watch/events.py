@@ -1,4 +1,4 @@
-"""Events that are recorded again and again, instead of made and destroyed each time.
+"""Streams of any device, and events that are recorded again instead of made and destroyed.
 
 Note [An event may be recorded again once nothing refers to it]
     A wait that was queued on a stream is for the record that the event had then; later records do
@@ -26,10 +26,11 @@ import logging
 import os
 from collections import deque
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+_NAMES = ("Stream", "stream", "current_stream")
+"""Names of a stream interface, as `torch.cuda`, `torch.xpu` and `torch.npu` have them."""
 _CAPTURE_THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
 _SUCCESS = 0
@@ -37,6 +38,42 @@ _NOT_READY = 600
 """CUDA_ERROR_NOT_READY"""
 
 _logger = logging.getLogger(__name__)
+
+
+def stream_interface(device: torch.device) -> Any:
+    """An object with `Stream(device=)`, `current_stream(index)`, and, unless its streams are
+    contexts, `stream(stream)`."""
+    module = torch.get_device_module(device)
+    return _Generic if missing_stream_names(module) else module
+
+
+def missing_stream_names(module: Any) -> list[str]:
+    """Names that the device module would have to have."""
+    return [name for name in _NAMES if not hasattr(module, name)]
+
+
+def has_generic_streams(device: torch.device) -> bool:
+    """Whether torch can make a stream on the device without the help of its module."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False  # `torch.accelerator` serves one type of device.
+    try:
+        torch.Stream(device=device.type)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class _Generic:
+    """torch's own, for a device that registers with torch (PrivateUse1) and need not have them."""
+
+    event_pool_capacity = 0
+    """Events kept to be recorded again: none. On OpenReg a queued wait sees the later record, and
+    may hang, against torch's contract. Devices like CUDA have a module with their own streams."""
+    Stream = torch.Stream
+    stream: Any = None
+    """Its streams are contexts themselves."""
+    current_stream = staticmethod(torch.accelerator.current_stream)
 
 
 class PooledEvent:
@@ -60,7 +97,6 @@ class PooledEvent:
         return is_done(self._event)
 
     def synchronize(self) -> None:
-        """Block the host until the device has reached this place."""
         self._event.synchronize()
 
     def __del__(self) -> None:
@@ -89,14 +125,10 @@ class EventPool:
         return PooledEvent(event, self._free)
 
 
-_pools: WeakKeyDictionary[Any, dict[torch.device, EventPool]] = WeakKeyDictionary()
-"""Pools by stream interface (such as `torch.cuda`) and device; an event belongs to one device."""
-
-
+@functools.cache
 def event_pool(module: Any, device: torch.device) -> EventPool:
-    """The pool of a device, with an index, of its stream interface (flat/device_streams.py)."""
-    pools = _pools.setdefault(module, {})
-    return pools.setdefault(device, EventPool(getattr(module, "event_pool_capacity", None)))
+    """The pool of a device, with an index, of its stream interface."""
+    return EventPool(getattr(module, "event_pool_capacity", None))
 
 
 @functools.cache
@@ -120,15 +152,8 @@ def ignore_captures_of_other_threads() -> None:
     is torch's default. Concerns the calling thread alone.
     """
     driver = _driver()
-    if driver is None:
-        return
-    mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
-    code = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    if code != _SUCCESS:
-        _logger.warning(
-            "watchdog threads may invalidate graph captures: the CUDA driver returned error %d",
-            code,
-        )
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
 
 
 def is_done(event: Any) -> bool:

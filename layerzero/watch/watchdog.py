@@ -1,16 +1,9 @@
 """Watchdog: detects hangs and mismatched collectives on backends whose messages carry no name.
 
-On gloo the host waits for each message and every message carries its name (collectives.py). Other
-backends match collectives by order alone, and on a device the host does not wait at all: after a
-rank died the device queue just stops, and two gathers of equal size in swapped order mix the
-weights of two units. So a thread on each rank checks two things about once a second:
-
-- Has the oldest collective in flight made no progress for longer than the timeout? Then every rank
-  reports what it waits for (diagnosis.py), and the group is aborted, which unblocks a host that
-  waits for the device.
-- Have the ranks issued the same collectives? Each rank publishes a digest of all it has issued, and
-  compares the next rank's digest with its own at the same count. Neighbours that agree all around
-  the ring mean that all ranks agree.
+A thread on each rank checks two things about once a second (decision 0014): whether the oldest
+collective in flight has made no progress for longer than the timeout, upon which the group is
+aborted, which unblocks a host that waits for the device; and whether the ranks have issued the same
+collectives, by digests that neighbours in a ring compare.
 
 The error is logged at once, and raised by the next use of the model.
 """
@@ -35,7 +28,7 @@ from layerzero.watch.diagnosis import (
     Collective,
     CollectiveError,
     diagnose,
-    own_connection,
+    open_notes,
     warns_at_half_time,
 )
 from layerzero.watch.events import Event, PooledEvent
@@ -85,7 +78,7 @@ class Watchdog:
         self._history: dict[int, tuple[int, str]] = {}
         self._count = 0
         self._digest = 0
-        self._store = None if place is None else _open_store(place)
+        self._store = None if place is None else open_notes(f"watchdog/{place}")
         pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
         name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, device)
         self._thread = run_periodically(self, Watchdog.check, pause_s, name, prepare)
@@ -135,44 +128,37 @@ class Watchdog:
 
     def _find_awaited(self) -> str:
         """The ranks that have not issued the oldest collective in flight, by the store."""
-        if (store := self._store) is None:
-            return "the group"
+        store, ranks = self._store, []
         try:
-            number = self._count - len(self._in_flight) + 1
-            ranks = [rank for rank in self._group.ranks if _published(store, rank)[0] < number]
-            return some_ranks(ranks) if ranks else "the group"
+            if store is not None:
+                number = self._count - len(self._in_flight) + 1
+                ranks = [rank for rank in self._group.ranks if _published(store, rank)[0] < number]
         except (RuntimeError, ValueError) as error:
             _logger.debug("cannot find the rank that is awaited: %s", error)
-            return "the group"
+        return some_ranks(ranks) if ranks else "the group"
 
     def _compare_with_next_rank(self) -> CollectiveError | None:
-        if self._store is None or not self._count:
+        """Publish what this rank has issued, and compare it with the next rank. The error is about
+        the pair that some rank found to differ."""
+        store, group = self._store, self._group
+        if store is None or not self._count:
             return None
+        rank, next_rank = group.ranks[group.rank], group.ranks[(group.rank + 1) % group.size]
         try:
-            pair = self._differing_pair(self._store)
-            return None if pair is None else self._divergence(self._store, pair)
+            store.set(f"digest/{rank}", json.dumps([self._count, self._digest]))
+            at, theirs = _published(store, next_rank)
+            if self._history.get(at, (theirs, ""))[0] != theirs:
+                # Only the first pair is stored, so that every rank reports the same one.
+                store.compare_set("diverged", "", json.dumps([rank, next_rank]))
+            if store.check(["diverged"]):
+                return self._divergence(store, json.loads(store.get("diverged")))
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it, or is a fake (torch's fake group).
             _logger.debug("stopped comparing collectives between ranks: %s", error)
             self._store = None
-            return None
+        return None
 
-    def _differing_pair(self, store: dist.Store) -> tuple[int, int] | None:
-        """Publish what this rank has issued, and compare it with the next rank. Returns the pair
-        that some rank found to differ; None if there is none."""
-        group = self._group
-        rank, next_rank = group.ranks[group.rank], group.ranks[(group.rank + 1) % group.size]
-        store.set(f"digest/{rank}", json.dumps([self._count, self._digest]))
-        at, theirs = _published(store, next_rank)
-        if self._history.get(at, (theirs, ""))[0] != theirs:
-            # Only the first pair is stored, so that every rank reports the same one.
-            store.compare_set("diverged", "", json.dumps([rank, next_rank]))
-        if not store.check(["diverged"]):
-            return None
-        first, second = json.loads(store.get("diverged"))
-        return first, second
-
-    def _divergence(self, store: dist.Store, pair: tuple[int, int]) -> CollectiveError:
+    def _divergence(self, store: dist.Store, pair: list[int]) -> CollectiveError:
         """Blocks up to `REPORT_SECONDS`, until both ranks have published what they issued."""
         rank = self._group.ranks[self._group.rank]
         if rank in pair:
@@ -183,17 +169,14 @@ class Watchdog:
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
         notes = [store.get(key) if store.check([key]) else "{}" for key in keys]
-        first, second = (
-            {int(count): name for count, name in json.loads(note).items()} for note in notes
-        )
+        first, second = map(json.loads, notes)
         text = (
             f"rank {pair[0]} and rank {pair[1]} issued different collectives, so their data may be "
             "mixed up: restart from the last checkpoint. Every rank must call the same units in "
             "the same order."
         )
-        differing = [n for n in sorted(first.keys() & second.keys()) if first[n] != second[n]]
-        if differing:
-            count = differing[0]
+        count = next((n for n in first if second.get(n, first[n]) != first[n]), None)
+        if count is not None:
             text += (
                 f"\nThe first difference is collective {count} of this model on this group:\n"
                 f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
@@ -207,15 +190,6 @@ def _abort(group: ShardGroup, device: torch.device) -> None:
         group.process_group._get_backend(device).abort()
     except (RuntimeError, AttributeError) as error:
         _logger.debug("cannot abort the group: %s", error)
-
-
-def _open_store(place: str) -> dist.Store | None:
-    """The store for this model's notes; None if the default group has no usable one."""
-    try:
-        return dist.PrefixStore(f"layerzero/watchdog/{place}", own_connection())
-    except (RuntimeError, ValueError) as error:
-        _logger.debug("cannot compare collectives between ranks: %s", error)
-        return None
 
 
 def _published(store: dist.Store, rank: int) -> tuple[int, int]:

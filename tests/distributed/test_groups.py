@@ -53,7 +53,7 @@ def test_a_group_of_some_ranks_is_not_split_off_the_default_group() -> None:
     found = {
         "a stage": _split_while(stage),
         "rows": _split_while(lambda: ZeRO3(nn.Linear(4, 4), zero3_size=2)),
-        "the world": _split_while(lambda: new_group(range(4), "gloo")),
+        "the world": _split_while(lambda: new_group(range(4), "gloo", timedelta(minutes=1))),
     }
     with mock.patch.object(c10d, "split_group", side_effect=AssertionError):
         manager = ParallelManager(dp_size=2, cp_size=2)
@@ -85,7 +85,7 @@ def test_groups_of_meshes_and_parts_get_the_options_of_the_whole() -> None:
 
     whole = dist.new_group(timeout=timedelta(seconds=40))
     with (
-        mock.patch("layerzero.comm.new_groups._options_of", lambda group, device: chosen),
+        mock.patch("layerzero.comm.new_groups.options_of", lambda group, device: chosen),
         mock.patch.object(c10d, "_new_process_group_helper", noting),
     ):
         ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))

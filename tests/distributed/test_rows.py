@@ -19,7 +19,7 @@ from layerzero.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from layerzero.flat import rows
+from layerzero.flat import flatten
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import sharded
@@ -261,7 +261,7 @@ def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
     for least in (None, 1):
         with pytest.MonkeyPatch.context() as patch:
             if least is not None:
-                patch.setattr(rows, "_LEAST_SPARED", least)
+                patch.setattr(flatten, "_LEAST_SPARED", least)
             model = sharded(case, layout="elements" if least is None else "rows")
         counts = [len(unit.handles) for unit in inner_units(model)[1:]]
         assert counts == ([1, 1] if least is None else [3, 3])

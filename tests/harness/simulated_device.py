@@ -691,7 +691,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(GradientBuffer, "collect", noted_collect),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Streams, "events_before", "the watchdog watches a collective"),
-        refused(Watchdog, "_differing_pair", "a rank writes to the store"),
+        refused(Watchdog, "_compare_with_next_rank", "a rank writes to the store"),
         refused(watchdog, "_published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
         mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),

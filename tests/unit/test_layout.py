@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from layerzero.flat import rows
+from layerzero.flat import flatten
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
 
 
@@ -33,7 +33,7 @@ def test_borders_between_shards_lie_on_rows_and_starts_are_aligned() -> None:
         lengths = [draw.choice([1, 3, 7, 16, 48]) for _ in range(draw.randrange(6))]
         numels = [length * draw.randrange(20) for length in lengths]
         alignment, slices = draw.choice([1, 4, 16]), draw.choice([1, 2])
-        layout = rows.build(numels, draw.randrange(1, 9), alignment, slices, lengths)
+        layout = flatten.build(numels, draw.randrange(1, 9), alignment, slices, lengths)
         assert layout.shard_numel % (alignment * slices) == 0
         end = 0
         for index, (start, numel) in enumerate(zip(layout.starts, numels, strict=True)):

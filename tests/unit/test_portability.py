@@ -22,8 +22,8 @@ from layerzero.build.materialize import _kept_generators
 from layerzero.comm import collectives
 from layerzero.comm.collectives import reduce_scatter
 from layerzero.comm.pending import Operation
-from layerzero.flat.device_streams import missing_stream_names, stream_interface
 from layerzero.parallel.manager import MeshSizes, device_type_of
+from layerzero.watch.events import missing_stream_names, stream_interface
 
 PACKAGE = Path(layerzero.__file__).parent
 ALLOWED = {

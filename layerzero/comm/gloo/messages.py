@@ -6,10 +6,8 @@ destination buffers (benchmarks/results/collectives_epyc2_202611.md: beside gloo
 Note [A message carries its name]
     Point-to-point messages match by tag. The tag is a hash of the verb, the unit, the operation's
     number in this model, the size, and the model's number on the group. Ranks that issue different
-    operations therefore never exchange bytes: they wait, a `DesyncDetector` finds that their paths
-    differ, and the error says which rank waits for what. Without the tag, two gathers in swapped
-    order would silently mix the weights of two units if their sizes are equal, and would abort the
-    process inside gloo if they are not.
+    operations therefore never exchange bytes (decision 0005): they wait, and a `DesyncDetector`
+    finds that their paths differ.
 
 Note [Parts arrive where others have left]
     A reduction that the engine sums holds its input, one chunk for each rank, and the parts that

@@ -1,8 +1,7 @@
 """Streams on CPU with a thread, for backends on which the engine does the sums itself (gloo).
 
-That of the reduce stream sums each reduction as soon as its data has arrived, and frees the buffers
-that only the exchange needed, instead of when the next unit's backward is done. An all-gather
-prefetched in backward starts after the pending reductions, and its buffer reuses their memory.
+That of the reduce stream finishes each reduction as soon as its data has arrived; an all-gather
+prefetched in backward starts after that (decision 0012).
 
 Note [A thread that is preempted holds gloo's lock]
     gloo has a thread for its sockets. A thread that posts a message locks the connection, writes a
@@ -120,7 +119,6 @@ class OnThread:
             self._has_run.set()
 
     def wait_until_idle(self) -> None:
-        """Wait until it has run."""
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
                 raise RuntimeError(
