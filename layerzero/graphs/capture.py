@@ -375,7 +375,7 @@ def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
     handles = [handle for unit in root.units for handle in unit.handles]
     for module in (type(each).__module__ for each in root.extensions.of(Extension)):
         # Guards read nothing of the device once the model has trained; memory of an arena stays.
-        if not module.startswith(("layerzero.guards.", "layerzero.graphs.")):
+        if not module.startswith(("layerzero.guards", "layerzero.graphs")):
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"
