@@ -233,12 +233,13 @@ class AdamW(torch.optim.AdamW):
         rows = functools.cache(self._rows_of)
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
-            step = flat.begin(rows, factor, scale, self._seed, wanted)
+            step = flat.begin(rows, factor, wanted)
             if step is not None:
                 taken.append((flat, step))
                 if step.gradient.is_copy:
-                    take_steps(taken)  # Not later: the copies of all would take memory.
-        take_steps(taken)
+                    # Not later: the copies of all would take memory.
+                    take_steps(taken, scale, self._seed)
+        take_steps(taken, scale, self._seed)
         self._show()
         return loss
 
