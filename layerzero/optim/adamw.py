@@ -158,16 +158,6 @@ class AdamW(torch.optim.AdamW):
         self.state = given.pop("state", {})
         torch.optim.AdamW.__setstate__(self, given)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of an optimizer of the same parameters on the same ranks.
-
-        Raises:
-            ValueError: a state is not that of this rank's part of its parameter, such as one of a
-                model that is not sharded. Nothing is changed.
-        """
-        super().load_state_dict(state_dict)
-        self._flats = None
-
     def _rows_of(self, pairs: Pairs) -> torch.Tensor:
         """Rows for `flat_step_`: 8 columns, the sign of the gradient, the flag, and the step."""
         rows = []
