@@ -560,7 +560,7 @@ def shard_in_place(
     if arguments.memory_budget is not None:
         from layerzero.memory_budget import Learner
 
-        root.learner = Learner(root, topology.placement, arguments.memory_budget)
+        root.learner = Learner(root, arguments.memory_budget)
     steps.watch(_import_watchers)
     norm.make_torchs_global()
     patch_torch()
