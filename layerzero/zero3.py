@@ -531,9 +531,9 @@ def shard_in_place(
     parameters = module.parameters() if plan.ignored.members else ()
     root.kept_whole = [each for each in parameters if get_info(each) is None]
     if arguments.on_nonfinite is not None:
-        from layerzero.optim import nonfinite
+        from layerzero.optim.nonfinite import NonFinite
 
-        nonfinite.install(root, arguments.on_nonfinite, root.kept_whole)
+        NonFinite(root, arguments.on_nonfinite)
     if root.streams.is_capturing is not bool:
         from layerzero.graphs.capture import Recording
 
@@ -560,7 +560,7 @@ def shard_in_place(
     if arguments.memory_budget is not None:
         from layerzero.memory_budget import Learner
 
-        root.learner = Learner(root, topology.placement, arguments.memory_budget)
+        root.learner = Learner(root, arguments.memory_budget)
     steps.watch(_import_watchers)
     norm.make_torchs_global()
     patch_torch()

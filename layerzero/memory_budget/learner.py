@@ -26,7 +26,6 @@ from layerzero.comm.exchanges import gather_along
 from layerzero.comm.gloo.threads import FinishingStream, OnThread
 from layerzero.comm.streams import Waitable
 from layerzero.config import BackwardPrefetch, GatherBudget
-from layerzero.flat.placement import Placement
 from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.notices import some
 from layerzero.step.backward import ForwardPass
@@ -128,10 +127,9 @@ class Learner(Extension):
     choice: MemoryChoice | None
     """None while it learns."""
 
-    def __init__(self, root: RootState, placement: Placement, budget: int) -> None:
+    def __init__(self, root: RootState, budget: int) -> None:
         self.choice = None
         self._root_ref = weakref.ref(root)
-        self._placement = placement
         self._budget = budget
         self._meter: Meter | None = None
         self._num_steps = 0
@@ -173,8 +171,8 @@ class Learner(Extension):
         elif torch.is_inference_mode_enabled():
             pass  # Its end would bring back that operations are counted, after the last step, too.
         elif self._has_reduced and not root.reducer.kept.adds_up:
-            held = self._meter.look()
-            changed, peak = self._highest([int(self._weights_changed()), max(held, *self._held)])
+            held, before, self._versions = self._meter.look(), self._versions, _versions(root)
+            changed, peak = self._highest([int(before != self._versions), max(held, *self._held)])
             self._is_inside = not changed
             self._note(held)
             if changed:
@@ -216,10 +214,6 @@ class Learner(Extension):
         root.streams.reduce = self._usual
         root.extensions.remove(self)
 
-    def _weights_changed(self) -> bool:
-        before, self._versions = self._versions, _versions(self._root)
-        return before != self._versions
-
     def _end_step(self, peak: int) -> None:
         self._num_steps += 1
         self._has_reduced = False
@@ -260,13 +254,13 @@ class Learner(Extension):
             forward_prefetch=root.scheduler.forward_depth,
             backward_prefetch=root.scheduler.backward_prefetch,
         )
-        if self._placement.is_first:
+        if all(group.is_first for group in root.groups):
             _logger.info("%s", self.choice)
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
         """The highest of all ranks, for each number. Collective; blocks the host."""
         root = self._root
-        groups = [*self._placement.groups, *root.tensor_parallel_groups]
+        groups = [*root.groups, *root.tensor_parallel_groups]
         name = partial(root.operations.next, "memory budget", "the model")
         table = torch.tensor(numbers, dtype=torch.int64, device=root.device)
         table = gather_along(table, groups, name)

@@ -86,10 +86,6 @@ class StorageCount:
         finally:
             self.kind = before
 
-    def now_at(self, unit: str, part: str) -> None:
-        """What happens from now on is part of `unit`'s `part` of the step."""
-        self.moment = (unit, part)
-
     def restart(self) -> int:
         """Begin a new peak; returns the one before."""
         before = self.peak

@@ -138,10 +138,14 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
     placements = {id(unit): placement for unit in plan.units}
     for feature in plan.features:
         placements |= feature.place(placement, lambda group: make(group.table), plan.device)
+    axes = [] if plan.mesh is None else plan.mesh.get_all_groups()
     return Topology(
         placement=placement,
         placements=placements,
-        tensor_parallel_groups=_planned_axes(plan.mesh, backend),
+        tensor_parallel_groups=tuple(
+            _planned_group(dist.get_rank(axis), dist.get_process_group_ranks(axis), backend)
+            for axis in axes
+        ),
     )
 
 
@@ -226,14 +230,3 @@ def _planned_group(rank: int, ranks: Sequence[int], backend: str) -> ShardGroup:
     """A group of these global ranks, of which this process is the one at place `rank`."""
     group = cast("dist.ProcessGroup", _Nowhere())
     return ShardGroup(group, rank, tuple(ranks), backend, DEFAULT_TIMEOUT)
-
-
-def _planned_axes(mesh: DeviceMesh | None, backend: str) -> tuple[ShardGroup, ...]:
-    """A group for each axis of the mesh of DTensor parameters."""
-    if mesh is None:
-        return ()
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    return tuple(
-        _planned_group(mesh.get_local_rank(axis), dist.get_process_group_ranks(group), backend)
-        for axis, group in enumerate(groups)
-    )

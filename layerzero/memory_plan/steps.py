@@ -94,13 +94,13 @@ class _Moments(Extension):
         """Moment and kind before a reduction."""
 
     def begin_call(self, unit: Unit) -> None:
-        self._count.now_at(unit.fqn or ROOT, "forward")
+        self._count.moment = unit.fqn or ROOT, "forward"
 
     def end_call(self, unit: Unit) -> None:
-        self._count.now_at(ROOT, "forward")
+        self._count.moment = ROOT, "forward"
 
     def begin_backward(self, unit: Unit) -> None:
-        self._count.now_at(unit.fqn or ROOT, "backward")
+        self._count.moment = unit.fqn or ROOT, "backward"
 
     def begin_action(self, action: str, unit: str) -> None:
         if action == "reduce":
@@ -108,7 +108,7 @@ class _Moments(Extension):
             unsharded = (each for handle in reduced.handles for each in handle.unsharded_params)
             count.mark((each.grad for each in unsharded if each.grad is not None), "gradients")
             self._before = count.moment, count.kind
-            count.now_at(reduced.fqn or ROOT, "reduction")
+            count.moment = reduced.fqn or ROOT, "reduction"
             count.kind = "reduction buffers"
 
     def end_action(self, action: str, unit: str) -> None:
@@ -232,7 +232,7 @@ class PlannedRank:
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """One training step: forward, backward, the optimizer's step, `zero_grad()`."""
         count, model = self._count, self.model
-        count.now_at(ROOT, "forward")
+        count.moment = ROOT, "forward"
         with _one_sequence_a_row(kwargs):
             output = model(*args, **kwargs)
         for handle in model.handles:
@@ -242,12 +242,12 @@ class PlannedRank:
         loss.backward()
         parameters = list(model.parameters())
         count.mark((each.grad for each in parameters if each.grad is not None), "gradients")
-        count.now_at("", "optimizer step")
+        count.moment = "", "optimizer step"
         with count.of_kind("optimizer temporaries"):
             optimizer.step()
         state = (each for of in optimizer.state.values() for each in find_tensors(of))
         count.mark(state, "optimizer state")
-        count.now_at("", "zero_grad")
+        count.moment = "", "zero_grad"
         optimizer.zero_grad()
 
     @contextmanager

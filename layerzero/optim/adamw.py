@@ -158,16 +158,6 @@ class AdamW(torch.optim.AdamW):
         self.state = given.pop("state", {})
         torch.optim.AdamW.__setstate__(self, given)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of an optimizer of the same parameters on the same ranks.
-
-        Raises:
-            ValueError: a state is not that of this rank's part of its parameter, such as one of a
-                model that is not sharded. Nothing is changed.
-        """
-        super().load_state_dict(state_dict)
-        self._flats = None
-
     def _rows_of(self, pairs: Pairs) -> torch.Tensor:
         """Rows for `flat_step_`: 8 columns, the sign of the gradient, the flag, and the step."""
         rows = []
@@ -233,12 +223,13 @@ class AdamW(torch.optim.AdamW):
         rows = functools.cache(self._rows_of)
         taken: list[tuple[FlatState, Step]] = []
         for flat in () if stops else flats:
-            step = flat.begin(rows, factor, scale, self._seed, wanted)
+            step = flat.begin(rows, factor, wanted)
             if step is not None:
                 taken.append((flat, step))
                 if step.gradient.is_copy:
-                    take_steps(taken)  # Not later: the copies of all would take memory.
-        take_steps(taken)
+                    # Not later: the copies of all would take memory.
+                    take_steps(taken, scale, self._seed)
+        take_steps(taken, scale, self._seed)
         self._show()
         return loss
 

@@ -68,21 +68,19 @@ class Gradient(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step about to be taken: the gradients, and arguments of `flat_step_`."""
+    """A step about to be taken: the gradients, and tensors of `flat_step_`."""
 
     gradient: Gradient
     tensors: StepTensors
-    grad_scale: float
-    seed: int
 
 
-def take_steps(taken: list[tuple[FlatState, Step]]) -> None:
+def take_steps(taken: list[tuple[FlatState, Step]], grad_scale: float, seed: int) -> None:
     """Take steps, those on one device in one call, and empty the list."""
     calls: dict[torch.device, list[Step]] = {}
     for _, step in taken:
         calls.setdefault(step.tensors.main.device, []).append(step)
     for steps in calls.values():
-        flat_step_([step.tensors for step in steps], steps[0].grad_scale, steps[0].seed)
+        flat_step_([step.tensors for step in steps], grad_scale, seed)
     for flat, step in taken:
         flat.note_taken(step)
     taken.clear()
@@ -248,8 +246,6 @@ class FlatState:
         self,
         rows_of: Rows,
         factor: torch.Tensor | None,
-        grad_scale: float,
-        seed: int,
         wanted: Container[nn.Parameter] | None,
     ) -> Step | None:
         """Prepare a step of its parameters that have a gradient; None: there is none.
@@ -271,7 +267,7 @@ class FlatState:
         tensors = StepTensors(
             *(self.main.data, gradient.flat, states, scales, table, rows_of(pairs), factors)
         )
-        return Step(gradient, tensors, grad_scale, seed)
+        return Step(gradient, tensors)
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.tensors, []

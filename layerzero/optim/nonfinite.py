@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import nn
 
 from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.config import OnNonFinite
@@ -33,6 +32,8 @@ class NonFinite(Extension):
     def __init__(self, root: RootState, action: OnNonFinite) -> None:
         self._root_ref = weakref.ref(root)
         self._action = action
+        root.extensions.add(self)
+        root.reducer.dropped_also = root.kept_whole
 
     def before_write(self, reductions: Sequence[Reduction]) -> bool:
         """Whether to drop these gradients. Collective over the model; blocks the host.
@@ -84,10 +85,3 @@ def _first_of_all(root: RootState, own: str | None) -> str | None:
         return None
     names = gather_texts(own, root.placements[0].rank, groups, root.device, what)
     return next(iter(names.values()), None)
-
-
-def install(root: RootState, action: OnNonFinite, kept_whole: Sequence[nn.Parameter]) -> None:
-    """Judge every delivery of the model. `kept_whole`: its ignored parameters, whose gradients are
-    dropped with the others."""
-    root.extensions.add(NonFinite(root, action))
-    root.reducer.dropped_also = kept_whole

@@ -20,7 +20,7 @@ from layerzero.notices import columns
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
 from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
-from layerzero.step_ledger.recorder import Recorder, read_clock
+from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 from layerzero.step_ledger.trace import draw, write_trace
 
@@ -44,12 +44,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._units: list[tuple[str, str]] = []
+        """Label and FQN of each, in the order of `units`."""
         self._explained: Explained | None = None
         self.rank = own_rank()
-
-    def complete(self, records: dict[int, Record], units: list[tuple[str, str]]) -> None:
-        """The block has ended. `units`: label and FQN of each, in the order of `units`."""
-        self._units, self._explained = units, Explained(records)
 
     @property
     def _all(self) -> Explained:
@@ -175,7 +172,7 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
     if root.join is not None:
         raise RuntimeError("ledger: entered inside layerzero.join; enter it around the join")
     result = Ledger()
-    recorder = Recorder(root, own_rank(), *read_clock(root.groups, root.operations, root.device))
+    recorder = Recorder(root)
     try:
         yield result
         root.check_between_steps("ledger: left inside forward or backward; leave it after the step")
@@ -186,10 +183,8 @@ def ledger(model: nn.Module) -> Iterator[Ledger]:
         raise RuntimeError(
             "ledger: the model was wrapped again inside the block; use one ledger for each"
         )
-    result.complete(
-        _of_all_ranks(root, recorder.record),
-        [(unit.label, unit.fqn) for unit in ordered_units(model)],
-    )
+    result._units = [(unit.label, unit.fqn) for unit in ordered_units(model)]
+    result._explained = Explained(_of_all_ranks(root, recorder.record))
 
 
 def _of_all_ranks(root: RootState, record: Record) -> dict[int, Record]:

@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from layerzero.comm.exchanges import gather_small
+from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
@@ -117,10 +118,10 @@ def read_clock(
 class Recorder(Extension):
     record: Record
 
-    def __init__(self, root: RootState, rank: int, offset: float, error: float) -> None:
-        """`offset`, `error`: of `read_clock`."""
+    def __init__(self, root: RootState) -> None:
+        """Collective over the model's data-parallel ranks; blocks the host."""
         self._root = root
-        self._offset = offset
+        self._offset, error = read_clock(root.groups, root.operations, root.device)
         self._on_device = root.streams.are_apart
         self.clock: DeviceClock | HostClock = (
             DeviceClock(root.device) if self._on_device else HostClock()
@@ -146,7 +147,7 @@ class Recorder(Extension):
         root.extensions.add(self)
         root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
-        self.record = Record(rank, self.clock.now(), None, clock_error=error)
+        self.record = Record(own_rank(), self.clock.now(), None, clock_error=error)
 
     def end(self) -> None:
         """All times are on the first rank's clock from now on. Blocks the host on a device."""

@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint.adapters import Box, Extent, boxes, root_state_of, under_global_names
+from layerzero.checkpoint.adapters import Extent, boxes, root_state_of, under_global_names
 from layerzero.integrations.engine import copy_attributes, get_info, ordered_units
 
 StateDict = dict[str, Any]
@@ -333,19 +333,16 @@ def _build(
         for box in boxes(extent, begin - first, end - first):
             at = begin - start + box.local
             numel = torch.Size(box.sizes).numel()
-            found.append(_of_box(tensor, box, data.detach()[at : at + numel]))
+            own = replace(
+                tensor,
+                data=data.detach()[at : at + numel].view(box.sizes),
+                local_shape=box.sizes,
+                global_offset=box.offsets,
+                axis_fragmentations=None,
+                prepend_axis_num=0,
+            )
+            found.append(own)
     return found
-
-
-def _of_box(tensor: ShardedTensor, box: Box, data: torch.Tensor) -> ShardedTensor:
-    return replace(
-        tensor,
-        data=data.view(box.sizes),
-        local_shape=box.sizes,
-        global_offset=box.offsets,
-        axis_fragmentations=None,
-        prepend_axis_num=0,
-    )
 
 
 def _join(found: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -46,19 +46,16 @@ class Given(NamedTuple):
     is_flat: bool
     """Whether parameters were given without groups."""
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.groups for parameter in group["params"]]
-
     def check(self, held: Collection[nn.Parameter]) -> None:
         """`held`: parameters that the optimizer has already."""
         if self.root is not None:
             self.root.check_between_steps(
                 f"{_NAME}: made inside forward or backward; make it between steps"
             )
-        check_parameters(_NAME, self.parameters, [*held], takes_ignored=False)
+        parameters = [parameter for group in self.groups for parameter in group["params"]]
+        check_parameters(_NAME, parameters, [*held], takes_ignored=False)
         seen: set[nn.Parameter] = set()
-        for parameter in self.parameters:
+        for parameter in parameters:
             if parameter in seen or parameter in held:
                 raise ValueError(f"{_NAME}: {name_of(parameter)} was given twice")
             seen.add(parameter)
@@ -176,10 +173,6 @@ class Factory(NamedTuple):
         if own != [[id(p) for p in group["params"]] for group in groups]:
             raise TypeError(f"{_NAME}: {self.cls.__name__} makes parameter groups of its own")
         return made
-
-    def make_prototype(self, groups: Sequence[Group]) -> torch.optim.Optimizer:
-        """The optimizer over stand-ins alone: for its checks, defaults and options."""
-        return self.make([{**g, "params": [*map(stand_in_for, g["params"])]} for g in groups])
 
 
 def load(

@@ -133,7 +133,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             factory.check((torch.optim.LBFGS, WholeTensorOptimizer))
             limit = parse_nbytes(bucket_bytes, f"{_NAME}: bucket_bytes")
             given.check(self._members)
-            prototype = factory.make_prototype(given.groups)
+            # Over stand-ins alone: for its checks, defaults and options.
+            groups = [{**g, "params": [*map(stand_in_for, g["params"])]} for g in given.groups]
+            prototype = factory.make(groups)
             first = f"{factory.cls.__qualname__}, bucket_bytes={limit}"
             rows = [first, *given.rows(self._cost, factory.options)]
         except Exception as caught:
