@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -200,31 +200,21 @@ def _choices(
         chosen = policy._run_policy(root, ignored, {})
         names = {module: clean_name(name) for name, module in root.named_modules()}
         return {id(m): _in_our_terms(own, m, names[m]) for m, own in chosen.items()}
-    parameters = {parameter for module in ignored for parameter in module.parameters()}
-    parameters.update(ignored_parameters)
-    return {key: {} for key in _run_function(policy, root, ignored, parameters)}
-
-
-def _run_function(
-    policy: Callable[..., bool],
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    ignored_parameters: set[nn.Parameter],
-) -> set[int]:
-    """The ids of the modules that FSDP1 would wrap: its own walk, which wraps nothing here."""
+    # The walk of FSDP1 itself, which wraps nothing here.
     from torch.distributed.fsdp.wrap import _recursive_wrap
 
-    chosen: set[int] = set()
+    found: dict[int, Choice] = {}
 
     def note(module: nn.Module, **_: Any) -> nn.Module:
-        chosen.add(id(module))
+        found[id(module)] = {}
         return module
 
-    units = {part for part in root.modules() if part is not root and get_unit(part) is not None}
-    shards = {parameter for parameter in root.parameters() if get_info(parameter) is not None}
-    ignored = ignored_modules | units, ignored_parameters | shards
-    _recursive_wrap(root, policy, note, *ignored, only_wrap_children=True)
-    return chosen
+    parameters = {parameter for module in ignored for parameter in module.parameters()}
+    parameters.update(ignored_parameters)
+    parameters.update(each for each in root.parameters() if get_info(each) is not None)
+    ignored |= {part for part in root.modules() if part is not root and get_unit(part) is not None}
+    _recursive_wrap(root, policy, note, ignored, parameters, only_wrap_children=True)
+    return found
 
 
 def _is_torchs(value: object, name: str) -> bool:

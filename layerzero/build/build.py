@@ -106,7 +106,11 @@ class Builder:
         for plan in plans:
             unit = finished[id(plan)]
             unit.tied_owners = tuple(finished[id(owner)] for owner in plan.tied_owners)
-            self._follow_hook_module(plan, unit)
+            hooked = self.plan.arguments[id(plan)].hook_module
+            if hooked is not None and plan.existing is None:
+                # It may be a unit's module itself, which casts inputs already.
+                hooks.install_on_calls(hooked, unit, casts=get_unit(hooked) is None)
+                unit.add_owner(hooked)
         units = [finished[id(plan)] for plan in plans]
         if self.materializer.is_later:
             new = [finished[id(plan)] for plan in plans if plan.existing is None]
@@ -231,16 +235,6 @@ class Builder:
         for axis, group in enumerate(self.topology.tensor_parallel_groups):
             if group.size > 1 and (split is None or split.placements[axis].is_replicate()):
                 broadcast(value, group, operation).wait()
-
-    def _follow_hook_module(self, plan: UnitPlan, unit: Unit) -> None:
-        """Let calls of `hook_module` unshard and reshard `unit`; it may be a unit's module itself.
-
-        Inputs are cast here unless that unit casts them already.
-        """
-        module = self.plan.arguments[id(plan)].hook_module
-        if module is not None and plan.existing is None:
-            hooks.install_on_calls(module, unit, casts=get_unit(module) is None)
-            unit.add_owner(module)
 
     def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
         # Sent as bytes, because not every backend supports every dtype.

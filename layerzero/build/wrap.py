@@ -151,7 +151,8 @@ def plan_units(
                 "unit around both"
             )
     for original, users in walk.owners.values():
-        owner = _nearest_common(users)
+        around = [{id(each) for each in user.ancestors()} for user in users]
+        owner = next(each for each in users[0].ancestors() if all(id(each) in a for a in around))
         if owner.existing is not None:
             raise ValueError(
                 f"parameter {original.fqn!r} was added to {owner.label!r} after wrapping; add "
@@ -268,8 +269,3 @@ class _Walk:
             for parameter in part._parameters.values():
                 if id(parameter) in self.owners:
                     self.owners[id(parameter)][1].append(parent)
-
-
-def _nearest_common(users: list[UnitPlan]) -> UnitPlan:
-    around = [{id(each) for each in user.ancestors()} for user in users]
-    return next(each for each in users[0].ancestors() if all(id(each) in a for a in around))

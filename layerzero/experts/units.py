@@ -14,7 +14,7 @@ So an expert's gradient is summed over its expert-data group and divided by four
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -129,10 +129,12 @@ class Experts(Feature):
 
 def _find_groups(plans: Sequence[UnitPlan], everyone: tuple[int, ...]) -> dict[int, AnyGroup]:
     """The expert-data group of each expert unit, keyed by id(plan)."""
-    own = [(plan, _own_group(plan)) for plan in plans if plan.existing is None]
-    given = [(plan, group) for plan, group in own if group is not None]
     found: dict[int, AnyGroup] = {}
-    for plan, group in given:
+    for plan in plans:
+        given = (around.arguments.get("process_group") for around in plan.ancestors())
+        group: AnyGroup | None = next((each for each in given if each is not None), None)
+        if plan.existing is not None or group is None:
+            continue
         try:
             if not isinstance(group, Ranks):
                 resolve_process_groups(group)
@@ -157,16 +159,19 @@ def _find_groups(plans: Sequence[UnitPlan], everyone: tuple[int, ...]) -> dict[i
                     "process_group; do not tie parameters of experts, or make one unit around all "
                     "uses"
                 )
+    of_experts, of_others = list[str](), list[str]()
     for plan in plans:
         if id(plan) in found:
             _check_dtensors(plan, ranks_of(found[id(plan)]))
-    _refuse_both(plans, found)
+        names = of_experts if id(plan) in found else of_others
+        names += [each.fqn for each in plan.originals if isinstance(each.parameter, DTensor)]
+    if of_experts and of_others:
+        raise NotImplementedError(
+            f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
+            "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
+            "expert a module whose name contains its global number"
+        )
     return found
-
-
-def _own_group(plan: UnitPlan) -> AnyGroup | None:
-    groups = (around.arguments.get("process_group") for around in plan.ancestors())
-    return next((group for group in groups if group is not None), None)
 
 
 def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
@@ -184,19 +189,6 @@ def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
                 f"{list(ranks)}; expected Shard(dim) over the ranks of the expert-parallel axis, "
                 "of which only this rank is in the process_group"
             )
-
-
-def _refuse_both(plans: Sequence[UnitPlan], experts: Mapping[int, AnyGroup]) -> None:
-    of_experts, of_others = list[str](), list[str]()
-    for plan in plans:
-        found = of_experts if id(plan) in experts else of_others
-        found += [each.fqn for each in plan.originals if isinstance(each.parameter, DTensor)]
-    if of_experts and of_others:
-        raise NotImplementedError(
-            f"rank {own_rank()}: {of_experts[0]!r} of an expert and {of_others[0]!r} outside "
-            "of experts are both DTensors; if the rest of the model is tensor-parallel, make each "
-            "expert a module whose name contains its global number"
-        )
 
 
 def _find_lists(root: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, tuple[nn.Module, Numbers]]:

@@ -14,7 +14,6 @@ Eight ranks, pp 1, dp 2, cp 2, tp 2; ranks along the last axis are neighbours:
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -119,10 +118,6 @@ class MeshSizes:
         return self.pp, self.dp, self.cp, self.tp
 
     @property
-    def world(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def data(self) -> int:
         """Number of ranks whose gradients are reduced together."""
         return self.dp * self.cp
@@ -202,10 +197,9 @@ class ParallelManager:
         _check_agreement(f"{self.sizes}, sequence_parallel={sequence_parallel}")
         if sequence_parallel and self.sizes.tp == 1:
             warn_once("sequence_parallel=True has no effect: tp_size is 1")
-        self.zero3_size = zero3_size
         self.sequence_parallel = sequence_parallel
         self.mixed_precision: MixedPrecision | None = policies.get("mixed_precision")
-        self.offload: OffloadPolicy | None = policies.get("offload")
+        self._own = policies if zero3_size is None else {**policies, "zero3_size": zero3_size}
         self.mesh, self.data_mesh, self.expert_mesh = _meshes_of(self.sizes, backend)
 
     def parallelize(
@@ -262,14 +256,6 @@ class ParallelManager:
         experts = self.expert_mesh if plan.ep_plan else None
         return shard_with_plan(model, plan, self.data_mesh, expert_mesh=experts)
 
-    def _own_options(self) -> dict[str, Any]:
-        own = {
-            "mixed_precision": self.mixed_precision,
-            "offload": self.offload,
-            "zero3_size": self.zero3_size,
-        }
-        return {name: value for name, value in own.items() if value is not None}
-
     def _arguments(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `ZeRO3`, without a plan."""
         for name in options:
@@ -279,7 +265,7 @@ class ParallelManager:
                     f"{near_matches(name, ZERO3_OPTIONS)}; expected arguments of ZeRO3 other than "
                     "process_group"
                 )
-        return {"auto_wrap_policy": _layers_of(model), **self._own_options(), **options}
+        return {"auto_wrap_policy": _layers_of(model), **self._own, **options}
 
     def _completed(self, plan: ShardingPlan, options: dict[str, Any]) -> ShardingPlan:
         """The plan with the manager's own options in its defaults, unless it sets them itself."""
@@ -290,7 +276,7 @@ class ParallelManager:
                 f"ParallelManager.parallelize: {sorted(options)} and a plan are both given; put "
                 "arguments of ZeRO3 into the plan's defaults"
             )
-        return replace(plan, defaults={**self._own_options(), **plan.defaults})
+        return replace(plan, defaults={**self._own, **plan.defaults})
 
     def context_parallel(
         self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int]
@@ -353,17 +339,14 @@ def _layers_of(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, nn.ModuleList) and _is_series(list(module)):
+        members = list(module) if isinstance(module, nn.ModuleList) else []
+        if len(members) > 1 and len(set(map(type, members))) == 1 and has_forward(members[0]):
             inside += (f"{name}.",)
-            layers |= {id(each): f"{name}.{index}" for index, each in enumerate(module)}
+            layers |= {id(each): f"{name}.{index}" for index, each in enumerate(members)}
     if not layers:
         return None
     logger.info("ParallelManager: units are the root and %s", list(layers.values()))
     return lambda module, fqn: id(module) in layers
-
-
-def _is_series(modules: list[nn.Module]) -> bool:
-    return len(modules) > 1 and len(set(map(type, modules))) == 1 and has_forward(modules[0])
 
 
 def _meshes_of(sizes: MeshSizes, backend: str | None) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:

@@ -8,7 +8,7 @@ split.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,16 @@ def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
         for part in style.styles if isinstance(style, InOrder) else (style,):
             if isinstance(part, (ColwiseParallel, RowwiseParallel)):
                 _check_shape(model, name, part, mesh.size())
-    before = _Marks.of(model)
+    before = _dropped_by_torch(model)
     parallelize_module(model, mesh, dict(styles))
-    for each in before:
-        each.put_back(model)
+    for names, requires_grad, attributes in before:
+        first = model.get_parameter(names[0])
+        for other in names[1:]:
+            _check_tie(model, names[0], other)
+            module, _, name = other.rpartition(".")
+            model.get_submodule(module).register_parameter(name, first)
+        first.requires_grad_(requires_grad)
+        vars(first).update(attributes)
     equalize(model.parameters(), mesh)  # Gradients of these are equal on all ranks.
 
 
@@ -105,30 +111,13 @@ def _check_heads(model: nn.Module, name: str, projection: nn.Linear, tp_size: in
         )
 
 
-class _Marks(NamedTuple):
-    """What torch drops of a parameter; it does not hold the parameter, which would stay alive."""
-
-    names: list[str]
-    """Several, if modules share it."""
-    requires_grad: bool
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> list[_Marks]:
-        found: dict[int, _Marks] = {}
-        for name, each in model.named_parameters(remove_duplicate=False):
-            marks = cls([], each.requires_grad, dict(vars(each)))
-            found.setdefault(id(each), marks).names.append(name)
-        return list(found.values())
-
-    def put_back(self, model: nn.Module) -> None:
-        first = model.get_parameter(self.names[0])
-        for other in self.names[1:]:
-            _check_tie(model, self.names[0], other)
-            module, _, name = other.rpartition(".")
-            model.get_submodule(module).register_parameter(name, first)
-        first.requires_grad_(self.requires_grad)
-        vars(first).update(self.attributes)
+def _dropped_by_torch(model: nn.Module) -> list[tuple[list[str], bool, dict[str, Any]]]:
+    """The names of each parameter (several, if modules share it), `requires_grad` and attributes.
+    Not the parameter itself, which would stay alive."""
+    found: dict[int, tuple[list[str], bool, dict[str, Any]]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(each), ([], each.requires_grad, dict(vars(each))))[0].append(name)
+    return list(found.values())
 
 
 def _check_tie(model: nn.Module, *names: str) -> None:

@@ -60,21 +60,19 @@ class PlaceHidden(ParallelStyle):
         )
 
     def _place(self, hidden: Tensor, mesh: DeviceMesh, module: nn.Module) -> Tensor:
-        if self.wanted.is_shard():
-            self._check_length(hidden, mesh, module)
-        if not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, mesh, [self.given], run_check=False)
-        placed = hidden.redistribute(placements=[self.wanted])
-        return placed if self.as_dtensor else arrived(placed.to_local())
-
-    def _check_length(self, hidden: Tensor, mesh: DeviceMesh, module: nn.Module) -> None:
         # Modules inside get local tensors, and would treat parts of unequal length as equal.
-        if hidden.ndim <= SEQUENCE_DIM or hidden.shape[SEQUENCE_DIM] % mesh.size():
+        if self.wanted.is_shard() and (
+            hidden.ndim <= SEQUENCE_DIM or hidden.shape[SEQUENCE_DIM] % mesh.size()
+        ):
             raise ValueError(
                 f"{type(module).__name__}: sequence_parallel needs hidden states [batch, sequence, "
                 f"width] whose sequence tp_size={mesh.size()} divides, got {tuple(hidden.shape)}; "
                 "pad the sequence"
             )
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [self.given], run_check=False)
+        placed = hidden.redistribute(placements=[self.wanted])
+        return placed if self.as_dtensor else arrived(placed.to_local())
 
 
 class Whole(ParallelStyle):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import check_module
-from layerzero.build.wrap import Choice, has_forward
+from layerzero.build.wrap import has_forward
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.options import engine_arguments
 from layerzero.plan.resolve import Resolved, ResolvedUnit, optional_by_name
@@ -106,9 +106,6 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, experts: Mapping[st
     own = {id(unit.module): _unit_arguments(plan, unit, experts) for unit in resolved.units}
     _checkpoint_activations(plan, resolved.units)
 
-    def choose(module: nn.Module, fqn: str) -> Choice:
-        return own.get(id(module), False)
-
     arguments = engine_arguments(plan.options)
     arguments["mixed_precision"] = plan.mixed_precision
     # The default of `limit_all_gathers` follows from it.
@@ -118,7 +115,7 @@ def _shard(model: nn.Module, plan: ShardingPlan, mesh: Mesh, experts: Mapping[st
     return ZeRO3(
         model,
         mesh,
-        auto_wrap_policy=choose if own else None,
+        auto_wrap_policy=(lambda module, fqn: own.get(id(module), False)) if own else None,
         ignored_modules=resolved.ignored_modules,
         ignored_parameters=resolved.ignored_parameters,
         optional_modules=optional_by_name(model, plan.optional),

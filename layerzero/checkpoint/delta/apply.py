@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from layerzero.checkpoint.delta.patch import DeltaError, Link, Patch
+from layerzero.checkpoint.delta.patch import DeltaError, Patch
 
 _ATTRIBUTE = "_layerzero_delta"
 
@@ -49,11 +49,16 @@ def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
         _check_before(targets[0][1], patch)
     # One of each that share their memory.
     distinct = {(each.device, each.data_ptr(), each.stride()): each for _, each in targets}
+    link = patch.link
     for memory in distinct.values():
-        _write(memory, patch)
-        _mark_of(memory).follow(patch.link.stream)
-    anchor.follow(patch.link.stream)
-    anchor.move(patch.link)
+        values = patch.values.to(memory.device, memory.dtype)
+        # Tensors made in inference mode may be written only there, and others only outside.
+        with torch.inference_mode(memory.is_inference()), torch.no_grad():
+            memory.put_(patch.indices.to(memory.device), values)
+        _mark_of(memory).follow(link.stream)
+    anchor.follow(link.stream)
+    part = link.part if link.part + 1 < link.parts else None
+    anchor.positions[link.sender] = _Position(link.chain, link.number, part)
 
 
 def _named(
@@ -109,13 +114,6 @@ def crc_of(values: torch.Tensor) -> int:
     return zlib.crc32(values.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
-def _write(target: torch.Tensor, patch: Patch) -> None:
-    values = patch.values.to(target.device, target.dtype)
-    # Tensors made in inference mode may be written only there, and others only outside.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        target.put_(patch.indices.to(target.device), values)
-
-
 @dataclass
 class _Position:
     """How far one sender's patches were applied."""
@@ -141,11 +139,6 @@ class _Mark:
         if self.stream != stream:
             self.stream = stream
             self.positions.clear()
-
-    def move(self, link: Link) -> None:
-        """Record that the patch of `link` was applied."""
-        part = link.part if link.part + 1 < link.parts else None
-        self.positions[link.sender] = _Position(link.chain, link.number, part)
 
 
 def _mark_of(tensor: torch.Tensor) -> _Mark:

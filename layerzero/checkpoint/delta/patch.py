@@ -135,29 +135,25 @@ class Patch:
             DeltaError: the bytes are damaged, or no packed patch.
         """
         try:
-            return cls._unpacked(memoryview(data))
+            length, crc = _START.unpack_from(data)
+            body = memoryview(data)[_START.size :]
+            if zlib.crc32(body) != crc:
+                raise ValueError("the checksum of its bytes differs")
+            head = json.loads(bytes(body[:length]))
+            name, aliases, shape, dtype_text, first, numel, width, before, given = head
+            link = Link(*given)
+            dtype = _DTYPES[dtype_text]
+            gaps_end = length + width * (numel - 1)
+            if len(body) != gaps_end + numel * dtype.itemsize:
+                raise ValueError(f"{len(body)} bytes do not hold {numel} elements")
+            indices = np.ones(numel, dtype=np.int64)
+            if width:
+                indices[1:] = np.frombuffer(body[length:gaps_end], dtype=f"<u{width}")
+            indices[0] = first
+            np.cumsum(indices, out=indices)
+            values = torch.frombuffer(bytearray(body[gaps_end:]), dtype=dtype)
+            link = link._replace(anchor=tuple(link.anchor))
+            whole = tuple(shape), tuple(aliases)
+            return cls(name, torch.from_numpy(indices), values, *whole, link, before)
         except (ValueError, TypeError, KeyError, RecursionError, struct.error) as error:
             raise DeltaError(f"damaged, or no packed patch: {error!r:.300}") from error
-
-    @classmethod
-    def _unpacked(cls, data: memoryview) -> Patch:
-        length, crc = _START.unpack_from(data)
-        body = data[_START.size :]
-        if zlib.crc32(body) != crc:
-            raise ValueError("the checksum of its bytes differs")
-        head = json.loads(bytes(body[:length]))
-        name, aliases, shape, dtype_text, first, numel, width, before, given = head
-        link = Link(*given)
-        dtype = _DTYPES[dtype_text]
-        gaps_end = length + width * (numel - 1)
-        if len(body) != gaps_end + numel * dtype.itemsize:
-            raise ValueError(f"{len(body)} bytes do not hold {numel} elements")
-        indices = np.ones(numel, dtype=np.int64)
-        if width:
-            indices[1:] = np.frombuffer(body[length:gaps_end], dtype=f"<u{width}")
-        indices[0] = first
-        np.cumsum(indices, out=indices)
-        values = torch.frombuffer(bytearray(body[gaps_end:]), dtype=dtype)
-        link = link._replace(anchor=tuple(link.anchor))
-        whole = tuple(shape), tuple(aliases)
-        return cls(name, torch.from_numpy(indices), values, *whole, link, before)

@@ -157,7 +157,14 @@ class DeltaStream:
                 for piece, begin, end in chunk.cut(found):
                     places, values = found.places[begin:end], found.values[begin:end]
                     self._pending = chunk, found.places[begin:]
-                    yield self._patch(chunk, piece, places, values)
+                    known = chunk.known_bytes(places) if self._counted == 0 else None
+                    before = None if known is None else crc_of(known)
+                    self._yielded += 1
+                    link = self._link(self._yielded, self._counted)
+                    # Copies: a receiver may write into them, or keep them, and not the memory of
+                    # all patches.
+                    indices = piece.in_whole(places)
+                    yield _make_patch(piece, indices, values.clone(), link, before)
                     if self.round != own:
                         raise RuntimeError(
                             "DeltaStream.changes: another round began, or the model was resharded, "
@@ -168,16 +175,6 @@ class DeltaStream:
                         chunk.settle(places, values)
                 self._pending = None
                 start = found.stop
-
-    def _patch(
-        self, chunk: Chunk, piece: Piece, places: torch.Tensor, values: torch.Tensor
-    ) -> Patch:
-        known = chunk.known_bytes(places) if self._counted == 0 else None
-        before = None if known is None else crc_of(known)
-        self._yielded += 1
-        link = self._link(self._yielded, self._counted)
-        # Copies: a receiver may write into them, or keep them, and not the memory of all patches.
-        return _make_patch(piece, piece.in_whole(places), values.clone(), link, before)
 
     def _full(self) -> Iterator[Patch]:
         position = self._yielded
