@@ -23,8 +23,7 @@ from torch.autograd import Variable
 from layerzero.config import BackwardPrefetch
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import Order
-from layerzero.step.extension import Extensions
-from layerzero.step.operations import Operations, remembers_failure
+from layerzero.step.operations import remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import BACKWARD, FORWARD, IDLE, Hold, Unit
@@ -103,14 +102,6 @@ class BackwardPass:
         """Reduce a unit only when the pass ends."""
         self.deferred[unit] = self.active.pop(unit, -1)
 
-    def unfinished(self) -> list[Unit]:
-        """Units left to reduce, latest start first.
-
-        Deferred ones among them: when a unit is deferred may differ between ranks.
-        """
-        starts = {**self.active, **self.deferred}
-        return sorted(starts, key=starts.__getitem__, reverse=True)
-
     @property
     def first_unit(self) -> Unit | None:
         """The first unit with parameters, of the earliest forward that this pass ran through, that
@@ -139,28 +130,20 @@ class Backward:
         units: Sequence[Unit],
         scheduler: UnshardScheduler,
         reducer: GradientReducer,
-        extensions: Extensions,
         abort: Callable[[BaseException | None], None],
     ) -> None:
-        """
-        Args:
-            units: the root's list.
-            abort: returns the whole model to the state between steps; must not keep it alive.
-        """
+        """`units` is the root's list. `abort` returns the whole model to the state between steps,
+        and must not keep it alive."""
+        self.operations = context.operations
         self._context = context
         self._units = units
         self._scheduler = scheduler
         self._reducer = reducer
-        self._extensions = extensions
         self._abort = abort
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
         self._graphs: set[int] = set()
         """Starts of forwards whose backward made a graph that waits for a backward."""
-
-    @property
-    def operations(self) -> Operations:
-        return self._context.operations
 
     def clear_abandoned(self) -> None:
         """Reset what a backward pass that failed left behind."""
@@ -186,7 +169,7 @@ class Backward:
             # BACKWARD_POST prefetches when a unit is done, in `_finish_unit`.
             prefetches = self._scheduler.backward_prefetch is _PRE
             self._scheduler.ensure_unsharded(unit, prefetches, in_backward=True)
-        for begin_backward in self._extensions.begin_backward:
+        for begin_backward in self._context.extensions.begin_backward:
             begin_backward(unit)
 
     def _backward_pass(self, graph_task: int, forward_pass: ForwardPass) -> BackwardPass:
@@ -195,7 +178,7 @@ class Backward:
             if backward_pass.graph_task == graph_task:
                 return backward_pass
         self.clear_abandoned()
-        for before_backward in () if self._passes else self._extensions.before_backward:
+        for before_backward in () if self._passes else self._context.extensions.before_backward:
             before_backward(forward_pass)
         makes_graph = torch.is_grad_enabled()
         if makes_graph:
@@ -322,34 +305,34 @@ class Backward:
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
         """Finish the units that are left; after the outermost pass, deliver all gradients."""
+        is_outermost, first = self._passes[0] is ended, None
         with self._context.streams.on_main():
-            self._finish_pass(ended)
-
-    def _finish_pass(self, ended: BackwardPass) -> None:
-        first = None
-        if self._passes[0] is ended and not self._reducer.requires_sync:
-            # Before the loop below, which would free it: see Note [The first unit stays between
-            # micro-batches].
-            first = ended.first_unit
-            if first is not None:
-                first.hold(int(Hold.FIRST_OF_FORWARD))
-        try:
-            for unit in ended.unfinished():
-                self._finish_unit(ended, unit)
-            if self._passes[0] is not ended:
-                # A nested pass (reentrant checkpointing); the outermost one delivers.
-                self._passes.remove(ended)
-                return
-            self._reduce_untouched(ended)
-            with self._context.profile("deliver", "model"):
-                for before_delivery in self._extensions.before_delivery:
-                    before_delivery(ended.forwards)
-                self._reducer.deliver()
-            self._reducer.commit()
-            self._complete(ended, first)
-        except BaseException as error:
-            self._abort(error)
-            raise
+            if is_outermost and not self._reducer.requires_sync:
+                # Before the loop below, which would free it: see Note [The first unit stays between
+                # micro-batches].
+                first = ended.first_unit
+                if first is not None:
+                    first.hold(int(Hold.FIRST_OF_FORWARD))
+            try:
+                # Latest start first, deferred units among the others: when a unit is deferred may
+                # differ between ranks.
+                starts = {**ended.active, **ended.deferred}
+                for unit in sorted(starts, key=starts.__getitem__, reverse=True):
+                    self._finish_unit(ended, unit)
+                if not is_outermost:
+                    # A nested pass (reentrant checkpointing); the outermost one delivers.
+                    self._passes.remove(ended)
+                    return
+                self._reduce_untouched(ended)
+                with self._context.profile("deliver", "model"):
+                    for before_delivery in self._context.extensions.before_delivery:
+                        before_delivery(ended.forwards)
+                    self._reducer.deliver()
+                self._reducer.commit()
+                self._complete(ended, first)
+            except BaseException as error:
+                self._abort(error)
+                raise
 
     def _complete(self, ended: BackwardPass, first: Unit | None) -> None:
         """Return to the state between steps."""
@@ -365,7 +348,7 @@ class Backward:
         self._scheduler.hold_for_graph(bool(self._graphs))
         for unit in self._units:
             unit.keep_starts(oldest)
-        for end_backward in self._extensions.end_backward:
+        for end_backward in self._context.extensions.end_backward:
             end_backward(ended.forwards)
         self._scheduler.end_backward(first)
         if self._reducer.requires_sync:

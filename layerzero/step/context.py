@@ -70,13 +70,9 @@ class RateLimiter:
 class RuntimeContext:
     """Shared by the units of one model. Units reference it; it references no unit."""
 
-    device: torch.device
     extensions: Extensions
     transport: Transport
     """Collectives that gather and reduce; verification puts another in its place, on all ranks."""
-    streams: Streams
-    operations: Operations
-    limiter: RateLimiter
     owner: Callable[[], object | None]
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]

@@ -27,7 +27,8 @@ class ExecOrderRecorder:
     """Records visits of units (integers) by pass and predicts the next ones."""
 
     def __init__(self) -> None:
-        self._recorded: OrderedDict[Hashable, _Orders] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, dict[Order, int]] = OrderedDict()
+        """Orders of each kind, each with the number of the pass that last followed it."""
         self._kind: Hashable | None = None
         self.trace: list[int] = []
         """Visits of the open pass."""
@@ -66,7 +67,10 @@ class ExecOrderRecorder:
         """Finish the pass, record its order and return it."""
         assert self._kind is not None, "no pass is open"
         order = tuple(self.trace)
-        self._recorded.setdefault(self._kind, _Orders()).add(order)
+        before = self._recorded.get(self._kind, {})
+        number = max(before.values(), default=0) + 1
+        recent = {each: seen for each, seen in before.items() if seen > number - MAX_AGE}
+        self._recorded[self._kind] = {**recent, order: number}
         if len(self._recorded) > MAX_KINDS:
             self._recorded.popitem(last=False)
         self.abort()
@@ -84,19 +88,4 @@ class ExecOrderRecorder:
 
     def orders(self, kind: Hashable) -> list[Order]:
         """The orders recorded for a kind."""
-        return list(self._recorded[kind].last_seen) if kind in self._recorded else []
-
-
-class _Orders:
-    """The orders of one kind, each with the number of the pass that last followed it."""
-
-    def __init__(self) -> None:
-        self.num_passes = 0
-        self.last_seen: dict[Order, int] = {}
-
-    def add(self, order: Order) -> None:
-        self.num_passes += 1
-        self.last_seen[order] = self.num_passes
-        if len(self.last_seen) > 1:
-            oldest = self.num_passes - MAX_AGE
-            self.last_seen = {o: seen for o, seen in self.last_seen.items() if seen > oldest}
+        return [*self._recorded.get(kind, ())]

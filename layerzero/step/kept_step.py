@@ -77,7 +77,7 @@ class KeptStep:
                     sharded = handle.sharded_params[index]
                     if sharded not in self._waiting:
                         self._waiting[sharded] = WaitingGradient(
-                            handle.gradients, index, sharded.detach(), self._streams
+                            sharded.detach(), handle.gradients, index, self._streams
                         )
                     self._put(sharded, self._waiting[sharded].stand_before(sharded.grad))
 

@@ -13,8 +13,6 @@ from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Hold, Unit
 
-_EXPLICIT = int(Hold.EXPLICIT)
-
 
 @remembers_failure
 def keep_returned(root: RootState, unit: Unit) -> None:
@@ -26,7 +24,7 @@ def keep_returned(root: RootState, unit: Unit) -> None:
 def keep(unit: Unit) -> None:
     """Unshard a unit whose parameters may be used outside its calls, and hold it."""
     unit.unshard()
-    unit.hold(_EXPLICIT)
+    unit.hold(int(Hold.EXPLICIT))
     unit_ref = weakref.ref(unit)
 
     def on_gradient(_: torch.Tensor) -> None:

@@ -32,7 +32,6 @@ from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_HOST = torch.device("cpu")
 
 
 def uncompiled(function: _Method) -> _Method:
@@ -257,5 +256,5 @@ class Phases:
         """`backends` gives the backend its timeout back at the end of the phase."""
         group.set_limit(limit)
         if group.size > 1:
-            serves = _HOST if group.backend == "gloo" else self._device
+            serves = torch.device("cpu") if group.backend == "gloo" else self._device
             backends.callback(raise_backend_timeout(group, serves, limit))

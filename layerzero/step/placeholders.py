@@ -30,16 +30,14 @@ class WaitingGradient(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(
-        cls, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
-    ) -> WaitingGradient:
+    def __new__(cls, shard: torch.Tensor, *_: object) -> WaitingGradient:
         own: WaitingGradient = torch.Tensor._make_wrapper_subclass(
             cls, shard.shape, dtype=shard.dtype, device=shard.device
         )
         return own
 
     def __init__(
-        self, gradients: GradientSums, index: int, shard: torch.Tensor, streams: Streams
+        self, shard: torch.Tensor, gradients: GradientSums, index: int, streams: Streams
     ) -> None:
         """`index`: of the parameter, whose shard is `shard`."""
         self.before: torch.Tensor | None = None

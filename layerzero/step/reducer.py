@@ -29,8 +29,6 @@ Part = tuple[Unit, Callable[[], list[Gradient]]]
 """A unit, and what adds a reduction of it to the delivery and returns its gradients for hooks."""
 ExchangePresence = Callable[[list[Reduction]], Callable[[], list[tuple[Reduction, set[int]]]]]
 """`exchange_presence` in a context; a plan of memory has one without other ranks."""
-StepBy = Callable[["Delivery", list[Part]], None]
-"""Delivers the parts, in the order of issue, and uses the gradients up; see `optim/in_backward`."""
 
 
 class GradientReducer:
@@ -49,8 +47,9 @@ class GradientReducer:
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
-    step_by: StepBy | None = None
-    """Uses up gradients as they are delivered (`step_in_backward`); None: they stay in `.grad`."""
+    step_by: Callable[[Delivery, list[Part]], None] | None = None
+    """Delivers the parts, in the order of issue, and uses the gradients up (`step_in_backward`, see
+    `optim/in_backward`); None: they stay in `.grad`."""
     dropped_also: Sequence[nn.Parameter] = ()
     """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 

@@ -34,7 +34,6 @@ from layerzero.watch.diagnosis import CollectiveError
 class RootState:
     """The state of one wrapped model."""
 
-    units: list[Unit]
     extensions: Extensions
     """Features of the model; see extension.py."""
     optional: Any = None
@@ -51,9 +50,6 @@ class RootState:
     """State that the units share, with this object's `streams`, `operations` and `device`."""
     placements: tuple[Placement, ...]
     """Placements of its flat parameters, each once."""
-    scheduler: UnshardScheduler
-    reducer: GradientReducer
-    backward: Backward
     structure: Structure
     """The module tree as it was wrapped."""
     has_forward_checks = True
@@ -112,10 +108,16 @@ class RootState:
             self.units,
             self.scheduler,
             self.reducer,
-            self.extensions,
             abort=lambda error: None if (method := abort()) is None else method(error),
         )
-        self._join_units()
+        shared: dict[Placement, Placement] = {}
+        for index, unit in enumerate(self.units):
+            unit.join(self.context, index)
+            for handle in unit.handles:
+                handle.share_placement(shared)
+            lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
+            if lists:  # Set through a wrapper that this one is around.
+                self.scheduler.make_room_for(max(map(len, lists)))
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
@@ -123,16 +125,6 @@ class RootState:
 
             return Streams(self.device, ChainingStream(), FinishingStream())
         return Streams(self.device)
-
-    def _join_units(self) -> None:
-        placements: dict[Placement, Placement] = {}
-        for index, unit in enumerate(self.units):
-            unit.join(self.context, index)
-            for handle in unit.handles:
-                handle.share_placement(placements)
-            lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
-            if lists:  # Set through a wrapper that this one is around.
-                self.scheduler.make_room_for(max(map(len, lists)))
 
     @property
     def is_wrapped(self) -> bool:

@@ -44,7 +44,6 @@ _OF_A_STEP = _LAST | _POLICY | _FIRST | _EXPLICIT
 class UnshardScheduler:
     """Unshards, keeps and frees the units of one model."""
 
-    recorder: ExecOrderRecorder
     last_order: Order = ()
     """The longest forward order recorded so far."""
     forward_depth: int
@@ -215,7 +214,6 @@ class UnshardScheduler:
         self.recorder.abort()
 
     def free_last(self) -> None:
-        """Free the unit held as `LAST_OF_FORWARD`."""
         if self.last is not None:
             self.last.free(_LAST, regathered_this_step=True)
             self.last = None

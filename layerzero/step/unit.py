@@ -519,7 +519,6 @@ def get_unit(module: nn.Module) -> Unit | None:
 
 
 def unset_unit(module: nn.Module) -> None:
-    """Remove the unit from its module."""
     module.__dict__.pop(_UNIT, None)
 
 
