@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 38_311,
+    "": 38_139,
     "flat": 2_582,
-    "step": 4_389,
+    "step": 4_340,
     "comm": 1_417,
     "watch": 891,
-    "build": 2_225,
+    "build": 2_215,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
