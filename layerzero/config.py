@@ -79,29 +79,31 @@ class MixedPrecision:
     Attributes:
         param_dtype: dtype of unsharded parameters in forward and backward; the main shards, which
             the optimizer updates, keep the original dtype.
-        reduce_dtype: dtype in which gradients are reduced; None: the dtype they were computed in.
-            Where the engine adds, it is in float32 at least; gloo then sends 16 bits as they are.
+        reduce_dtype: dtype in which gradients are reduced; None: the dtype they were computed in;
+            "main": that of the main shards. Where the engine adds, it is in float32 at least; gloo
+            then sends 16 bits as they are.
         buffer_dtype: dtype to which floating-point buffers are cast at construction.
         output_dtype: dtype to which floating-point outputs of the wrapped module are cast.
         cast_forward_inputs: cast floating-point inputs of each unit to `param_dtype`.
         keep_float32: module classes whose own parameters and buffers stay float32; their inputs
             are cast to float32, and their outputs back to the dtype of the inputs.
-        keep_parameters: function of a parameter's name; True: it keeps its dtype in forward.
+        keep_parameters: function of a parameter's name and of it as it was built; True: it keeps
+            its dtype in forward.
     """
 
     param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | Literal["main"] | None = None
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_float32: ModuleClasses = ()
-    keep_parameters: Callable[[str], bool] | None = None
+    keep_parameters: Callable[[str, nn.Parameter], bool] | None = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, field)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if (field, dtype) != ("reduce_dtype", "main") and not (
+                dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
             ):
                 raise ValueError(
                     f"MixedPrecision.{field}: expected a floating-point torch.dtype or None, "
@@ -115,8 +117,8 @@ class MixedPrecision:
                 )
         if self.keep_parameters is not None and not callable(self.keep_parameters):
             raise TypeError(
-                "MixedPrecision.keep_parameters: expected a function of a name or None, got "
-                f"{self.keep_parameters!r}"
+                "MixedPrecision.keep_parameters: expected a function of a name and a parameter, "
+                f"or None, got {self.keep_parameters!r}"
             )
 
     def keeps_float32(self, module: nn.Module) -> bool:

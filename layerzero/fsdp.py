@@ -38,6 +38,7 @@ from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
 
 _STATE = "_layerzero_fully_shard"
 _AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
+_SYNC = "every backward ends its reductions; to reduce once, use set_requires_gradient_sync"
 T = TypeVar("T")
 """A module, or a list of modules."""
 
@@ -402,6 +403,17 @@ class FSDPModule(UnitMethods):
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         _refuse("set_symm_mem_for_comm", "leave it out")
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        if keep:
+            _refuse("set_keep_unsharded_storage", "ZeRO3(arena=True) keeps addresses")
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        if enabled:
+            _refuse("set_manual_backward_finalization", _SYNC)
+
+    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
+        _refuse("finalize_backward", _SYNC)
 
     def _chosen(self, recurse: bool) -> Iterable[_State]:
         return _states(self) if recurse else [_state(self)]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from layerzero.build.arguments import check_module
@@ -97,11 +98,16 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> tupl
             float32.
     """
     if _is_torchs(value, "MixedPrecisionPolicy"):
+        # Until torch 2.15, which has this field, None meant the dtype that gradients are computed
+        # in.
+        is_main = value.reduce_dtype is None and hasattr(value, "param_dtype_override_fn")
+        override = getattr(value, "param_dtype_override_fn", None)
         ours = MixedPrecision(
             param_dtype=value.param_dtype,
-            reduce_dtype=value.reduce_dtype,
+            reduce_dtype="main" if is_main else value.reduce_dtype,
             output_dtype=value.output_dtype,
             cast_forward_inputs=value.cast_forward_inputs,
+            keep_parameters=override and functools.partial(_is_kept, override, value.param_dtype),
         )
         return ours, ours
     if not _is_torchs(value, "MixedPrecision"):
@@ -122,6 +128,21 @@ def to_precision(value: Any, module: nn.Module, has_policy: bool = True) -> tupl
     )
     casts = value.cast_forward_inputs or value.cast_root_forward_inputs
     return ours, replace(ours, cast_forward_inputs=casts)
+
+
+def _is_kept(
+    override: Callable[[nn.Parameter], torch.dtype | None],
+    param_dtype: torch.dtype | None,
+    name: str,
+    parameter: nn.Parameter,
+) -> bool:
+    chosen = override(parameter)
+    if chosen not in (None, param_dtype, parameter.dtype):
+        raise ValueError(
+            f"mixed_precision: param_dtype_override_fn returned {chosen!r} for {name!r}; expected "
+            f"None, {param_dtype} or {parameter.dtype}"
+        )
+    return chosen == parameter.dtype
 
 
 def to_offload(value: Any) -> Any:

@@ -250,8 +250,8 @@ class UnitArguments:
     def compute_dtype(self, original: OriginalParameter) -> torch.dtype:
         """Dtype of a parameter of the unit in forward."""
         precision, dtype = self.mixed_precision, original.parameter.dtype
-        is_kept = precision.keep_parameters is not None and precision.keep_parameters(original.fqn)
-        if is_kept or not dtype.is_floating_point:
+        keeps = precision.keep_parameters
+        if not dtype.is_floating_point or (keeps and keeps(original.fqn, original.parameter)):
             return dtype
         if any(precision.keeps_float32(slot.module) for slot in original.slots):
             return torch.float32

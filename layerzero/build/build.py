@@ -183,7 +183,7 @@ class Builder:
                 placement,
                 device,
                 compute_dtype,
-                reduce_dtype=_reduce_dtype(compute_dtype, mixed_precision),
+                reduce_dtype=_reduce_dtype(originals[0], compute_dtype, mixed_precision),
                 params_on=host if offload.params else None,
                 grads_on=host if offload.grads else None,
                 row_multiple=self.given.row_multiple,
@@ -256,7 +256,10 @@ def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[U
         yield plan, max([last_of_plan[id(plan)], *indices])
 
 
-def _reduce_dtype(compute_dtype: torch.dtype, mixed_precision: MixedPrecision) -> torch.dtype:
+def _reduce_dtype(
+    original: OriginalParameter, compute_dtype: torch.dtype, mixed_precision: MixedPrecision
+) -> torch.dtype:
     if not compute_dtype.is_floating_point:
         return compute_dtype
-    return mixed_precision.reduce_dtype or compute_dtype
+    chosen = mixed_precision.reduce_dtype
+    return original.parameter.dtype if chosen == "main" else chosen or compute_dtype

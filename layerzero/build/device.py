@@ -142,6 +142,12 @@ def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | N
             )
     if parameter.layout is not torch.strided:
         return f"has layout {parameter.layout}; expected a dense parameter"
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        return (
+            f"has grad_dtype {parameter.grad_dtype}, but gradients of shards have the dtype of "
+            "their parameter; build it in that dtype, and compute in a lower one with "
+            "MixedPrecision(param_dtype=...)"
+        )
     hooks_from = kind_of_hooks(parameter)
     if hooks_from is not None and (sharded := sharded_param_of(parameter)) is not None:
         info = get_info(sharded)

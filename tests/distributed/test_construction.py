@@ -326,6 +326,12 @@ def hooked() -> nn.Module:
     return module
 
 
+def wide() -> nn.Module:
+    module = Mlp(2).bfloat16()
+    module.head.weight.grad_dtype = torch.float32
+    return module
+
+
 @on_ranks(2)
 def test_what_one_rank_refuses_is_raised_on_every_rank() -> None:
     is_odd = dist.get_rank() == 1
@@ -334,6 +340,7 @@ def test_what_one_rank_refuses_is_raised_on_every_rank() -> None:
         (Mlp, {"sharding_strategy": 1}, "TypeError", "sharding_strategy"),
         (Mlp, {"device": "cuda:99"}, "", "device='cuda:99'"),
         (hooked, {}, "ValueError", "has hooks"),
+        (wide, {}, "ValueError", "has grad_dtype torch.float32"),
         (lambda: [Mlp()], {}, "TypeError", "got list"),
         (lambda: nn.LazyLinear(3), {}, "ValueError", "has no shape yet"),
     ]

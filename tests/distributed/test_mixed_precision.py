@@ -39,7 +39,9 @@ def _by_hand(precision: MixedPrecision) -> RunFn:
         loss = forward_backward(low, batch.to(precision.param_dtype) if is_cast else batch)
         for parameter, other in zip(model.parameters(), low.parameters(), strict=True):
             if other.grad is not None:
-                parameter.grad = other.grad.to(precision.reduce_dtype or other.grad.dtype).float()
+                chosen = precision.reduce_dtype or other.grad.dtype
+                dtype = parameter.dtype if chosen == "main" else chosen
+                parameter.grad = other.grad.to(dtype).float()
         return loss
 
     return run
@@ -96,6 +98,7 @@ def test_mixed_precision_trains_bitwise_like_a_loop_by_hand() -> None:
     for precision, names in (
         (_WIDE_SUMS, _NAMES),
         (MixedPrecision(param_dtype=BF16), ["transformer", "unused_parts"]),
+        (MixedPrecision(param_dtype=BF16, reduce_dtype="main"), ["transformer"]),
         (MixedPrecision(reduce_dtype=BF16), ["transformer", "unused_parts"]),
         (MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32), ["mlp"]),
     ):
@@ -167,6 +170,8 @@ def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     assert _dtypes() == plain
     assert _dtypes(reduce_dtype=BF16) == plain
     assert _dtypes(param_dtype=BF16) == low
+    kept = _dtypes(param_dtype=BF16, keep_parameters=lambda name, p: name.startswith("layer."))
+    assert kept == {**low, "weight": float32}
     assert _dtypes(param_dtype=BF16, cast_forward_inputs=False) == {**low, "input": float32}
     assert _dtypes(param_dtype=BF16, buffer_dtype=BF16) == {**low, "offset": BF16, "output": BF16}
     wide = {**low, "output": torch.float64}

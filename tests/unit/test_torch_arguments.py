@@ -143,6 +143,17 @@ def test_dtypes_and_other_choices_of_torch_are_ours() -> None:
     as_fsdp2 = fsdp.MixedPrecisionPolicy(**half, output_dtype=torch.float32)
     expected = MixedPrecision(**half, output_dtype=torch.float32)
     assert to_precision(as_fsdp2, model) == (expected, expected)
+
+    since_2_15 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    choices = {"bias": torch.float32, "scale": torch.bfloat16, "gate": torch.float16}
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in ("weight", *choices)}
+    by_id = {id(parameters[name]): dtype for name, dtype in choices.items()}
+    object.__setattr__(since_2_15, "param_dtype_override_fn", lambda p: by_id.get(id(p)))
+    ours, _ = to_precision(since_2_15, model)
+    assert ours.reduce_dtype == "main"
+    with pytest.raises(ValueError, match=r"returned torch\.float16 for 'gate'"):
+        ours.keep_parameters("gate", parameters.pop("gate"))
+    assert [name for name, p in parameters.items() if ours.keep_parameters(name, p)] == ["bias"]
     with pytest.raises(ValueError, match="keep_low_precision_grads=True has no counterpart"):
         to_precision(fsdp.MixedPrecision(keep_low_precision_grads=True), model)
     assert to_offload(fsdp.CPUOffload(offload_params=True)) == OffloadPolicy(params=True)

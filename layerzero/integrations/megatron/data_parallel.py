@@ -411,8 +411,8 @@ def widen(
         or (torch.float32 if ddp_config.grad_reduce_in_fp32 else None),
         # Megatron's modules cast their inputs themselves, and some expect float32 inputs.
         cast_forward_inputs=False,
-        keep_parameters=lambda name: (
-            _of_any_expert(name) in kept or bool(also_kept and also_kept(name))
+        keep_parameters=lambda name, parameter: (
+            _of_any_expert(name) in kept or bool(also_kept and also_kept(name, parameter))
         ),
     )
 
