@@ -1,6 +1,7 @@
 // What an op refuses, with values, before anything is written.
 //
-// A refusal is std::invalid_argument, which reaches Python as ValueError.
+// A refusal is std::invalid_argument, which reaches Python as ValueError, from torch 2.15 on as
+// RuntimeError.
 #pragma once
 
 #include <cstdint>

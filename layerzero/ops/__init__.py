@@ -1,9 +1,10 @@
 """The engine's own ops: pack tensors into a flat buffer, sum parts in order, compute checksums.
 
 All of them work everywhere in plain torch (reference.py). The native library built from csrc/, if
-it is in the package's folder, makes them fast, and raises ValueError for arguments that do not fit
-together, before it writes anything (on a device not for sources shorter than a table says, which
-the host cannot read). `native_status()` returns which of the two runs.
+it is in the package's folder, makes them fast, and raises ValueError (RuntimeError from torch 2.15
+on) for arguments that do not fit together, before it writes anything (on a device not for sources
+shorter than a table says, which the host cannot read). `native_status()` returns which of the two
+runs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from layerzero.step.reducer import GradientReducer
 from layerzero.step.reduction import Reduction
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import Unit
+from layerzero.watch.events import EventPool
 
 
 class _Never:
@@ -167,8 +168,12 @@ def without_compute_waiting_for_whole_parameters() -> AbstractContextManager[obj
 
 
 def with_the_current_device() -> AbstractContextManager[object]:
-    """Not the model's: the stream of another device, where nothing is queued."""
-    return _with_stream(lambda each: setattr(each, "current", each._module.current_stream))
+    """Not the model's: the stream of another device, where nothing is queued.
+
+    Its events are apart from the model's, which would be refused there whenever one is free.
+    """
+    new = {"_events": EventPool()}
+    return _with_stream(lambda each: vars(each).update(new, current=each._module.current_stream))
 
 
 def with_waits_of_the_current_device() -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerzero import ops
 from layerzero.ops import delta
-from tests.ops.truth import DTYPES, IMPLEMENTATIONS, baseline, random_values
+from tests.ops.truth import DTYPES, IMPLEMENTATIONS, REFUSAL, baseline, random_values
 
 
 def run(
@@ -153,6 +153,6 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_does_not_fit_is_refused() -> None:
     for changed, text in (*REFUSED, ({"main": freed()}, "the storage of main holds 0 bytes")):
         given = arguments(**changed)
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(REFUSAL, match=text):
             torch.ops.layerzero.find_changed_(*given)
         assert not given[0].any() and not given[1].any()

@@ -14,6 +14,7 @@ from tests.harness.checks import assert_close_in_float64
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
+    REFUSAL,
     assert_same_bits,
     call,
     concatenate,
@@ -119,7 +120,7 @@ def test_one_call_steps_many_flat_parameters_as_calls_of_their_own(implementatio
     lists = [*joined]
     for place in range(6) if implementation in IMPLEMENTATIONS[1:] else ():
         shorter = [*lists[:place], lists[place][1:], *lists[place + 1 :]]
-        with pytest.raises(ValueError, match="flat_step_"):
+        with pytest.raises(REFUSAL, match="flat_step_"):
             call(implementation, "flat_step_", *shorter, 1.0, 3)
     call(implementation, "flat_step_", *[[]] * 6, EMPTY, 1.0, 3)
 
@@ -243,7 +244,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(implementation:
     ]:
         arguments = [*good]
         arguments[place] = value
-        with pytest.raises(ValueError, match="flat_step_"):
+        with pytest.raises(REFUSAL, match="flat_step_"):
             call_step(implementation, *arguments)
     assert torch.equal(main, torch.ones(10)) and not states[0].any()
     call_step(implementation, *good)

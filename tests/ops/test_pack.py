@@ -15,6 +15,7 @@ from tests.harness.checks import named
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
+    REFUSAL,
     around_the_middle_of_two,
     assert_same_bits,
     call,
@@ -265,7 +266,7 @@ def test_bad_input_is_refused_with_its_values_and_nothing_is_written() -> None:
     good = {"out": torch.zeros(16), "srcs": [torch.ones(8)] * 2, "segs": concatenate([8, 8]).table}
     for name, (change, text) in _bad_calls().items():
         arguments = {**good, **change}
-        with named(name), pytest.raises(ValueError, match=text):
+        with named(name), pytest.raises(REFUSAL, match=text):
             call("kernel", "pack_", *arguments.values(), 1.0, False)
         assert not arguments["out"].any()
 
@@ -294,7 +295,7 @@ class TestSegments:
     def test_bad_rows_are_refused(self) -> None:
         first, rows = (0, 0, 4, 2), [(1, 0, 5, 2), (1, 0, 0, 2), (0, 0, 6, 9)]
         for row in (*rows, (0, -1, 6, 1), (0, 0, 6, -1), (-2, 0, 6, 1)):
-            with pytest.raises(ValueError, match=re.escape(f"row 1 {row}")):
+            with pytest.raises(REFUSAL, match=re.escape(f"row 1 {row}")):
                 Segments.build([first, row], 8)
 
 

@@ -12,6 +12,7 @@ from layerzero.ops import copy_crc32_, crc32, ordered_sum_, reference, word_sums
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
+    REFUSAL,
     assert_same_bits,
     call,
     narrowed,
@@ -93,11 +94,11 @@ def test_bad_input_is_refused_with_its_values_and_nothing_is_written() -> None:
         ([buffer.view(torch.bfloat16)[:8]], "out overlaps part 0: bytes"),
         ([freed], "part 0 holds 0 bytes, the tensor needs 32"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(REFUSAL, match=text):
             call("kernel", "ordered_sum_", buffer[:8], parts, 1.0)
         assert not buffer.any()
     sums = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="room for 1 contiguous int64 checksums, got 3"):
+    with pytest.raises(REFUSAL, match="room for 1 contiguous int64 checksums, got 3"):
         call("kernel", "word_sums_", sums, [one])
     assert not sums.any()
 
@@ -190,6 +191,6 @@ def test_bytes_that_cannot_be_read_or_copied_are_refused() -> None:
     for given in ((data[:60], data[40:]), (data[40:], data[:60]), (data, data)):
         refused += [(copy_crc32_, given, "copy_crc32_: out and data overlap")]
     for op, arguments, text in refused:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(REFUSAL, match=text):
             op(*arguments)
     assert (data == torch.arange(100, dtype=torch.uint8)).all()

@@ -15,6 +15,8 @@ from layerzero.ops import Segments, native_status, reference, step_reference
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 IMPLEMENTATIONS = ["reference", *(["kernel", "baseline"] if native_status().native else [])]
 """baseline: the kernel as it runs on a processor without AVX2."""
+REFUSAL = (ValueError, RuntimeError)
+"""RuntimeError is what torch makes of the kernels' ValueError from 2.15 on."""
 
 
 def concatenate(numels: Sequence[int], alignment: int = 1, multiple: int = 1) -> Segments:

@@ -123,7 +123,10 @@ def test_megatron_models_go_to_the_accelerator_whatever_its_kind() -> None:
         accelerator.current_accelerator.return_value = None
         assert current_accelerator() is None
         accelerator.current_accelerator.return_value = torch.device("mps")
-        with mock.patch.object(device, "has_generic_streams", lambda kind: False):
+        with (
+            mock.patch.object(device, "has_generic_streams", lambda kind: False),
+            mock.patch.object(device, "missing_stream_names", lambda module: ["Stream"]),
+        ):
             assert current_accelerator() is None
 
 

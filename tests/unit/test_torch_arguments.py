@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("param_init_fn: expected a function.*got 42", {"param_init_fn": 42}),
     ("device: 'cudda' is not a device of torch", {"device": "cudda"}),
     ("device: expected a torch.device.*got True", {"device": True}),
-    (r"device='mps'.*CUDA.*torch\.mps has no Stream", {"device": "mps"}),
+    (r"device='mps'.*(CUDA.*torch\.mps has no Stream|no such device)", {"device": "mps"}),
     (r"device='meta'.*accelerator with streams", {"device": "meta"}),
     ("device='cuda:99'.*torch finds", {"device": "cuda:99"}),
     ("ignored_modules: expected modules, got str", {"ignored_modules": ["head"]}),
