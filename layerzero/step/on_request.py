@@ -68,25 +68,20 @@ def reduce_waiting(root: RootState) -> None:
         reducer.set_requires_sync(syncs)
 
 
-class _End:
-    """The return value of a generator."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _advance(lazy: Any, sent: Any) -> Any:
-    try:
-        return next(lazy) if sent is None else lazy.send(sent)
-    except StopIteration as stop:
-        return _End(stop.value)
-
-
 def step_by_step(call: Callable[..., Any], lazy: Any) -> Generator[Any, Any, Any]:
     """Run each step of `lazy` by `call`, which takes a function and its arguments."""
-    sent = None
+    sent, has_ended = None, False
+
+    def advance(sent: Any) -> Any:
+        nonlocal has_ended
+        try:
+            return next(lazy) if sent is None else lazy.send(sent)
+        except StopIteration as stop:
+            has_ended = True
+            return stop.value
+
     while True:
-        value = call(_advance, (lazy, sent))
-        if isinstance(value, _End):
-            return value.value
+        value = call(advance, (sent,))
+        if has_ended:
+            return value
         sent = yield value
