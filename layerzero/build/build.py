@@ -78,7 +78,6 @@ class Builder:
             forward_depth=forward_depth,
             backward_prefetch=self.given.backward_prefetch,
             budget=GatherBudget.parse(limit, default_units=default_units),
-            budget_is_default=limit is True,
             accumulation=self.given.accumulation,
             in_flight_nbytes=parse_nbytes(self.given.reduction.in_flight or 0, "in_flight", 0),
             tensor_parallel_groups=self.topology.tensor_parallel_groups,

@@ -72,7 +72,6 @@ class RootState:
         forward_depth: int,
         backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
-        budget_is_default: bool,
         accumulation: Accumulation,
         in_flight_nbytes: int,
         tensor_parallel_groups: tuple[ShardGroup, ...],
@@ -98,7 +97,7 @@ class RootState:
             extensions=self.extensions,
         )
         self.scheduler = UnshardScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
+            self.context, self.units, forward_depth, backward_prefetch
         )
         self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
         self._forward_pass = ForwardPass(0)
@@ -117,7 +116,7 @@ class RootState:
                 handle.share_placement(shared)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
-                self.scheduler.make_room_for(max(map(len, lists)))
+                self.context.limiter.make_room_for(max(map(len, lists)))
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
