@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from layerzero.comm.streams import Streams
-from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
+from layerzero.config import GatherBudget, parse_nbytes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
@@ -38,7 +38,7 @@ class RootState:
     """Features of the model; see extension.py."""
     optional: Any = None
     """The units that a rank may skip (`layerzero/optional`), or None."""
-    arguments: Any = None
+    arguments: Any
     """The `Arguments` of the model."""
     kept_whole: Sequence[nn.Parameter] = ()
     """Parameters of the model that are not sharded."""
@@ -68,16 +68,14 @@ class RootState:
     def __init__(
         self,
         units: Sequence[Unit],
+        arguments: Any,
         device: torch.device,
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
-        accumulation: Accumulation,
-        in_flight_nbytes: int,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
     ) -> None:
         self.units = list(units)
+        self.arguments = arguments
         self.extensions = Extensions()
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
@@ -96,10 +94,11 @@ class RootState:
             owner=weakref.ref(self),
             extensions=self.extensions,
         )
-        self.scheduler = UnshardScheduler(
-            self.context, self.units, forward_depth, backward_prefetch
-        )
-        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
+        depth, mode = arguments.forward_prefetch, arguments.backward_prefetch
+        self.scheduler = UnshardScheduler(self.context, self.units, depth, mode)
+        in_flight = parse_nbytes(arguments.reduction.in_flight or 0, "in_flight", 0)
+        accumulation = arguments.accumulation
+        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight)
         self._forward_pass = ForwardPass(0)
         abort = weakref.WeakMethod(self.abort)
         self.backward = Backward(
