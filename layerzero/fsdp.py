@@ -348,7 +348,6 @@ class FSDPModule(UnitMethods):
         root = root_of(unit)
         if root.units[0] is not unit:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
-        root.abort()
         root.give_up_step()
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:

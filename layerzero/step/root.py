@@ -100,14 +100,7 @@ class RootState:
         accumulation = arguments.accumulation
         self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight)
         self._forward_pass = ForwardPass(0)
-        abort = weakref.WeakMethod(self.abort)
-        self.backward = Backward(
-            self.context,
-            self.units,
-            self.scheduler,
-            self.reducer,
-            abort=lambda error: None if (method := abort()) is None else method(error),
-        )
+        self.backward = Backward(self.context, self.units, self.scheduler, self.reducer)
         shared: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self.context, index)
@@ -307,7 +300,7 @@ class RootState:
 
     def give_up_step(self) -> None:
         """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
-        self.backward.clear_abandoned()
+        self.abort()
         self.reducer.kept.give_up()
 
 
