@@ -33,7 +33,6 @@ class NonFinite(Extension):
         self._root_ref = weakref.ref(root)
         self._action = action
         root.extensions.add(self)
-        root.reducer.dropped_also = root.kept_whole
 
     def before_write(self, reductions: Sequence[Reduction]) -> bool:
         """Whether to drop these gradients. Collective over the model; blocks the host.

@@ -50,8 +50,6 @@ class GradientReducer:
     step_by: Callable[[Delivery, list[Part]], None] | None = None
     """Delivers the parts, in the order of issue, and uses the gradients up (`step_in_backward`, see
     `optim/in_backward`); None: they stay in `.grad`."""
-    dropped_also: Sequence[nn.Parameter] = ()
-    """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
@@ -164,7 +162,8 @@ class GradientReducer:
             self._undelivered = []
         if any(drops) or self.kept.is_skipping:
             sharded = (p for unit in self._units for p in unit.sharded_params)
-            self._delivery.clear([*sharded, *self.dropped_also])
+            root: Any = self._context.owner()
+            self._delivery.clear([*sharded, *root.kept_whole])
             for reduction, _ in arrived:
                 reduction.handle.gradients.release()
             return
