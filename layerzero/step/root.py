@@ -161,9 +161,7 @@ class RootState:
         """A collective call begins that is no part of a forward or backward."""
         self.structure.end_first_values()
         for between_passes in self.extensions.between_passes:
-            between_passes()
-        if self.join is not None:
-            self.join.before_call(what)
+            between_passes(what)
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:

@@ -267,7 +267,7 @@ class RunningJoin(Extension):
         self.come_to(request, "clip_grad_norm_")
         self._optimizers.are_clipped = True
 
-    def before_call(self, what: str) -> None:
+    def between_passes(self, what: str) -> None:
         if what == "rewrap":
             raise RuntimeError("rewrap: the model is inside a join; leave that first")
         if what == "micro_batches":
