@@ -22,7 +22,7 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import Buffer, Lease
+from layerzero.flat.buffer import Buffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
@@ -54,8 +54,8 @@ class GradientBuffer:
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
-    make_lease: Callable[[int], Lease | None] | None = None
-    """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
+    make_buffer: Callable[[torch.Tensor], Buffer] = Buffer
+    """Makes the buffer that allocates and frees a tensor: perhaps in an arena."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class GradientBuffer:
         wide = sum_dtype(self.dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
-            self._outgoing = self._sent = Area(self, self._sent_dtype)
-            self._sum = Area(self, wide)
+            self._outgoing = self._sent = self.area(self._sent_dtype)
+            self._sum = self.area(wide)
             # Without elements on this rank, like most of a unit's on many ranks: made once.
             self._empty = [
                 (index, torch.empty_like(self._sharded_params[index], requires_grad=False))
@@ -121,10 +121,16 @@ class GradientBuffer:
         shards = [self._sharded_params[index] for index in self._starts]
         self._views = [each.shape for each in shards], [each.stride() for each in shards]
 
-    def use_arena(self, make_lease: Callable[[int], Lease | None]) -> None:
+    def use_arena(self, make_buffer: Callable[[torch.Tensor], Buffer]) -> None:
         """Let buffers lie in an arena from now on. Between passes."""
-        self.make_lease = make_lease
+        self.make_buffer = make_buffer
         self.set_trainable(self.layout.trainable)
+
+    def area(self, dtype: torch.dtype) -> Buffer:
+        """A buffer for all gradients of the flat parameter, without memory."""
+        area = self.make_buffer(torch.empty(self.layout.numel, dtype=dtype, device=self.device))
+        area.free()
+        return area
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -343,13 +349,3 @@ class GradientBuffer:
             for index, gradient in self._local.items()
             for scaled in [gradient * scale if scale != 1.0 else gradient]
         )
-
-
-class Area(Buffer):
-    """A buffer for all gradients of the flat parameter."""
-
-    def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
-        super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
-        if owner.make_lease is not None:
-            self.lease = owner.make_lease(self.nbytes)
-        self.free()
