@@ -178,7 +178,6 @@ class FlatParam:
             reduce_dtype,
             device,
             self.sharded_params,
-            {index: split for index, split in enumerate(self.splits) if split is not None},
             grads_on,
         )
 

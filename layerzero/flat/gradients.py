@@ -15,7 +15,7 @@ Note [Gradients travel as they were computed]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -28,7 +28,6 @@ from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
-from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
@@ -66,14 +65,12 @@ class GradientBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
-        splits: Mapping[int, TensorParallelSplit],
         sums_on: HostMemory | None = None,
     ) -> None:
         """
         Args:
             shapes: shapes of the gradients in the buffer; of DTensors, the local ones.
             computed_dtype: dtype in which backward computes them; `dtype`: reduce dtype.
-            splits: how parameters that are DTensors are split, by index.
             sums_on: host memory for sums of micro-batches; None: they stay on `device`.
         """
         self._layout = layout
@@ -87,7 +84,6 @@ class GradientBuffer:
         self._sent_dtype = computed_dtype if is_narrow else dtype
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
-        self._splits = splits
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
@@ -98,9 +94,10 @@ class GradientBuffer:
         self.layout = GradientLayout.build(self._layout, indices)
         self._source = {index: place for place, index in enumerate(self.layout.trainable)}
         self._split_sources = [
-            (self._source[index], self._sharded_params[index], split)
-            for index, split in self._splits.items()
-            if index in self._source
+            (place, sharded, split)
+            for index, place in self._source.items()
+            if (split := info_of(sharded := self._sharded_params[index]).tensor_parallel)
+            is not None
         ]
         self._split_sizes, self._split_indices = self._plan_split()
         wide = sum_dtype(self.dtype)
