@@ -62,7 +62,7 @@ class Verifier(Transport, Extension):
 
     def __init__(self, root: RootState, verify: Verify) -> None:
         """Check the bytes of a model from now on. Before its first pass."""
-        self._root_ref = weakref.ref(root)
+        self._root: RootState = weakref.proxy(root)
         self._every = 1 if verify == "always" else _SAMPLED_EVERY
         """Backward passes that synchronize from one check to the next."""
         self._num_passes = 0
@@ -73,12 +73,6 @@ class Verifier(Transport, Extension):
         """Since the last check."""
         root.extensions.add(self)
         root.context.transport = self
-
-    @property
-    def _root(self) -> RootState:
-        root = self._root_ref()
-        assert root is not None, "it runs a pass"
-        return root
 
     @functools.cached_property
     def _handle_of(self) -> dict[int, weakref.ref[FlatParam]]:
