@@ -50,22 +50,19 @@ def reduce_waiting(root: RootState) -> None:
     reducer.kept.follow_zero_grad()
     if not reducer.kept.adds_up:
         return
-    syncs = reducer.requires_sync
-    reducer.set_requires_sync(True)
     on_main = root.streams.on_main()
-    try:
-        # A fixed order, because no backward gives one that all ranks share.
-        for unit in reversed(root.units):
-            if unit.is_trainable:
-                reducer.reduce(unit)
-        with on_main, root.context.profile("deliver", "model"):
-            reducer.deliver()
-            reducer.commit()
-    except BaseException as error:
-        root.abort(error)
-        raise
-    finally:
-        reducer.set_requires_sync(syncs)
+    with reducer.syncing(True):
+        try:
+            # A fixed order, because no backward gives one that all ranks share.
+            for unit in reversed(root.units):
+                if unit.is_trainable:
+                    reducer.reduce(unit)
+            with on_main, root.context.profile("deliver", "model"):
+                reducer.deliver()
+                reducer.commit()
+        except BaseException as error:
+            root.abort(error)
+            raise
 
 
 def step_by_step(call: Callable[..., Any], lazy: Any) -> Generator[Any, Any, Any]:

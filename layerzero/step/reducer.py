@@ -9,7 +9,8 @@ changes no gradient the user can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,15 @@ class GradientReducer:
 
     def set_requires_sync(self, requires_sync: bool) -> None:
         self.requires_sync = requires_sync
+
+    @contextmanager
+    def syncing(self, requires_sync: bool) -> Iterator[None]:
+        """A context in which `requires_sync` has this value."""
+        before, self.requires_sync = self.requires_sync, requires_sync
+        try:
+            yield
+        finally:
+            self.requires_sync = before
 
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
