@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal
 
@@ -100,13 +100,13 @@ class MixedPrecision:
     keep_parameters: Callable[[str, nn.Parameter], bool] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
-            dtype = getattr(self, field)
-            if (field, dtype) != ("reduce_dtype", "main") and not (
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if (name, dtype) != ("reduce_dtype", "main") and not (
                 dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
             ):
                 raise ValueError(
-                    f"MixedPrecision.{field}: expected a floating-point torch.dtype or None, "
+                    f"MixedPrecision.{name}: expected a floating-point torch.dtype or None, "
                     f"got {dtype!r}"
                 )
         object.__setattr__(self, "keep_float32", tuple(self.keep_float32))
@@ -176,6 +176,8 @@ class GatherBudget:
 
     max_units: int | None = None
     max_nbytes: int | None = None
+    is_default: bool = field(default=False, repr=False, compare=False)
+    """Whether the user chose none."""
 
     @classmethod
     def parse(cls, value: bool | int | str, *, default_units: int) -> GatherBudget:
@@ -187,7 +189,7 @@ class GatherBudget:
         if value is False:
             return cls()
         if value is True:
-            return cls(max_units=default_units)
+            return cls(max_units=default_units, is_default=True)
         if isinstance(value, int):
             if value < 1:
                 raise ValueError(f"limit_all_gathers: expected at least 1 unit, got {value}")

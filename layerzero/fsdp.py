@@ -129,8 +129,14 @@ def fully_shard(
     root, _ = shard_in_place(top, given, {})
     state = _State(root.units[0], is_auto=reshard_after_forward is None)
     if isinstance(top, _Together):
+        # Calls of each of `modules`, instead of `top`, unshard its unit.
         state.around = top
-        _become_entries(top, modules, root)
+        unset_unit(top)
+        set_unit(modules[0], state.unit)
+        state.unit.move_to(modules[0])
+        for each in modules:
+            hooks.install_on_calls(each, state.unit)
+            module_guards.install(each)
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[_STATE] = state
@@ -208,17 +214,6 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
 
 class _Together(nn.Sequential):
     """The modules of a list, under numbers; each is called by itself."""
-
-
-def _become_entries(top: _Together, modules: Sequence[nn.Module], root: RootState) -> None:
-    """Have calls of each of `modules`, instead of `top`, unshard the unit of `top`."""
-    unit = root.units[0]
-    unset_unit(top)
-    set_unit(modules[0], unit)
-    unit.move_to(modules[0])
-    for module in modules:
-        hooks.install_on_calls(module, unit)
-        module_guards.install(module)
 
 
 def _compile(ref: Callable[[], Any], own: Callable[..., None], *args: Any, **named: Any) -> None:
@@ -354,7 +349,6 @@ class FSDPModule(UnitMethods):
         root = root_of(unit)
         if root.units[0] is not unit:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
-        root.abort()
         root.give_up_step()
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:

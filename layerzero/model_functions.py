@@ -87,7 +87,7 @@ def _units_to_prefetch(by: Unit, modules: Sequence[nn.Module]) -> list[Unit]:
                 f"{by.label}: modules to prefetch must be units, got {type(module).__name__}"
             )
         units.append(unit)
-    root_of(by).scheduler.make_room_for(len(units))
+    by.context.limiter.make_room_for(len(units))
     return units
 
 

@@ -262,20 +262,13 @@ class ZeRO3(UnitMethods, Joinable, ModuleWrapper):
 
         return next(iter(self._root_state.extensions.of(Arena)), None)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of backward passes inside; the first one after it reduces them.
 
         Memory and traffic inside depend on the model's `accumulation` argument
         (docs/reference/layered.md). Applies to the whole model that this module belongs to.
         """
-        root = self._root_state
-        before = root.reducer.requires_sync
-        root.reducer.set_requires_sync(False)
-        try:
-            yield
-        finally:
-            root.reducer.set_requires_sync(before)
+        return self._root_state.reducer.syncing(False)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""

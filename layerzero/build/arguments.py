@@ -315,7 +315,12 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
         ValueError, TypeError: a bad argument, or a policy and one of its fields both given.
     """
     ours = {**given, **check(**given)}
-    _check_ignored(given["module"], ours["ignored_modules"])
+    for module in ours["ignored_modules"]:
+        if module is given["module"] or get_unit(module) is not None:
+            raise ValueError(
+                f"ignored_modules: contains a {type(module).__name__} that is the wrapped module "
+                "itself or sharded already; list modules inside that are to stay whole"
+            )
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = ours["layout"]
     chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
@@ -325,12 +330,3 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
             + ", ".join(chosen)
         )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})
-
-
-def _check_ignored(root: nn.Module, modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        if module is root or get_unit(module) is not None:
-            raise ValueError(
-                f"ignored_modules: contains a {type(module).__name__} that is the wrapped module "
-                "itself or sharded already; list modules inside that are to stay whole"
-            )

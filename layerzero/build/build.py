@@ -16,7 +16,7 @@ from layerzero.build.topology import Topology
 from layerzero.build.wrap import UnitPlan, Visit
 from layerzero.comm.exchanges import broadcast, broadcast_from_first
 from layerzero.comm.pending import Operation
-from layerzero.config import GatherBudget, MixedPrecision, parse_nbytes
+from layerzero.config import GatherBudget, MixedPrecision
 from layerzero.flat.flatten import OriginalParameter, kinds_of_rows
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
@@ -69,23 +69,16 @@ class Builder:
 
     def join(self, units: list[Unit], make_root: Callable[..., RootState]) -> RootState:
         """Join the units under one root; `make_root` takes the arguments of `RootState`."""
-        forward_depth, limit = self.given.forward_prefetch, self.given.limit_all_gathers
         # By default: the units around the one in use, it, one about to be freed, and those ahead.
-        default_units = self.plan.nesting + 1 + max(forward_depth, 1)
-        root = make_root(
+        default_units = self.plan.nesting + 1 + max(self.given.forward_prefetch, 1)
+        return make_root(
             units,
-            device=self.plan.device,
-            forward_depth=forward_depth,
-            backward_prefetch=self.given.backward_prefetch,
-            budget=GatherBudget.parse(limit, default_units=default_units),
-            budget_is_default=limit is True,
-            accumulation=self.given.accumulation,
-            in_flight_nbytes=parse_nbytes(self.given.reduction.in_flight or 0, "in_flight", 0),
-            tensor_parallel_groups=self.topology.tensor_parallel_groups,
-            ignored=self.plan.ignored,
+            self.given,
+            self.plan.device,
+            GatherBudget.parse(self.given.limit_all_gathers, default_units=default_units),
+            self.topology.tensor_parallel_groups,
+            self.plan.ignored,
         )
-        root.arguments = self.given
-        return root
 
     def build_units(self) -> list[Unit]:
         """Build the units in the order of their plans. Collective with `sync_module_states`.

@@ -36,6 +36,7 @@ from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some_ranks
+from layerzero.ops.delta import bits_of
 from layerzero.version import __version__
 
 REFUSED = -1
@@ -326,7 +327,6 @@ def settle(
     )
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK_NUMEL = 1 << 22
 _MIXING = 0x5851F42D4C957F2D
 """Odd, so that multiplication modulo 2**64 loses no bit (Knuth's 64-bit multiplier)."""
@@ -350,7 +350,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor | int:
 
 def device_digest(value: torch.Tensor) -> torch.Tensor:
     """The digest of a 1-D tensor on a device, computed in chunks to bound its memory."""
-    bits = value.view(_INTEGERS[value.element_size()])
+    bits = bits_of(value)
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, bits.numel(), _CHUNK_NUMEL):
         chunk = bits[start : start + _CHUNK_NUMEL].to(torch.int64)

@@ -185,14 +185,26 @@ def tensor_parallel_mesh(
     named = [*_meshes(plans)]
     if not named:
         return None
+    rank = dist.get_rank()
     first, mesh = named[0]
     for fqn, other in named:
         if other != mesh:
             raise ValueError(
-                f"rank {dist.get_rank()}: DTensor parameters of one model need one mesh, got "
+                f"rank {rank}: DTensor parameters of one model need one mesh, got "
                 f"{mesh} ({first!r}) and {other} ({fqn!r}); parallelize all modules on one mesh"
             )
-    _check_crossing(mesh, first, everyone)
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {first!r}; "
+            "parallelize and wrap the model only on ranks of the mesh"
+        )
+    shared = set(mesh.mesh.flatten().tolist()) & set(everyone or ())
+    if everyone is not None and shared != {rank}:
+        raise ValueError(
+            f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
+            f"{mesh.mesh.tolist()} of DTensor parameter {first!r}; expected this rank only: pass "
+            'the data-parallel axis, such as process_group=mesh["dp"]'
+        )
     return mesh
 
 
@@ -213,24 +225,6 @@ def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
                     "Replicate() along each axis of its mesh: redistribute() it before wrapping"
                 )
             yield original.fqn, parameter.device_mesh
-
-
-def _check_crossing(mesh: DeviceMesh, fqn: str, everyone: tuple[int, ...] | None) -> None:
-    rank = dist.get_rank()
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {fqn!r}; "
-            "parallelize and wrap the model only on ranks of the mesh"
-        )
-    if everyone is None:
-        return
-    shared = set(mesh.mesh.flatten().tolist()) & set(everyone)
-    if shared != {rank}:
-        raise ValueError(
-            f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
-            f"{mesh.mesh.tolist()} of DTensor parameter {fqn!r}; expected this rank only: pass the "
-            'data-parallel axis, such as process_group=mesh["dp"]'
-        )
 
 
 class _Held(NamedTuple):

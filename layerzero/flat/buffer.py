@@ -6,7 +6,6 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -15,44 +14,28 @@ _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE and, from Linux 6.1 on, MADV_COLLAPSE."""
 
 
-class Lease(Protocol):
-    """Memory for one buffer in an arena, which `layerzero/graphs/arena.py` hands out."""
-
-    def note(self, is_behind: bool) -> None:
-        """The host issues the gather that takes the buffer, perhaps behind reductions; `take` may
-        come later, on a thread."""
-
-    def take(self, storage: torch.UntypedStorage) -> bool:
-        """Give an empty storage memory of the arena. Returns False where that has none free."""
-
-    def give_back(self, storage: torch.UntypedStorage) -> bool:
-        """Empty the storage. Returns False where it has no memory of the arena. May be called
-        from another thread, and twice."""
-
-
 class Buffer:
     """A tensor whose storage is resized between zero bytes and its full size."""
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease | None = None) -> None:
-        """`lease`: the tensor's memory in an arena; None: it is allocated by itself."""
+    note: Callable[[bool], None] | None = None
+    """Called when the host issues the gather that takes the buffer, with whether that is behind
+    reductions; `allocate` may come later, on a thread. For memory of an arena (graphs/arena.py)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.storage = tensor.untyped_storage()
-        self.nbytes = self.storage.nbytes()
-        self.lease = lease
+        self.nbytes = tensor.nbytes
 
     def follow(self) -> None:
         """The tensor lies in another storage."""
         self.storage = self.tensor.untyped_storage()
 
     def allocate(self) -> None:
-        if self.lease is None or not self.lease.take(self.storage):
-            self.storage.resize_(self.nbytes)
+        self.storage.resize_(self.nbytes)
 
     def free(self) -> bool:
         """Free the memory; returns False where `numpy()` of a view has fixed the storage's size.
         May be called from another thread, and twice."""
-        if self.lease is not None and self.lease.give_back(self.storage):
-            return True
         is_resizable = self.storage.resizable()
         if is_resizable:
             self.storage.resize_(0)

@@ -39,9 +39,10 @@ from layerzero.flat.buffer import Buffer
 from layerzero.flat.flatten import (
     OriginalParameter,
     Slot,
+    build,
     fill_shard,
-    lay_out,
     make_sharded,
+    sizes,
 )
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
@@ -138,7 +139,7 @@ class FlatParam:
         self.placement = placement
         self.row_multiple = row_multiple
         itemsize = min(dtype.itemsize, compute_dtype.itemsize)
-        self.layout = lay_out(self.shapes, placement, device, itemsize, row_multiple)
+        self.layout = build(*sizes(self.shapes, placement, device, itemsize, row_multiple))
         self.params_on = params_on
         if params_on is None:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
@@ -178,7 +179,6 @@ class FlatParam:
             reduce_dtype,
             device,
             self.sharded_params,
-            {index: split for index, split in enumerate(self.splits) if split is not None},
             grads_on,
         )
 

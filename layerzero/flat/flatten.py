@@ -77,29 +77,19 @@ def kinds_of_rows(
     # Of whole DTensors, so that it is the same on all tensor-parallel ranks.
     shapes = [original.parameter.shape for original in originals]
     itemsize = min(originals[0].parameter.dtype.itemsize, compute_dtype.itemsize)
-    parts = split(*_sizes(shapes, placement, device, itemsize, row_multiple))
+    parts = split(*sizes(shapes, placement, device, itemsize, row_multiple))
     return [[originals[index] for index in part] for part in parts]
 
 
-def lay_out(
-    shapes: Sequence[torch.Size],
-    placement: Placement,
-    device: torch.device,
-    itemsize: int,
-    row_multiple: int | None,
-) -> FlatLayout:
-    """The layout of one flat parameter, whose narrowest elements have `itemsize` bytes."""
-    return build(*_sizes(shapes, placement, device, itemsize, row_multiple))
-
-
-def _sizes(
+def sizes(
     shapes: Sequence[torch.Size],
     placement: Placement,
     device: torch.device,
     itemsize: int,
     row_multiple: int | None,
 ) -> tuple[list[int], int, int, int, list[int]]:
-    """The arguments of `build`; parameters of fewer than two dimensions are cut anywhere."""
+    """The arguments of `build` for a flat parameter, whose narrowest elements have `itemsize`
+    bytes; parameters of fewer than two dimensions are cut anywhere."""
     numels, alignment = [shape.numel() for shape in shapes], alignment_of(device.type, itemsize)
     rows = [
         max(shape[1:].numel() * row_multiple, 1) if row_multiple and len(shape) > 1 else 1

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from layerzero.flat.gradients import MISSING, Area, GradientBuffer
+from layerzero.flat.buffer import Buffer
+from layerzero.flat.gradients import MISSING, GradientBuffer
 from layerzero.flat.layout import GradientLayout, ShardRange
 from layerzero.flat.parameter_info import info_of
 
@@ -27,7 +28,7 @@ from layerzero.flat.parameter_info import info_of
 class _Earlier(NamedTuple):
     """Sums of completed micro-batches; see Note [A pass adds only when it is complete]."""
 
-    area: Area | None
+    area: Buffer | None
     """The area that holds the unsharded sum, if any."""
     holds_sum: bool
     local: dict[int, torch.Tensor]
@@ -45,9 +46,9 @@ class GradientSums(GradientBuffer):
     _earlier = _NOTHING
     _pending: Sequence[list[torch.Tensor]] = ()
     """Gradients to add to the sum once the pass is complete."""
-    _spare: Area | None = None
+    _spare: Buffer | None = None
     """Like `_sum`, made when a sum is first copied."""
-    _places: dict[Area, list[tuple[int, slice | None, torch.Tensor]]]
+    _places: dict[Buffer, list[tuple[int, slice | None, torch.Tensor]]]
     """`place` of each segment in an area that gradients were added to."""
 
     def set_trainable(self, indices: Sequence[int]) -> None:
@@ -141,7 +142,7 @@ class GradientSums(GradientBuffer):
         total, self._spare = self._spare, None
         if total is None:
             with torch.inference_mode(False):
-                total = Area(self, self._sum.tensor.dtype)
+                total = self.area(self._sum.tensor.dtype)
         total.allocate()
         total.tensor.copy_(self._sum.tensor)
         self._sum = total

@@ -15,20 +15,19 @@ Note [Gradients travel as they were computed]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import Buffer, Lease
+from layerzero.flat.buffer import Buffer
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
 from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
-from layerzero.flat.tensor_parallel import TensorParallelSplit
 from layerzero.ops import Segments, pack_
 
 Gradient = tuple[nn.Parameter, torch.Tensor]
@@ -54,8 +53,8 @@ class GradientBuffer:
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
     """Table by which `pack_` fills the buffer; another once other parameters require grad."""
-    make_lease: Callable[[int], Lease | None] | None = None
-    """Makes the lease of each buffer, of so many bytes, in an arena; None: there is no arena."""
+    make_buffer: Callable[[torch.Tensor], Buffer] = Buffer
+    """Makes the buffer that allocates and frees a tensor: perhaps in an arena."""
 
     def __init__(
         self,
@@ -66,14 +65,12 @@ class GradientBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
-        splits: Mapping[int, TensorParallelSplit],
         sums_on: HostMemory | None = None,
     ) -> None:
         """
         Args:
             shapes: shapes of the gradients in the buffer; of DTensors, the local ones.
             computed_dtype: dtype in which backward computes them; `dtype`: reduce dtype.
-            splits: how parameters that are DTensors are split, by index.
             sums_on: host memory for sums of micro-batches; None: they stay on `device`.
         """
         self._layout = layout
@@ -87,7 +84,6 @@ class GradientBuffer:
         self._sent_dtype = computed_dtype if is_narrow else dtype
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
-        self._splits = splits
         self.sums_on = sums_on
         self._local: dict[int, torch.Tensor] = {}
         self.present = set()
@@ -98,16 +94,17 @@ class GradientBuffer:
         self.layout = GradientLayout.build(self._layout, indices)
         self._source = {index: place for place, index in enumerate(self.layout.trainable)}
         self._split_sources = [
-            (self._source[index], self._sharded_params[index], split)
-            for index, split in self._splits.items()
-            if index in self._source
+            (place, sharded, split)
+            for index, place in self._source.items()
+            if (split := info_of(sharded := self._sharded_params[index]).tensor_parallel)
+            is not None
         ]
         self._split_sizes, self._split_indices = self._plan_split()
         wide = sum_dtype(self.dtype)
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
-            self._outgoing = self._sent = Area(self, self._sent_dtype)
-            self._sum = Area(self, wide)
+            self._outgoing = self._sent = self.area(self._sent_dtype)
+            self._sum = self.area(wide)
             # Without elements on this rank, like most of a unit's on many ranks: made once.
             self._empty = [
                 (index, torch.empty_like(self._sharded_params[index], requires_grad=False))
@@ -121,10 +118,16 @@ class GradientBuffer:
         shards = [self._sharded_params[index] for index in self._starts]
         self._views = [each.shape for each in shards], [each.stride() for each in shards]
 
-    def use_arena(self, make_lease: Callable[[int], Lease | None]) -> None:
+    def use_arena(self, make_buffer: Callable[[torch.Tensor], Buffer]) -> None:
         """Let buffers lie in an arena from now on. Between passes."""
-        self.make_lease = make_lease
+        self.make_buffer = make_buffer
         self.set_trainable(self.layout.trainable)
+
+    def area(self, dtype: torch.dtype) -> Buffer:
+        """A buffer for all gradients of the flat parameter, without memory."""
+        area = self.make_buffer(torch.empty(self.layout.numel, dtype=dtype, device=self.device))
+        area.free()
+        return area
 
     def place(
         self, buffer: torch.Tensor, segment: ShardRange
@@ -343,13 +346,3 @@ class GradientBuffer:
             for index, gradient in self._local.items()
             for scaled in [gradient * scale if scale != 1.0 else gradient]
         )
-
-
-class Area(Buffer):
-    """A buffer for all gradients of the flat parameter."""
-
-    def __init__(self, owner: GradientBuffer, dtype: torch.dtype) -> None:
-        super().__init__(torch.empty(owner.layout.numel, dtype=dtype, device=owner.device))
-        if owner.make_lease is not None:
-            self.lease = owner.make_lease(self.nbytes)
-        self.free()

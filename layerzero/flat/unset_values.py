@@ -13,13 +13,10 @@ import torch
 from torch import nn
 
 from layerzero.flat.tensor_parallel import local_of
+from layerzero.ops.delta import bits_of
 
-_BITS = {
-    1: (torch.uint8, 0xA5),
-    2: (torch.int16, 0x7FE5),
-    4: (torch.int32, 0x7FE5A5A5),
-    8: (torch.int64, 0x7FFA5A5A5A5A5A5A),
-}
+_PATTERNS = {1: 0xA5, 2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FFA5A5A5A5A5A5A}
+"""Bit pattern by the number of bytes of an element."""
 
 
 class AwaitedBuffer(NamedTuple):
@@ -38,7 +35,7 @@ def fill(tensor: torch.Tensor) -> None:
     """
     bits = _bits_of(tensor)
     if bits is not None:
-        bits.fill_(_BITS[bits.element_size()][1])
+        bits.fill_(_PATTERNS[bits.element_size()])
 
 
 def is_left(tensor: torch.Tensor) -> bool:
@@ -50,7 +47,7 @@ def is_left(tensor: torch.Tensor) -> bool:
     bits = _bits_of(tensor)
     if bits is None or not bits.numel():
         return False
-    found = bits == _BITS[bits.element_size()][1]
+    found = bits == _PATTERNS[bits.element_size()]
     is_rare = bits.element_size() > 2 or (tensor.is_floating_point() and bits.element_size() > 1)
     return bool(found.any() if is_rare else found.all())
 
@@ -63,4 +60,4 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor | None:
         local = torch.view_as_real(local)
     if local.is_quantized or local.layout is not torch.strided:
         return None
-    return local.view(_BITS[local.element_size()][0])
+    return bits_of(local)

@@ -23,7 +23,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Hashable
-from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import torch
 
 from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch
+from layerzero.flat.buffer import Buffer
 from layerzero.graphs.arena_layout import (
     Event,
     Pass,
@@ -56,12 +56,12 @@ _MOST_TAKES = 200_000
 and the host's memory would fill."""
 
 
-class Lease:
-    """Memory for one buffer in the arena."""
+class ArenaBuffer(Buffer):
+    """A buffer that lies in the arena, or is allocated by itself where that has no place for it."""
 
-    def __init__(self, arena: Arena, nbytes: int, is_input: bool) -> None:
-        self.buffer = next(arena.numbers)
-        self.nbytes = nbytes
+    def __init__(self, arena: Arena, tensor: torch.Tensor, is_input: bool) -> None:
+        super().__init__(tensor)
+        self.number = next(arena.numbers)
         self.is_input = is_input
         self._arena = arena
         self._lent: torch.UntypedStorage | None = None
@@ -70,22 +70,21 @@ class Lease:
         """The host issues the gather that takes the buffer; see `Event`."""
         self._arena.reserve(self, is_behind)
 
-    def take(self, storage: torch.UntypedStorage) -> bool:
-        """Put an empty storage on its place. Returns False if there is none."""
+    def allocate(self) -> None:
         if self.is_input:
             self.note(is_behind=False)
-        self._lent = self._arena.take(self.buffer)
-        if self._lent is not None:
-            storage._swap_data_ptr_(self._lent)  # type: ignore[attr-defined]
-        return self._lent is not None
+        self._lent = self._arena.take(self.number)
+        if self._lent is None:
+            super().allocate()
+        else:
+            self.storage._swap_data_ptr_(self._lent)  # type: ignore[attr-defined]
 
-    def give_back(self, storage: torch.UntypedStorage) -> bool:
-        """Empty the storage. Returns False if it is on no place. May be called twice."""
+    def free(self) -> bool:
         lent, self._lent = self._lent, None
         if lent is not None:
-            storage._swap_data_ptr_(lent)  # type: ignore[attr-defined]
+            self.storage._swap_data_ptr_(lent)  # type: ignore[attr-defined]
         self._arena.give_back(self)
-        return lent is not None
+        return lent is not None or super().free()
 
 
 class _Taken(NamedTuple):
@@ -119,7 +118,8 @@ class Arena(Extension):
         self._root: RootState = weakref.proxy(root)
         self._context = root.context
         self._has_thread = isinstance(root.streams.reduce, FinishingStream)
-        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._buffers: weakref.WeakValueDictionary[int, ArenaBuffer]
+        self._buffers = weakref.WeakValueDictionary()
         self._unit_of: dict[int, int] = {}
         self._taken: dict[int, _Taken] = {}
         """Buffers that a pass has taken."""
@@ -138,40 +138,42 @@ class Arena(Extension):
         self._storages: dict[Place, torch.UntypedStorage] = {}
         for unit in root.units:
             for handle in unit.handles:
-                handle.buffer.lease = lease = self._lease(handle.full_nbytes)
-                if lease is not None and not unit.is_optional:
-                    self._unit_of[lease.buffer] = unit.index
+                if handle.full_nbytes:
+                    handle.buffer = buffer = self._buffer(handle.full, is_input=False)
+                    if not unit.is_optional:
+                        self._unit_of[buffer.number] = unit.index
                 if handle.placement.num_ranks > 1:
-                    handle.gradients.use_arena(partial(self._lease, is_input=True))
+                    handle.gradients.use_arena(self._input)
 
-    def _lease(self, nbytes: int, is_input: bool = False) -> Lease | None:
-        if not nbytes:
-            return None
-        lease = Lease(self, nbytes, is_input)
-        self._leases[lease.buffer] = lease
-        return lease
+    def _buffer(self, tensor: torch.Tensor, is_input: bool) -> ArenaBuffer:
+        buffer = ArenaBuffer(self, tensor, is_input)
+        self._buffers[buffer.number] = buffer
+        return buffer
 
-    def reserve(self, lease: Lease, is_behind: bool) -> None:
+    def _input(self, tensor: torch.Tensor) -> Buffer:
+        return self._buffer(tensor, is_input=True) if tensor.nbytes else Buffer(tensor)
+
+    def reserve(self, taken: ArenaBuffer, is_behind: bool) -> None:
         """Choose the place: in the order of the host, which is the same in every step."""
         if self._events is None:
             return  # What is taken outside of passes lies outside the arena.
-        buffer, is_behind = lease.buffer, is_behind and self._has_thread
+        buffer, is_behind = taken.number, is_behind and self._has_thread
         self._note(Event("take", buffer, is_behind))
         with self._lock:
             if not self._last:
                 before = frozenset(each.take for each in self._taken.values())
                 self._last = dict.fromkeys((False, True), self._roots.get((self._kind, before)))
-            last = self._last[lease.is_input]
-            take = self._last[lease.is_input] = last and last.next.get(buffer)
+            last = self._last[taken.is_input]
+            take = self._last[taken.is_input] = last and last.next.get(buffer)
             busy = self._busy(buffer, is_behind)
             places = take.places if take else ()
             place = next((each for each in places if not any(map(each.overlaps, busy))), None)
             if place is None:
                 self._has_missed = self._pass_missed = True
-                gap = fit(lease.nbytes, self._busy(buffer), self._borders, self.nbytes)
+                gap = fit(taken.nbytes, self._busy(buffer), self._borders, self.nbytes)
                 place = gap if gap.stop <= self.nbytes else None
             self._taken[buffer] = _Taken(take, place)
-            if lease.is_input:
+            if taken.is_input:
                 self._in_flight.add(buffer)
 
     def take(self, buffer: int) -> torch.UntypedStorage | None:
@@ -189,12 +191,12 @@ class Arena(Extension):
         taken = self._taken.items()
         return [at for b, (_, at) in taken if at is not None and b != buffer and b not in left]
 
-    def give_back(self, lease: Lease) -> None:
-        self._note(Event("give", lease.buffer))
+    def give_back(self, buffer: ArenaBuffer) -> None:
+        self._note(Event("give", buffer.number))
         with self._lock:
-            taken = self._taken.pop(lease.buffer, _Taken())
-            self._in_flight.discard(lease.buffer)
-        if taken.place and lease.is_input and self._context.streams.are_apart:
+            taken = self._taken.pop(buffer.number, _Taken())
+            self._in_flight.discard(buffer.number)
+        if taken.place and buffer.is_input and self._context.streams.are_apart:
             self._context.before_free()  # See Note [Who wrote there before].
 
     def _note(self, event: Event) -> None:
@@ -240,8 +242,8 @@ class Arena(Extension):
 
     def _lay_out(self, recorded: list[Pass]) -> None:
         """Give places to the buffers that these passes show to need any."""
-        nbytes = {buffer: lease.nbytes for buffer, lease in self._leases.items()}
-        inputs = {buffer for buffer, lease in self._leases.items() if lease.is_input}
+        nbytes = {number: buffer.nbytes for number, buffer in self._buffers.items()}
+        inputs = {number for number, buffer in self._buffers.items() if buffer.is_input}
         if prune(self._roots, nbytes) > _MOST_TAKES:
             return
         raw = [cleaned(each, nbytes) for each in recorded]

@@ -309,10 +309,11 @@ class Recording(Extension):
     def before_forward(self, unit: Unit, forward_pass: Any) -> None:
         self._begin(unit)
 
-    def before_backward(self, forward_pass: Any = None) -> None:
+    def before_backward(self, forward_pass: Any) -> None:
         self._begin()
 
-    between_passes = before_backward
+    def between_passes(self, what: str) -> None:
+        self._begin()
 
     def _begin(self, unit: Unit | None = None) -> None:
         """`unit`: a forward begins with it."""

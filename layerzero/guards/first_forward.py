@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from layerzero.flat.flat_param import address_of, version_of
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some, warn_once
+from layerzero.ops.delta import bits_of
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
@@ -40,7 +41,6 @@ _NUM_SAMPLES = 64
 """Elements of a shard by which it is recognised."""
 _MOST_SHARDS = 16
 """Shards that are looked at: what all ranks do shows in a few."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FirstForward(Extension):
@@ -149,8 +149,8 @@ def _sums(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
         own, moved = local_of(parameter).detach().reshape(-1), 0
         if own.numel() and version_of(parameter) == handle.left_versions[index]:
             moved = address_of(own) - address_of(full) - handle.layout.starts[index] * size
-        bits = own[: 0 if is_main_memory(handle) else None]
-        yield bits.view(_BITS.get(own.element_size(), torch.uint8)).sum(dtype=torch.int64) + moved
+        bits = bits_of(own[: 0 if is_main_memory(handle) else None])
+        yield bits.sum(dtype=torch.int64) + moved
 
 
 class EqualDraws:

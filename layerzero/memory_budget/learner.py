@@ -129,7 +129,7 @@ class Learner(Extension):
 
     def __init__(self, root: RootState, budget: int) -> None:
         self.choice = None
-        self._root_ref = weakref.ref(root)
+        self._root: RootState = weakref.proxy(root)
         self._budget = budget
         self._meter: Meter | None = None
         self._num_steps = 0
@@ -152,12 +152,6 @@ class Learner(Extension):
         if root.reducer.chooses_sums:  # Shards of them hold the least.
             root.reducer.sums_sharded, root.reducer.chooses_sums = True, False
         root.extensions.add(self)
-
-    @property
-    def _root(self) -> RootState:
-        root = self._root_ref()
-        assert root is not None, "it calls this"
-        return root
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         """Collective; blocks the host. Raises on every rank if the budget is less than a step
@@ -202,7 +196,7 @@ class Learner(Extension):
         _refuse_compiled(root)
         self._meter = start_meter(root.device, root.units[0].module)
         # The model may go while it learns.
-        self._stops = weakref.finalize(root, self._meter.stop)
+        self._stops = weakref.finalize(root.context.owner(), self._meter.stop)
         self._usual = root.streams.reduce
         if isinstance(self._usual, FinishingStream):
             root.streams.reduce = LateStream()

@@ -30,10 +30,9 @@ class NonFinite(Extension):
     """Judges the gradients of one model."""
 
     def __init__(self, root: RootState, action: OnNonFinite) -> None:
-        self._root_ref = weakref.ref(root)
+        self._root: RootState = weakref.proxy(root)
         self._action = action
         root.extensions.add(self)
-        root.reducer.dropped_also = root.kept_whole
 
     def before_write(self, reductions: Sequence[Reduction]) -> bool:
         """Whether to drop these gradients. Collective over the model; blocks the host.
@@ -41,8 +40,7 @@ class NonFinite(Extension):
         Raises:
             FloatingPointError: on every rank: one of them is not finite, and the action is "raise".
         """
-        root = self._root_ref()
-        assert root is not None, "it delivers gradients"
+        root = self._root
         name = _first_of_all(root, self._first_bad(root, reductions))
         if name is None:
             return False

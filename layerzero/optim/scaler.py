@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
-from layerzero.flat.groups import make_shard_group, mesh_groups, resolve_process_groups
+from layerzero.flat.groups import make_shard_groups, mesh_groups
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import warn_once
 from layerzero.optim import attach
@@ -97,10 +97,7 @@ class GradScaler(torch.amp.GradScaler):
             found_inf = torch.ones_like(found_inf)
             root.reducer.kept.give_up()
         self._num_agreements += 1
-        groups = [
-            make_shard_group(process_group, found_inf.device, self._timeout)
-            for process_group in resolve_process_groups(self._process_group)
-        ]
+        groups = make_shard_groups(self._process_group, found_inf.device, self._timeout)
         infos = (get_info(each) for group in optimizer.param_groups for each in group["params"])
         splits = (None if info is None else info.tensor_parallel for info in infos)
         mesh = next((split.mesh for split in splits if split is not None), None)

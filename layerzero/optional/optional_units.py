@@ -35,16 +35,16 @@ class Places:
         self._regions, self._is_known_ever = regions, is_known_ever
         self._paths: dict[Hashable, dict[tuple[int, ...], _Seen]] = {}
         """Kind -> the paths that forwards of this kind took."""
-        self._has_ended = False
-        """Whether the latest forward has ended, and nothing has failed since."""
+        self.has_ended = False
+        """Whether the latest forward has ended, and nothing has failed since: learn from it."""
 
     def begin(self, kind: Hashable) -> None:
         """A forward begins, so the one before is not taken back any more."""
-        if self._has_ended:
+        if self.has_ended:
             seen = self._of_kind.setdefault(tuple(self._path), {})
             for region, numbers in self._came.items():
                 seen.setdefault(region, set()).update(numbers)
-        self._has_ended = False
+        self.has_ended = False
         self._of_kind: dict[tuple[int, ...], _Seen] = self._paths.setdefault(kind, {})
         self._open = [*self._of_kind.items()]
         """Paths that began as the open forward."""
@@ -75,13 +75,6 @@ class Places:
         do not know they exchange at once."""
         number, rest = len(self._path), () if gather is None else (gather,)
         return all(path[number : number + 1] != rest for path, _ in self._open)
-
-    def end(self) -> None:
-        self._has_ended = True
-
-    def abort(self) -> None:
-        """Do not learn from the open forward, or the one that ended last."""
-        self._has_ended = False
 
 
 class OptionalUnits(Agreement, Extension):
@@ -194,7 +187,7 @@ class OptionalUnits(Agreement, Extension):
             unit.hold(_OPTIONAL)
         if is_outermost and self._reducer.agreed is self:
             self._leave_place(None)
-            self.places.end()
+            self.places.has_ended = True
             if self._makes_graph:
                 self._gathered_in[self._open] = self._gathered
         if is_outermost:
@@ -269,7 +262,7 @@ class OptionalUnits(Agreement, Extension):
             error = error or RuntimeError("a forward failed")
             self._exchange.report(error, self.subject)
         self._open = None
-        self.places.abort()
+        self.places.has_ended = False
         self._may_have = set()
         for passes in self._reached_by.values():
             passes.clear()

@@ -123,7 +123,6 @@ class ZeRO3PipelineStage(PipelineStage):
         """Begin a step of the schedule; discard one that was interrupted."""
         super().clear_runtime_states()
         if self._in_step:
-            self._root.abort()
             self._root.give_up_step()
         self._in_step = True
         self._root.before_call("micro_batches")

@@ -65,7 +65,7 @@ def shard_with_plan(
     depths = plan.num_forward, plan.num_backward
     if not _call_optional(root_unit.module, "set_modules_to_prefetch", [plan, *depths]):
         scheduler.forward_depth, scheduler.backward_depth = depths
-        scheduler.make_room_for(max(depths))
+        root_unit.context.limiter.make_room_for(max(depths))
     return sharded
 
 

@@ -131,14 +131,12 @@ def checkpoint_group_of(
     Raises:
         CheckpointError, CollectiveError: the background save failed.
     """
-    together = _find_or_make(root, process_group)
-    together.finish()
-    together.timeout = _timeout_of(root, process_group)
-    return together
-
-
-def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> CheckpointGroup:
     placements = root.placements
+    timeouts = [placement.shard_group.limit for placement in placements]
+    if process_group is not None:
+        chosen = chosen_timeout(process_group, root.device)
+        timeouts += [] if chosen is None else [chosen]
+    timeout = max(timeouts, default=DEFAULT_TIMEOUT)
     parent: dist.ProcessGroup | RootState = root
     ranks: Sequence[int] = [dist.get_rank()]
     if process_group is not None:
@@ -162,17 +160,11 @@ def _find_or_make(root: RootState, process_group: dist.ProcessGroup | None) -> C
             agree_on_group_names(axes, root.device, _TOGETHER)
         group = None
         if len(key) > 1:
-            together = new_group(key, "gloo", _timeout_of(root, process_group))
-            group = describe_group(together, _HOST, None)
+            group = describe_group(new_group(key, "gloo", timeout), _HOST, None)
             # Each exchange has its own timeout.
             raise_backend_timeout(group, _HOST, timedelta(days=1))
         made[key] = CheckpointGroup(group)
-    return made[key]
-
-
-def _timeout_of(root: RootState, process_group: dist.ProcessGroup | None) -> timedelta:
-    timeouts = [placement.shard_group.limit for placement in root.placements]
-    if process_group is not None:
-        chosen = chosen_timeout(process_group, root.device)
-        timeouts += [] if chosen is None else [chosen]
-    return max(timeouts, default=DEFAULT_TIMEOUT)
+    together = made[key]
+    together.finish()
+    together.timeout = timeout
+    return together

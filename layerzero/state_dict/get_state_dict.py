@@ -54,12 +54,9 @@ def _made(
         found = gather_shards(found, cpu_offload=cpu_offload, ranks_only=keepers)
     if keepers and dist.get_rank() not in keepers:
         return {}
-    moved: StateDict = map_values(found, _on_host) if cpu_offload else found
-    return moved
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    if cpu_offload:
+        found = map_values(found, lambda v: v.cpu() if isinstance(v, torch.Tensor) else v)
+    return found
 
 
 def get_model_state_dict(

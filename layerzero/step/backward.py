@@ -16,6 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -130,20 +131,23 @@ class Backward:
         units: Sequence[Unit],
         scheduler: UnshardScheduler,
         reducer: GradientReducer,
-        abort: Callable[[BaseException | None], None],
     ) -> None:
-        """`units` is the root's list. `abort` returns the whole model to the state between steps,
-        and must not keep it alive."""
+        """`units` is the root's list."""
         self.operations = context.operations
         self._context = context
         self._units = units
         self._scheduler = scheduler
         self._reducer = reducer
-        self._abort = abort
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
         self._graphs: set[int] = set()
         """Starts of forwards whose backward made a graph that waits for a backward."""
+
+    def _abort(self, error: BaseException | None) -> None:
+        """Return the whole model, if it is still there, to the state between steps."""
+        root: Any = self._context.owner()
+        if root is not None:
+            root.abort(error)
 
     def clear_abandoned(self) -> None:
         """Reset what a backward pass that failed left behind."""

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ class RateLimiter:
 
     def set_budget(self, budget: GatherBudget) -> None:
         self.budget = budget
+
+    def make_room_for(self, depth: int) -> None:
+        """Raise the default budget for prefetch lists of this length; never the user's own."""
+        budget = self.budget
+        if budget.is_default and budget.max_units is not None:
+            self.budget = replace(budget, max_units=max(budget.max_units, depth + 2))
 
     def reset(self) -> None:
         """Nothing is resident."""

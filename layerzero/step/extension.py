@@ -33,8 +33,8 @@ class Extension:
     def before_backward(self, forward_pass: Any) -> None:
         """A backward of the model begins, through this `ForwardPass` first."""
 
-    def between_passes(self) -> None:
-        """A collective call begins that is no part of a forward or backward."""
+    def between_passes(self, what: str) -> None:
+        """A collective call, `what`, begins that is no part of a forward or backward."""
 
     def before_delivery(self, forwards: Any) -> None:
         """A backward through these `ForwardPass`es ends; gradients are not delivered yet."""

@@ -80,8 +80,8 @@ class FlatParamHandle(FlatParam):
             # A forward of this step gathered the same weights, and the ranks of a smaller group
             # kept all of them.
             group, shard = self.placement.post_forward_group, self.post_forward_shard
-        if self.buffer.lease is not None:
-            self.buffer.lease.note(is_behind=behind_reductions and synced is None)
+        if self.buffer.note is not None:
+            self.buffer.note(behind_reductions and synced is None)
         # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
         gather = functools.partial(self._gather, context, shard, group, written, operation)

@@ -29,7 +29,6 @@ class KeptStep:
     adds_up = False
     """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
     _waiting_units: Sequence[Unit] = ()
-    _skips_next = False
     _is_stepping = False
     """Whether an optimizer steps, for which it was hidden."""
 
@@ -46,17 +45,10 @@ class KeptStep:
         """Whether the step is left out, or earlier micro-batches wait."""
         return self.is_skipping or bool(self._placed) or self._is_stepping
 
-    def skip(self) -> None:
-        """Leave the step out, once the pass is complete."""
-        self._skips_next = True
-
-    def undo(self) -> None:
-        """The pass has failed."""
-        self._skips_next = self.is_skipping
-
-    def end_pass(self, waiting: Sequence[Unit]) -> None:
-        """The pass is complete. Gradients of `waiting` are not reduced by now, on any rank."""
-        self.is_skipping = self._skips_next
+    def end_pass(self, waiting: Sequence[Unit], was_dropped: bool) -> None:
+        """The pass is complete. Gradients of `waiting` are not reduced by now, on any rank. If the
+        others were dropped, the step is left out."""
+        self.is_skipping |= was_dropped
         self.adds_up = bool(waiting)
         self._waiting_units = waiting
 
@@ -109,7 +101,7 @@ class KeptStep:
         """The program begins another step: drop what is kept of this one."""
         self.forget_sums()  # First: then there is nothing to clear parameter by parameter.
         self.hide()
-        self._is_stepping = self.is_skipping = self._skips_next = False
+        self._is_stepping = self.is_skipping = False
 
     def forget_sums(self) -> None:
         """Drop the sums of earlier micro-batches."""
@@ -125,7 +117,7 @@ class KeptStep:
         self._is_stepping = self.hide()
 
     def after_step(self) -> None:
-        self._is_stepping = self.is_skipping = self._skips_next = False
+        self._is_stepping = self.is_skipping = False
         self.show()
 
 

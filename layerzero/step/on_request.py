@@ -50,43 +50,35 @@ def reduce_waiting(root: RootState) -> None:
     reducer.kept.follow_zero_grad()
     if not reducer.kept.adds_up:
         return
-    syncs = reducer.requires_sync
-    reducer.set_requires_sync(True)
     on_main = root.streams.on_main()
-    try:
-        # A fixed order, because no backward gives one that all ranks share.
-        for unit in reversed(root.units):
-            if unit.is_trainable:
-                reducer.reduce(unit)
-        with on_main, root.context.profile("deliver", "model"):
-            reducer.deliver()
-            reducer.commit()
-    except BaseException as error:
-        root.abort(error)
-        raise
-    finally:
-        reducer.set_requires_sync(syncs)
-
-
-class _End:
-    """The return value of a generator."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _advance(lazy: Any, sent: Any) -> Any:
-    try:
-        return next(lazy) if sent is None else lazy.send(sent)
-    except StopIteration as stop:
-        return _End(stop.value)
+    with reducer.syncing(True):
+        try:
+            # A fixed order, because no backward gives one that all ranks share.
+            for unit in reversed(root.units):
+                if unit.is_trainable:
+                    reducer.reduce(unit)
+            with on_main, root.context.profile("deliver", "model"):
+                reducer.deliver()
+                reducer.commit()
+        except BaseException as error:
+            root.abort(error)
+            raise
 
 
 def step_by_step(call: Callable[..., Any], lazy: Any) -> Generator[Any, Any, Any]:
     """Run each step of `lazy` by `call`, which takes a function and its arguments."""
-    sent = None
+    sent, has_ended = None, False
+
+    def advance(sent: Any) -> Any:
+        nonlocal has_ended
+        try:
+            return next(lazy) if sent is None else lazy.send(sent)
+        except StopIteration as stop:
+            has_ended = True
+            return stop.value
+
     while True:
-        value = call(_advance, (lazy, sent))
-        if isinstance(value, _End):
-            return value.value
+        value = call(advance, (sent,))
+        if has_ended:
+            return value
         sent = yield value

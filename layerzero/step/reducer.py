@@ -9,7 +9,8 @@ changes no gradient the user can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,8 +51,6 @@ class GradientReducer:
     step_by: Callable[[Delivery, list[Part]], None] | None = None
     """Delivers the parts, in the order of issue, and uses the gradients up (`step_in_backward`, see
     `optim/in_backward`); None: they stay in `.grad`."""
-    dropped_also: Sequence[nn.Parameter] = ()
-    """Parameters that are not sharded, whose gradients are dropped where those of all are."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
@@ -75,6 +74,15 @@ class GradientReducer:
 
     def set_requires_sync(self, requires_sync: bool) -> None:
         self.requires_sync = requires_sync
+
+    @contextmanager
+    def syncing(self, requires_sync: bool) -> Iterator[None]:
+        """A context in which `requires_sync` has this value."""
+        before, self.requires_sync = self.requires_sync, requires_sync
+        try:
+            yield
+        finally:
+            self.requires_sync = before
 
     def hops_of(self, unit: Unit) -> tuple[bool, bool]:
         """Whether this pass completes the unit's sum, so that all hops run; and whether sums of
@@ -163,7 +171,11 @@ class GradientReducer:
             drops = [before_write([each for each, _ in arrived]) for before_write in judges]
             self._undelivered = []
         if any(drops) or self.kept.is_skipping:
-            self._drop_delivery(arrived)
+            sharded = (p for unit in self._units for p in unit.sharded_params)
+            root: Any = self._context.owner()
+            self._delivery.clear([*sharded, *root.kept_whole])
+            for reduction, _ in arrived:
+                reduction.handle.gradients.release()
             return
         if self.step_by is not None and any(present for _, present in arrived):
             self.step_by(
@@ -178,13 +190,6 @@ class GradientReducer:
     def undelivered(self) -> list[Reduction]:
         """Reductions of the pass whose gradients a delivery writes, in order of issue."""
         return [*self._undelivered, *[r for r in self._in_flight if not r.is_partial]]
-
-    def _drop_delivery(self, arrived: list[tuple[Reduction, set[int]]]) -> None:
-        self.kept.skip()
-        sharded = (p for unit in self._units for p in unit.sharded_params)
-        self._delivery.clear([*sharded, *self.dropped_also])
-        for reduction, _ in arrived:
-            reduction.handle.gradients.release()
 
     def _add_parts(self, arrived: list[tuple[Reduction, set[int]]]) -> list[Gradient]:
         """Add the gradients of reductions to the delivery, but return those for hooks."""
@@ -202,13 +207,14 @@ class GradientReducer:
     def commit(self) -> None:
         """The pass is complete, and nothing of it can fail any more: write `.grad`, and the sums of
         micro-batches."""
+        was_dropped = bool(self._delivery.cleared)
         self._delivery.commit()
         waiting: Sequence[Unit] = ()
         if self.unit_flags or not self.requires_sync:
             waiting = [unit for unit in self._units if not self.hops_of(unit)[0]]
         if self.kept.adds_up or waiting:
             self._keep_sums()
-        self.kept.end_pass(waiting)
+        self.kept.end_pass(waiting, was_dropped)
         self.kept.show()
         if self.agreed is not None:
             self.agreed.commit()
@@ -234,7 +240,6 @@ class GradientReducer:
                 each.pending.wait()
         self._in_flight = []
         self._undelivered = []
-        self.kept.undo()
         self._delivery.undo()
 
 
@@ -248,7 +253,8 @@ class Delivery:
         self.plain = []
         self._written: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
         """Parameters written early, each with its `.grad` before, and a copy of that."""
-        self._cleared: list[nn.Parameter] = []
+        self.cleared: list[nn.Parameter] = []
+        """Parameters of a pass that is dropped: `commit` only sets their `.grad` to None."""
 
     def run_hooks(self, hooked: Sequence[Gradient]) -> None:
         """Write the gradients that were added, then those of parameters with hooks, and run these.
@@ -265,12 +271,12 @@ class Delivery:
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Write nothing but None, to `.grad` of these parameters."""
         self.plain = []
-        self._cleared = [*parameters]
+        self.cleared = [*parameters]
 
     def commit(self) -> None:
         self._write()
         self._written = []
-        cleared, self._cleared = self._cleared, []
+        cleared, self.cleared = self.cleared, []
         for parameter in cleared:
             parameter.grad = None
 
@@ -285,7 +291,7 @@ class Delivery:
 
     def undo(self) -> None:
         """Return `.grad` to what it was, unless `commit` was called."""
-        self.plain, self._cleared = [], []
+        self.plain, self.cleared = [], []
         for parameter, before, copied in reversed(self._written):
             parameter.grad = before
             if before is not None and copied is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from layerzero.comm.streams import Streams
-from layerzero.config import Accumulation, BackwardPrefetch, GatherBudget
+from layerzero.config import GatherBudget, parse_nbytes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
@@ -38,7 +38,7 @@ class RootState:
     """Features of the model; see extension.py."""
     optional: Any = None
     """The units that a rank may skip (`layerzero/optional`), or None."""
-    arguments: Any = None
+    arguments: Any
     """The `Arguments` of the model."""
     kept_whole: Sequence[nn.Parameter] = ()
     """Parameters of the model that are not sharded."""
@@ -68,17 +68,14 @@ class RootState:
     def __init__(
         self,
         units: Sequence[Unit],
+        arguments: Any,
         device: torch.device,
-        forward_depth: int,
-        backward_prefetch: BackwardPrefetch | None,
         budget: GatherBudget,
-        budget_is_default: bool,
-        accumulation: Accumulation,
-        in_flight_nbytes: int,
         tensor_parallel_groups: tuple[ShardGroup, ...],
         ignored: Ignored,
     ) -> None:
         self.units = list(units)
+        self.arguments = arguments
         self.extensions = Extensions()
         self.structure = Structure(self.units, ignored)
         self.wrapper_ref = lambda: None
@@ -97,19 +94,13 @@ class RootState:
             owner=weakref.ref(self),
             extensions=self.extensions,
         )
-        self.scheduler = UnshardScheduler(
-            self.context, self.units, forward_depth, backward_prefetch, budget_is_default
-        )
-        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight_nbytes)
+        depth, mode = arguments.forward_prefetch, arguments.backward_prefetch
+        self.scheduler = UnshardScheduler(self.context, self.units, depth, mode)
+        in_flight = parse_nbytes(arguments.reduction.in_flight or 0, "in_flight", 0)
+        accumulation = arguments.accumulation
+        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight)
         self._forward_pass = ForwardPass(0)
-        abort = weakref.WeakMethod(self.abort)
-        self.backward = Backward(
-            self.context,
-            self.units,
-            self.scheduler,
-            self.reducer,
-            abort=lambda error: None if (method := abort()) is None else method(error),
-        )
+        self.backward = Backward(self.context, self.units, self.scheduler, self.reducer)
         shared: dict[Placement, Placement] = {}
         for index, unit in enumerate(self.units):
             unit.join(self.context, index)
@@ -117,7 +108,7 @@ class RootState:
                 handle.share_placement(shared)
             lists = [each for each in (unit.forward_prefetch, unit.backward_prefetch) if each]
             if lists:  # Set through a wrapper that this one is around.
-                self.scheduler.make_room_for(max(map(len, lists)))
+                self.context.limiter.make_room_for(max(map(len, lists)))
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
@@ -170,9 +161,7 @@ class RootState:
         """A collective call begins that is no part of a forward or backward."""
         self.structure.end_first_values()
         for between_passes in self.extensions.between_passes:
-            between_passes()
-        if self.join is not None:
-            self.join.before_call(what)
+            between_passes(what)
 
     @remembers_failure
     def begin_call(self, unit: Unit) -> ForwardCall:
@@ -309,7 +298,7 @@ class RootState:
 
     def give_up_step(self) -> None:
         """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
-        self.backward.clear_abandoned()
+        self.abort()
         self.reducer.kept.give_up()
 
 

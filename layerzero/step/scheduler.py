@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from layerzero.config import BackwardPrefetch, GatherBudget
+from layerzero.config import BackwardPrefetch
 from layerzero.flat.flat_param import version_of
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import ExecOrderRecorder, Order
@@ -67,7 +67,6 @@ class UnshardScheduler:
         units: Sequence[Unit],
         forward_depth: int,
         backward_prefetch: BackwardPrefetch | None,
-        budget_is_default: bool,
     ) -> None:
         """`units` is the root's list."""
         self.recorder = self._own_recorder = ExecOrderRecorder()
@@ -76,18 +75,11 @@ class UnshardScheduler:
         self._context = context
         self._limiter = context.limiter
         self._units = units
-        self._budget_is_default = budget_is_default
 
     def agree(self, agreed: Any, recorder: ExecOrderRecorder | None = None) -> None:
         """Consult `agreed` before each use of a unit; None: nothing. A `recorder` stands in for the
         model's until the next call of this."""
         self.agreed, self.recorder = agreed, recorder or self._own_recorder
-
-    def make_room_for(self, depth: int) -> None:
-        """Raise the default budget for prefetch lists of this length; never the user's own."""
-        budget = self._limiter.budget
-        if self._budget_is_default and budget.max_units is not None:
-            self._limiter.set_budget(GatherBudget(max_units=max(budget.max_units, depth + 2)))
 
     def ordered_units(self) -> list[Unit]:
         """Units in the order of the longest recorded forward, then the others as wrapped."""

@@ -104,11 +104,6 @@ def check_transition(
         )
 
 
-def names_of(holds: Hold) -> str:
-    """The names of the flags that are set, such as `LAST_OF_FORWARD|EXPLICIT`."""
-    return "|".join(hold.name or "" for hold in Hold if hold & holds)
-
-
 _UNIT = "_layerzero_unit"
 _requires_grad_of = attrgetter("requires_grad")
 _AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
@@ -263,7 +258,8 @@ class Unit:
         return sum(sum(handle.layout.numels) for handle in self.handles)
 
     def __repr__(self) -> str:
-        held = f", held: {names_of(self.holds)}" if self._holds else ""
+        names = "|".join(hold.name or "" for hold in Hold if self.is_held(hold))
+        held = f", held: {names}" if names else ""
         return (
             f"Unit({self.label!r}, {type(self.module).__name__}, "
             f"{self.num_parameters} parameters, {self.state.value}{held})"

@@ -153,8 +153,7 @@ class Recorder(Extension):
         """All times are on the first rank's clock from now on. Blocks the host on a device."""
         self.record.end = self.clock.now()
         if isinstance(self.clock, DeviceClock):
-            for stream in (self._root.streams.unshard, self._root.streams.reduce):
-                stream.drain_handle().wait()
+            self._root.streams.join()
             self.clock.finish()
         self.record.num_optimizer_steps = max(self._steps.values(), default=0)
         self.record.resolve(self.clock.seconds, self._offset)

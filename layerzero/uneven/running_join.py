@@ -267,7 +267,7 @@ class RunningJoin(Extension):
         self.come_to(request, "clip_grad_norm_")
         self._optimizers.are_clipped = True
 
-    def before_call(self, what: str) -> None:
+    def between_passes(self, what: str) -> None:
         if what == "rewrap":
             raise RuntimeError("rewrap: the model is inside a join; leave that first")
         if what == "micro_batches":
@@ -312,14 +312,9 @@ class RunningJoin(Extension):
         root.scheduler.end_forward(torch.is_grad_enabled())
 
     def _follow_backward(self, request: Request) -> None:
-        root, reducer = self._root, self._root.reducer
-        before = reducer.requires_sync
-        reducer.set_requires_sync(bool(request.mode % 2))
-        try:
-            own = self._forwards.get(request.which)
+        root, own = self._root, self._forwards.get(request.which)
+        with root.reducer.syncing(bool(request.mode % 2)):
             root.backward.run_without_graph(ForwardPass(own.start if own else root.clock))
-        finally:
-            reducer.set_requires_sync(before)
 
     def _follow_clip(self, request: Request) -> None:
         module = self._units[request.which].module

@@ -23,6 +23,7 @@ from layerzero.comm.exchanges import Name, gather_along
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
+from layerzero.ops.delta import bits_of
 from layerzero.optim.sharded_params import owners
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.step.operations import remembers_failure
@@ -32,7 +33,6 @@ from layerzero.verify.wire import MODULUS, signed
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 _BLOCK = 1 << 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def step_signature(
@@ -157,16 +157,15 @@ def _elements(
     """The sum over a tensor; its first element is number `start` of what `label` names."""
     if tensor.is_complex():
         tensor, start = torch.view_as_real(tensor), 2 * start
-    flat = tensor.contiguous().view(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = bits_of(tensor.contiguous().view(-1))
     name = int.from_bytes(
         hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True
     )
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for place in range(0, bits.numel(), _BLOCK):
         block = bits[place : place + _BLOCK].to(torch.int64)
         index = torch.arange(
-            start + place, start + place + block.numel(), device=flat.device, dtype=torch.int64
+            start + place, start + place + block.numel(), device=bits.device, dtype=torch.int64
         )
         if split is not None:
             index = _whole_index(index, split)

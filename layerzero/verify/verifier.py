@@ -62,7 +62,7 @@ class Verifier(Transport, Extension):
 
     def __init__(self, root: RootState, verify: Verify) -> None:
         """Check the bytes of a model from now on. Before its first pass."""
-        self._root_ref = weakref.ref(root)
+        self._root: RootState = weakref.proxy(root)
         self._every = 1 if verify == "always" else _SAMPLED_EVERY
         """Backward passes that synchronize from one check to the next."""
         self._num_passes = 0
@@ -73,12 +73,6 @@ class Verifier(Transport, Extension):
         """Since the last check."""
         root.extensions.add(self)
         root.context.transport = self
-
-    @property
-    def _root(self) -> RootState:
-        root = self._root_ref()
-        assert root is not None, "it runs a pass"
-        return root
 
     @functools.cached_property
     def _handle_of(self) -> dict[int, weakref.ref[FlatParam]]:
@@ -162,7 +156,6 @@ class Verifier(Transport, Extension):
         self._records = (self._num_passes + 1) % self._every == 0
         if is_due:
             root = self._root
-            self._wait_for_streams()
             self.weights_written()
             self._unchecked.clear()
             groups = [*root.groups, *root.tensor_parallel_groups]
@@ -179,8 +172,6 @@ class Verifier(Transport, Extension):
         # Inside a join, ranks without batches do not come here.
         if torch.is_grad_enabled() or root.join is not None:
             return None
-        if self._every == 1:
-            self._wait_for_streams()
         self.weights_written()
         self._unchecked.clear()  # What they sent has come; an evaluation has many forwards.
         used = self._wire.used() if self._every == 1 else []
@@ -194,8 +185,10 @@ class Verifier(Transport, Extension):
     ) -> None:
         """Compare what was sent over `groups`; agree with all ranks of the axes. `findings`: what
         is wrong besides."""
+        streams = self._root.streams
+        streams.join()  # They have summed what is compared, own it, and may free it after that.
         is_bad = self._wire.differs(groups) or bool(findings)
-        self._before_free()
+        streams.fork()
         if not self._is_any(is_bad, axes):
             self._wire.clear(groups)
             return
@@ -218,21 +211,6 @@ class Verifier(Transport, Extension):
         name = functools.partial(self._root.operations.next, "verification", _WHAT)
         words = gather_along(own, axes, name).view(-1).tolist()
         return any((word & (2**64 - 1)).bit_count() > 32 for word in words)
-
-    def _wait_for_streams(self) -> None:
-        """Order this check after all that other streams have summed."""
-        streams = self._root.streams
-        if streams.are_apart:
-            for stream in (streams.unshard, streams.reduce):
-                stream.drain_handle().wait()
-
-    def _before_free(self) -> None:
-        """Order the streams that own checksums after this check, which has read them."""
-        streams = self._root.streams
-        if streams.are_apart:
-            compute = streams.record_compute_event()
-            for stream in (streams.unshard, streams.reduce):
-                stream.wait(compute)
 
     def kept_micro_batch(self) -> None:
         self._wire.keep()

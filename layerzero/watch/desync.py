@@ -108,18 +108,15 @@ class DesyncDetector:
         try:
             self._read_verdict(store)
             if self.verdict is None and long:
-                self._publish(store, long)
+                waits = {str(collective.number): _sized(collective) for collective in long}
+                note = json.dumps({"issued": self._names(), "waits": waits})
+                for place in self._places.values():
+                    store.set(f"{place}/{dist.get_rank()}", note)
                 for collective in long:
                     self._compare(store, collective)
         except (RuntimeError, ValueError) as error:
             # The store is gone, with the rank that serves it.
             _logger.debug("cannot compare waits between ranks: %s", error)
-
-    def _publish(self, store: dist.Store, long: list[Collective]) -> None:
-        waits = {str(collective.number): _sized(collective) for collective in long}
-        note = json.dumps({"issued": self._names(), "waits": waits})
-        for place in self._places.values():
-            store.set(f"{place}/{dist.get_rank()}", note)
 
     def _names(self) -> dict[str, str]:
         """The latest collectives by number, as the store has them."""
