@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 38_139,
-    "flat": 2_582,
-    "step": 4_340,
+    "": 38_039,
+    "flat": 2_546,
+    "step": 4_318,
     "comm": 1_417,
-    "watch": 891,
-    "build": 2_215,
+    "watch": 888,
+    "build": 2_207,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
