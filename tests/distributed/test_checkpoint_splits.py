@@ -26,8 +26,9 @@ from layerzero.checkpoint import (
 )
 from layerzero.optim import WholeTensorOptimizer
 from tests.distributed import test_experts as experts
-from tests.distributed.test_tensor_parallel import LENGTH, VOCAB, Block, Llama, parallelize
+from tests.distributed.test_tensor_parallel import LENGTH, Llama, parallelize
 from tests.harness.checks import assert_bitwise
+from tests.harness.decoder import VOCAB, DecoderLayer
 from tests.harness.ranks import KeptRanks
 from tests.harness.reference import forward_backward
 from tests.harness.whole_optimizers import Shampoo
@@ -47,7 +48,7 @@ def build(kind: str, split: int, in_sequence: bool = True, **options: Any) -> Ze
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         parallelize(model, mesh["tp"], in_sequence)
         group = mesh["dp"]
-    return ZeRO3(model, group, auto_wrap_policy={Block}, **options)
+    return ZeRO3(model, group, auto_wrap_policy={DecoderLayer}, **options)
 
 
 def _adamw(model: ZeRO3) -> torch.optim.Optimizer:

@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import (
 
 from layerzero import MixedPrecision, ParallelManager, ShardingPlan, units
 from layerzero.parallel import manager as manager_module
-from tests.distributed.test_tensor_parallel import GatedMlp, deep, follows
+from tests.distributed.test_tensor_parallel import deep, follows
 from tests.harness.checks import assert_same_parameters, warns_on_first_rank
 from tests.harness.compare import assert_follows
+from tests.harness.decoder import GatedMlp
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_parameters, seeded
@@ -83,14 +84,14 @@ def test_a_missing_process_group_is_named() -> None:
 
 
 TP_PLAN = {
-    "blocks.*.attention.query": ColwiseParallel(),
-    "blocks.*.attention.key": "colwise",
-    "blocks.*.attention.value": "colwise",
-    "blocks.*.attention.out": RowwiseParallel(),
-    "blocks.*.mlp.*": "colwise",
-    "blocks.*.mlp.down": "rowwise",  # the later one wins
-    "embedding": "embedding_rowwise",
-    "head": "colwise_gather_output",
+    "layers.*.self_attn.q_proj": ColwiseParallel(),
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": RowwiseParallel(),
+    "layers.*.mlp.*": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",  # the later one wins
+    "embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
 }
 
 
@@ -100,12 +101,12 @@ def test_context_parallel_ranks_train_as_one_process_on_whole_sequences() -> Non
     for sizes in ({"cp_size": 2, "zero3_size": 2}, {"cp_size": 2, "tp_size": 2}):
         manager = ParallelManager(**sizes)
         mesh, module = manager.mesh["cp"], seeded(deep)
-        for block in module.blocks:
-            block.attention.group = mesh.get_group()
+        for layer in module.layers:
+            layer.self_attn.group = mesh.get_group()
         if manager.sizes.tp > 1:
-            module.blocks[0].compile(backend="aot_eager")
+            module.layers[0].compile(backend="aot_eager")
         model = manager.parallelize(module, tp_plan=TP_PLAN, timeout=TIMEOUT)
-        assert [unit.fqn for unit in units(model)] == ["", "blocks.0", "blocks.1"]
+        assert [unit.fqn for unit in units(model)] == ["", "layers.0", "layers.1"]
 
         def run(each: nn.Module, symbols: Tensor, model: nn.Module = model) -> Tensor:
             both = symbols[:, :-1], symbols[:, 1:]
@@ -188,8 +189,8 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     with pytest.raises(TypeError, match="expected a mapping from module names"):
         manager.parallelize(_Odd(), tp_plan={"up": ColwiseParallel})
     with pytest.raises(ValueError, match="is a DTensor already"):
-        mlp = parallelize_module(GatedMlp(), manager.mesh["tp"], {"up": ColwiseParallel()})
-        manager.parallelize(mlp, tp_plan={"gate": "colwise"})
+        mlp = parallelize_module(GatedMlp(), manager.mesh["tp"], {"up_proj": ColwiseParallel()})
+        manager.parallelize(mlp, tp_plan={"gate_proj": "colwise"})
     for options in ({"process_group": None}, {"zero3_sise": 1}):
         with pytest.raises(TypeError, match="unknown argument"):
             manager.parallelize(GatedMlp(), **options)
@@ -197,7 +198,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
         ParallelManager(ep_size=2).parallelize(GatedMlp())
     in_sequence = ParallelManager(tp_size=2, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"no SequenceParallel\(\)"):
-        in_sequence.parallelize(GatedMlp(), tp_plan={"up": "colwise"})
+        in_sequence.parallelize(GatedMlp(), tp_plan={"up_proj": "colwise"})
 
 
 class _Small(nn.Module):
@@ -210,7 +211,7 @@ class _Small(nn.Module):
         self.mlp = GatedMlp()
         self.head = nn.Linear(8, 8, bias=False)
         self.head.weight = self.embedding.weight
-        self.mlp.up.weight.is_marked = True
+        self.mlp.up_proj.weight.is_marked = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.mlp(self.norm(self.embedding(x)))).square().mean()
@@ -220,7 +221,7 @@ SMALL = {
     "embedding": "embedding_rowwise",
     "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
     "mlp.*": "colwise",
-    "mlp.down": "rowwise",
+    "mlp.down_proj": "rowwise",
     "head": "colwise_gather_output",
 }
 HERE = f"{__name__}.SMALL"  # as recipes of NeMo name a plan
@@ -234,8 +235,8 @@ def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
     nn.init.normal_(module.norm.weight)
     model = manager.parallelize(module, tp_plan=SMALL)
     assert model.head.weight is model.embedding.weight
-    assert not model.norm.weight.requires_grad and model.mlp.up.weight.requires_grad
-    assert model.mlp.up.weight.is_marked
+    assert not model.norm.weight.requires_grad and model.mlp.up_proj.weight.requires_grad
+    assert model.mlp.up_proj.weight.is_marked
     torch.manual_seed(0)
     plain = _Small()
     nn.init.normal_(plain.norm.weight)
@@ -243,8 +244,8 @@ def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
     assert_follows(model, plain, [[torch.arange(8).view(2, 4)]], place=0)
     # By hand on the manager's mesh, and nothing more from the manager.
     mlp = seeded(GatedMlp)
-    parallelize_module(mlp, manager.mesh["tp"], {"up": ColwiseParallel()})
-    assert manager.parallelize(mlp, tp_plan={}).up.weight.layerzero.tensor_parallel is not None
+    parallelize_module(mlp, manager.mesh["tp"], {"up_proj": ColwiseParallel()})
+    assert manager.parallelize(mlp, tp_plan={}).up_proj.weight.layerzero.tensor_parallel is not None
 
 
 @on_ranks(2)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from layerzero import ParallelManager, ShardingPlan, units
 from layerzero.parallel.tp_plans import resolve_styles
-from tests.distributed.test_tensor_parallel import VOCAB, follows
+from tests.distributed.test_tensor_parallel import follows
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
+from tests.harness.decoder import VOCAB
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_parameters, seeded

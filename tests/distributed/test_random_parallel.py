@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import checkpoint as recompute
 
 from layerzero import OffloadPolicy, ParallelManager, ZeRO3, checkpoint
@@ -33,10 +31,11 @@ from tests.distributed.test_experts import (
 )
 from tests.harness.checks import assert_close_in_float64, named
 from tests.harness.compare import assert_same_where_present
+from tests.harness.decoder import VOCAB, Attention, Decoder, DecoderLayer, GatedMlp
 from tests.harness.random_programs import folder_of_ranks, settings_of_passes
 from tests.harness.reference import full_gradients, full_parameters
 
-VOCAB, HEAD, LENGTH, STEPS = 13, 2, 8, 4  # A length that 2 x 2 ranks can split.
+HEAD, LENGTH, STEPS = 2, 8, 4  # A length that 2 x 2 ranks can split.
 Rng = random.Random
 
 
@@ -44,87 +43,24 @@ def _norm(rng: Rng, width: int) -> nn.Module:
     return nn.RMSNorm(width, eps=1e-6) if rng.random() < 0.6 else nn.LayerNorm(width)
 
 
-class Attention(nn.Module):
-    """Causal; heads share keys and values. With a `group` of context-parallel ranks: queries of a
-    part of the sequence, keys and values of all of it."""
-
-    group: dist.ProcessGroup | None = None
-
-    def __init__(self, rng: Rng, width: int) -> None:
-        super().__init__()
-        self.head_dim = HEAD
-        heads, kv_heads = rng.choice([(2, 2), (4, 2), (4, 4)])
-        bias, out_bias, norms = (rng.random() < 0.5 for _ in range(3))
-        self.q_proj = nn.Linear(width, heads * HEAD, bias)
-        self.k_proj = nn.Linear(width, kv_heads * HEAD, bias)
-        self.v_proj = nn.Linear(width, kv_heads * HEAD, bias)
-        self.o_proj = nn.Linear(heads * HEAD, width, out_bias)
-        if norms:
-            self.q_norm, self.k_norm = (nn.RMSNorm(HEAD, eps=1e-6) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            each(x).unflatten(-1, (-1, HEAD)) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        length, start = x.shape[1], 0
-        if self.group is not None:
-            start = length * self.group.rank()
-            k, v = (all_gather_tensor_autograd(e.contiguous(), 1, self.group) for e in (k, v))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        visible = torch.arange(k.shape[2]) <= torch.arange(length)[:, None] + start
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+def _attention(rng: Rng, width: int) -> Attention:
+    heads = rng.choice([(2, 2), (4, 2), (4, 4)])
+    return Attention(width, HEAD, *heads, *(rng.random() < 0.5 for _ in range(3)))
 
 
-class Mlp(nn.Module):
-    def __init__(self, rng: Rng, width: int) -> None:
-        super().__init__()
-        hidden, bias = 2 * rng.randint(1, 5), rng.random() < 0.5
-        self.gate_proj = nn.Linear(width, hidden, bias)
-        self.up_proj = nn.Linear(width, hidden, bias)
-        self.down_proj = nn.Linear(hidden, width, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+def _mlp(rng: Rng, width: int) -> GatedMlp:
+    return GatedMlp(width, 2 * rng.randint(1, 5), rng.random() < 0.5)
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, rng: Rng, width: int) -> None:
-        super().__init__()
-        self.input_layernorm, self.self_attn = _norm(rng, width), Attention(rng, width)
-        self.post_attention_layernorm, self.mlp = _norm(rng, width), Mlp(rng, width)
-        self.recomputes = rng.random() < 0.5
-
-    def _run(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return recompute(self._run, x, use_reentrant=False) if self.recomputes else self._run(x)
+def _layer(rng: Rng, width: int) -> DecoderLayer:
+    parts = [draw(rng, width) for draw in (_norm, _attention, _norm, _mlp)]
+    return DecoderLayer(*parts, recomputes=rng.random() < 0.5)
 
 
-class Decoder(nn.Module):
-    """With the names of Llama's plan; takes symbols and those that come next, returns the loss."""
-
-    def __init__(self, rng: Rng) -> None:
-        super().__init__()
-        width = rng.choice([4, 6, 7])
-        self.embed_tokens = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(DecoderLayer(rng, width) for _ in range(rng.randint(1, 3)))
-        self.norm = _norm(rng, width)
-        self.lm_head = nn.Linear(width, VOCAB, bias=False)
-        if rng.random() < 0.5:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def forward(self, symbols: Tensor, following: Tensor) -> Tensor:
-        x = self.embed_tokens(symbols)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.lm_head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+def _decoder(rng: Rng) -> Decoder:
+    width = rng.choice([4, 6, 7])
+    layers = [_layer(rng, width) for _ in range(rng.randint(1, 3))]
+    return Decoder(width, layers, _norm(rng, width), tied=rng.random() < 0.5)
 
 
 class Run:
@@ -138,7 +74,7 @@ class Run:
         self._twin_optimizer = self._optimizer(self._twin)
 
     def _unsharded(self, seed: int) -> nn.Module:
-        return Decoder(Rng(seed))
+        return _decoder(Rng(seed))
 
     def _build(self) -> None:
         rng, world = self.rng, dist.get_world_size()
@@ -148,7 +84,7 @@ class Run:
         zero3_size = rng.choice([None, *(n for n in range(1, data + 1) if data % n == 0)])
         settings = settings_of_passes(rng, self._twin, world) | {"timeout": timedelta(seconds=25)}
         if rng.random() < 0.5:
-            settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}, {Mlp}])
+            settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}, {GatedMlp}])
         if zero3_size not in (None, data):
             settings["outer"] = rng.choice(["zero1", "replicate", "shard"])
         self.log.append((sizes, zero3_size, in_sequence, settings))

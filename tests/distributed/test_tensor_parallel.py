@@ -1,5 +1,6 @@
 """Tensor parallelism by torch's `parallelize_module`, sharded by ZeRO3: trains as one process."""
 
+import functools
 import itertools
 import math
 import warnings
@@ -11,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.utils.checkpoint import checkpoint
 
 from layerzero import GradScaler, ZeRO3, global_norm, units
 from tests.harness.checks import (
@@ -34,6 +32,7 @@ from tests.harness.checks import (
     assert_same_parameters,
 )
 from tests.harness.compare import assert_follows
+from tests.harness.decoder import VOCAB, Attention, Decoder, DecoderLayer, GatedMlp
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
@@ -47,112 +46,47 @@ from tests.harness.reference import (
     seeded,
 )
 
-VOCAB, WIDTH, HIDDEN, LENGTH = 13, 8, 12, 6  # 13 symbols: the two parts of a table are unequal
+WIDTH, LENGTH = 8, 6
 
 
-class Attention(nn.Module):
-    """Causal; heads are what its rows of `query`, `key` and `value` make. With a `group` of
-    context-parallel ranks: queries of a part of the sequence, keys and values of all of it."""
-
-    group: dist.ProcessGroup | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        split = (*x.shape[:2], -1, WIDTH // 2)
-        query, key, value = (
-            each(x).view(split).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        length, start = x.shape[1], 0
-        if self.group is not None:
-            start = length * self.group.rank()
-            # torch 2.11 gathers only what is contiguous.
-            key, value = (
-                all_gather_tensor_autograd(each.contiguous(), 2, self.group)
-                for each in (key, value)
-            )
-        visible = torch.arange(key.shape[2]) <= torch.arange(length)[:, None] + start
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class GatedMlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.attention = Attention()
-        self.mlp_norm = nn.RMSNorm(WIDTH)
-        self.mlp = GatedMlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama(nn.Module):
-    """Takes [batch, LENGTH + 1] integers, or a part of them and of those that come next; returns
-    the loss."""
-
-    def __init__(self, layers: int = 1) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.recomputes = False
-
-    def forward(self, symbols: Tensor, following: Tensor | None = None) -> Tensor:
-        if following is None:
-            symbols, following = symbols[:, :-1], symbols[:, 1:]
-        x = self.embedding(symbols)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+class Llama(Decoder):
+    def __init__(self, count: int = 1, recomputes: bool = False) -> None:
+        layers = []
+        for _ in range(count):
+            parts = nn.RMSNorm(WIDTH), Attention(WIDTH), nn.RMSNorm(WIDTH), GatedMlp()
+            layers.append(DecoderLayer(*parts, recomputes=recomputes))
+        super().__init__(WIDTH, layers, nn.RMSNorm(WIDTH))
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, in_sequence: bool) -> Llama:
     """With `in_sequence` norms compute on a part of the sequence, and are DTensors themselves."""
     between = Shard(1) if in_sequence else Replicate()
-    norms: dict[str, Any] = {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
+    norms: dict[str, Any] = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+    }
     entries: dict[str, Any] = {
-        "attention": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+        "self_attn": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
         "mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
     }
-    for block in model.blocks:
+    for layer in model.layers:
         parallelize_module(
-            block,
+            layer,
             mesh,
             {
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.out": RowwiseParallel(output_layouts=between),
-                "mlp.gate": ColwiseParallel(),
-                "mlp.up": ColwiseParallel(),
-                "mlp.down": RowwiseParallel(output_layouts=between),
+                "self_attn.q_proj": ColwiseParallel(),
+                "self_attn.k_proj": ColwiseParallel(),
+                "self_attn.v_proj": ColwiseParallel(),
+                "self_attn.o_proj": RowwiseParallel(output_layouts=between),
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(output_layouts=between),
                 **(norms | entries if in_sequence else {}),
             },
         )
     plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "lm_head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, plan | ({"norm": SequenceParallel()} if in_sequence else {}))
     return model
@@ -171,7 +105,7 @@ def wrapped(
     **options: Any,
 ) -> ZeRO3:
     model = parallelize(seeded(build), mesh["tp"], in_sequence)
-    options.setdefault("auto_wrap_policy", {Block})
+    options.setdefault("auto_wrap_policy", {DecoderLayer})
     return ZeRO3(model, process_group=mesh["dp"], timeout=timedelta(seconds=25), **options)
 
 
@@ -204,14 +138,8 @@ def _micro_batches(model: nn.Module, batch: Tensor) -> Tensor:
     return forward_backward(model, last)
 
 
-def _recomputing() -> Llama:
-    model = Llama()
-    model.recomputes = True
-    return model
-
-
 def deep() -> Llama:
-    return Llama(layers=2)
+    return Llama(2)
 
 
 @on_ranks(4, in_float64=True)
@@ -219,13 +147,14 @@ def test_training_follows_one_process() -> None:
     mesh = grid(2)
     layered: dict[str, Any] = {"zero3_size": 1, "accumulation": "sharded"}
     copies = layered | {"outer": "replicate", "accumulation": "unsharded"}
+    recomputing = functools.partial(Llama, recomputes=True)
     alone = {"auto_wrap_policy": None, "reshard_after_forward": False, "deterministic": True}
     for what, run, build, in_sequence, options in (
         ("in sequence", forward_backward, deep, True, {}),
         ("plain norms", forward_backward, deep, False, {}),
         ("zero1", _micro_batches, Llama, True, layered),
         ("replicate", _micro_batches, Llama, True, copies),
-        ("one unit, resident, recomputed", forward_backward, _recomputing, True, alone),
+        ("one unit, resident, recomputed", forward_backward, recomputing, True, alone),
     ):
         model = wrapped(mesh, in_sequence, build, **options)
         follows(model, seeded(build), mesh, what, run=run)
@@ -273,34 +202,36 @@ def test_full_parameters_are_dtensors_and_are_written_back() -> None:
             assert parameter.grad.placements == parameter.placements
             assert parameter.shape == plain.get_parameter(name).shape
         with torch.no_grad():
-            model.head.weight.fill_(7.0)
+            model.lm_head.weight.fill_(7.0)
     after = {name: sharded.detach() for name, sharded in model.named_parameters()}
     assert_same_parameters(after, before, what="without writeback")
     for rank0_only in (False, True):
         with model.summon_full_params(rank0_only=rank0_only, with_grads=True), torch.no_grad():
             is_shown = not rank0_only or mesh["dp"].get_local_rank() == 0
-            assert isinstance(model.head.weight, DTensor) == is_shown
+            assert isinstance(model.lm_head.weight, DTensor) == is_shown
             if is_shown:
                 for parameter in model.parameters():
                     parameter.mul_(2.0)
                 model.norm.weight.grad = None
                 # As a partial sum over the two tensor-parallel ranks: 0.5 + 0.5 everywhere; and
                 # as one that is still under way.
-                rows = torch.full(model.head.weight.shape, 0.5)
+                rows = torch.full(model.lm_head.weight.shape, 0.5)
                 halves = DTensor.from_local(rows, mesh["tp"], [Partial()])
                 under_way = halves.redistribute(placements=[Shard(0)], async_op=True)
-                model.head.weight.grad = under_way if rank0_only else halves
-                model.embedding.weight.grad = torch.ones(model.embedding.weight.shape)  # no DTensor
+                model.lm_head.weight.grad = under_way if rank0_only else halves
+                model.embed_tokens.weight.grad = torch.ones(
+                    model.embed_tokens.weight.shape
+                )  # no DTensor
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.mul_(2.0)
         plain.norm.weight.grad = None
-        for each in (plain.head, plain.embedding):
+        for each in (plain.lm_head, plain.embed_tokens):
             each.weight.grad = torch.ones_like(each.weight)
         assert_same_parameters(full_parameters(model), full_parameters(plain), what="doubled")
         gradients = full_gradients(model)
         assert_close_in_float64(gradients, full_gradients(plain), "written gradient of")
-        assert_bitwise(gradients["head.weight"], plain.head.weight.grad, "partial")
+        assert_bitwise(gradients["lm_head.weight"], plain.lm_head.weight.grad, "partial")
 
 
 @on_ranks(4)
@@ -423,7 +354,7 @@ def test_what_ranks_draw_on_the_meta_device_is_equal_over_both_axes_and_trains()
         options = {"param_init_fn": init, "sync_module_states": True}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="DTensor random operators")
-            own = ZeRO3(model, mesh["dp"], auto_wrap_policy={Block}, **options)
+            own = ZeRO3(model, mesh["dp"], auto_wrap_policy={DecoderLayer}, **options)
         values = full_parameters(own)
         for name, value in values.items():
             assert value.isfinite().all(), name
@@ -473,7 +404,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="one mesh"):
         ZeRO3(nn.Sequential(inner, _Two(on(dp, Shard(0)), plain)), process_group=dp)
     model = parallelize(seeded(Llama), tp, True)
-    own = ZeRO3(model, process_group=dp, ignored_modules=[model.head])
+    own = ZeRO3(model, process_group=dp, ignored_modules=[model.lm_head])
     forward_backward(own, batches(1, 1)[0][0])
     with pytest.raises(NotImplementedError, match="ignored parameter is a DTensor"):
         own.clip_grad_norm_(1.0)
