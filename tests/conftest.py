@@ -11,7 +11,8 @@ import torch
 
 from layerzero import notices
 from tests.harness import fake_ranks
-from tests.harness.ranks import KeptRanks, fork_the_server
+from tests.harness.checks import with_each_seed
+from tests.harness.ranks import KeptRanks, fork_the_server, run_ranks
 
 pytest_plugins = ["tests.harness.skips"]
 
@@ -110,6 +111,23 @@ def nothing_told() -> None:
 def _simulated_ranks_end() -> Iterator[None]:
     yield
     fake_ranks.kept.close()
+
+
+@pytest.fixture
+def on_each_seed(pytestconfig: pytest.Config, ranks: KeptRanks) -> Callable[..., None]:
+    """Calls a function on ranks with each of these seeds, or with as many as `--seeds` says, from
+    the same first one; `fresh`: every few seeds on new ranks."""
+
+    def run(
+        num_ranks: int, train: Any, seeds: range, *given: Any, fresh: bool = False, **options: Any
+    ) -> None:
+        stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
+        for first in range(seeds.start, stop, 10):
+            some = range(first, min(first + 10, stop))
+            call = run_ranks if fresh else ranks
+            call(num_ranks, with_each_seed, train, some, *given, timeout=240, **options)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.compare import assert_same_gradients, zero3
+from tests.harness.compare import assert_same_gradients, linears, zero3
 from tests.harness.internals import WaitingGradient
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
@@ -28,18 +28,12 @@ from tests.harness.reference import (
 Micro = Sequence[Tensor]
 
 
-def _linears(**options: Any) -> ZeRO3:
-    torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
-    return ZeRO3(layers, auto_wrap_policy={nn.Linear}, **options)
-
-
 PARAMETER_NUMEL = 3 * 64 * 64
 
 
 def _waits(precision: MixedPrecision | None, **options: Any) -> int:
     """Bytes of gradients that wait on a rank after one micro-batch."""
-    model = _linears(mixed_precision=precision, **options)
+    model = linears(3, 64, mixed_precision=precision, **options)
     with model.no_sync():
         forward_backward(model, torch.randn(2, 64))
     return sum(gradient_nbytes(model).values())
@@ -72,7 +66,7 @@ def test_what_waits_between_micro_batches_is_what_the_formula_says() -> None:
 @on_ranks(4)
 def test_the_outer_group_is_reduced_over_once(accumulation: str) -> None:
     """Hops of the micro-batches: all but the last, and the last."""
-    model = _linears(accumulation=accumulation, zero3_size=2)
+    model = linears(3, 64, accumulation=accumulation, zero3_size=2)
     batch = torch.randn(2, 64)
     verbs = []
     for sync in (False, False, True):
@@ -197,7 +191,7 @@ def test_what_waits_can_be_read_and_is_no_gradient_for_an_optimizer() -> None:
 def test_an_overflow_in_an_earlier_micro_batch_is_seen() -> None:
     low = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     for accumulation in ("sharded", "unsharded"):
-        model = _linears(mixed_precision=low, accumulation=accumulation, zero3_size=2)
+        model = linears(3, 64, mixed_precision=low, accumulation=accumulation, zero3_size=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = GradScaler("cpu", init_scale=4.0)
         with model.no_sync():

@@ -6,8 +6,6 @@ start from other values are warned; on request those of the first go to all.
 
 import gc
 import itertools
-import time
-import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,8 +29,19 @@ from layerzero import (
     fully_shard,
 )
 from layerzero.build import compare
-from tests.harness.checks import assert_bitwise, assert_same_on_all_ranks, assert_same_parameters
-from tests.harness.compare import assert_same_values, assert_trains_alike, sharded, zero3
+from tests.harness.checks import (
+    assert_bitwise,
+    assert_same_on_all_ranks,
+    assert_same_parameters,
+    error_in_time,
+)
+from tests.harness.compare import (
+    assert_same_values,
+    assert_trains_alike,
+    sharded,
+    warnings_of,
+    zero3,
+)
 from tests.harness.models import CASES, WIDTH, Block, Mlp, NoParameters, OddShapes
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
@@ -274,12 +283,9 @@ MODULES: list[tuple[Build, str, str]] = [
 def in_step(run: Callable[[], object], error: type[Exception] = ValueError) -> str:
     """The message with which `run` is refused, on every rank and soon after the last one calls."""
     dist.barrier()
-    start = time.monotonic()
-    with pytest.raises(error) as caught:
-        run()
-    assert time.monotonic() - start < LIMIT_S
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message = error_in_time(run, LIMIT_S, error)
+    assert "\n" not in message
+    return message
 
 
 @on_ranks(2, timeout=200.0)
@@ -378,14 +384,6 @@ def test_layered_groups_agree_and_what_may_differ_is_allowed() -> None:
     ZeRO3(module, mesh, sync_module_states=True, param_init_fn=init)
 
 
-def _told(module: nn.Module, *args: Any, **options: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ZeRO3(module, *args, **options)
-    assert all(each.filename == __file__ for each in caught), "it shows the caller's line"
-    return [str(each.message) for each in caught]
-
-
 def _changed(name: str, *ranks: int) -> nn.Module:
     """An Mlp with a buffer, where some ranks have one element of one tensor otherwise."""
     module = seeded(Mlp)
@@ -399,17 +397,17 @@ def _changed(name: str, *ranks: int) -> nn.Module:
 @on_ranks(3)
 def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
     rank = dist.get_rank()
-    told = {"equal": _told(_changed("", 0, 1, 2), auto_wrap_policy={Block})}
+    told = {"equal": warnings_of(_changed("", 0, 1, 2), auto_wrap_policy={Block})}
     torch.manual_seed(rank)
-    told["seeds"] = _told(Mlp(), auto_wrap_policy={Block})
-    told["element"] = _told(_changed("blocks.1.up.bias", 2), auto_wrap_policy={Block})
-    told["first rank"] = _told(_changed("head.weight", 0), zero3_size=1, outer="replicate")
-    told["buffer"] = _told(_changed("blocks.1.order", 1))
+    told["seeds"] = warnings_of(Mlp(), auto_wrap_policy={Block})
+    told["element"] = warnings_of(_changed("blocks.1.up.bias", 2), auto_wrap_policy={Block})
+    told["first rank"] = warnings_of(_changed("head.weight", 0), zero3_size=1, outer="replicate")
+    told["buffer"] = warnings_of(_changed("blocks.1.order", 1))
     torch.manual_seed(rank)
-    told["synchronised"] = _told(Mlp(), sync_module_states=True)
+    told["synchronised"] = warnings_of(Mlp(), sync_module_states=True)
     torch.manual_seed(rank // 2)
-    told["meta"] = _told(on_meta(), auto_wrap_policy={Block})
-    told["later"] = _told(on_meta(), param_init_fn="later")
+    told["meta"] = warnings_of(on_meta(), auto_wrap_policy={Block})
+    told["later"] = warnings_of(on_meta(), param_init_fn="later")
     first, *others = of_all_ranks(told)
     assert not any(any(each.values()) for each in others)
     start = {name: each[0] for name, each in first.items() if each}
@@ -441,7 +439,7 @@ class Parts(nn.Module):
 @on_ranks(4)
 def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    told = _told(Parts(mesh["tp"], 1.0), mesh["dp"])
+    told = warnings_of(Parts(mesh["tp"], 1.0), mesh["dp"])
     assert not told, "local parts are compared along their own data-parallel group"
     module = Parts(mesh["tp"], float(dist.get_rank()))
     model = ZeRO3(module, mesh["dp"], sync_module_states=True)
@@ -450,7 +448,7 @@ def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group() -> 
     assert table.tolist() == [float(mesh["tp"].get_local_rank())] * 3, "of its first dp rank"
     # Two data-parallel groups, each with a first rank.
     for rank, told in enumerate(
-        of_all_ranks(_told(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"]))
+        of_all_ranks(warnings_of(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"]))
     ):
         assert [each[:14] for each in told] == ["buffer 'table'"] * (rank < 2)
 
@@ -471,8 +469,10 @@ def test_experts_are_compared_within_their_group() -> None:
     def choose(module: nn.Module, fqn: str) -> Any:
         return {"process_group": mesh["edp"]} if fqn == f"experts.{number}" else False
 
-    assert not _told(build(number), auto_wrap_policy=choose), "compared with the same expert alone"
-    first, *others = of_all_ranks(_told(build(dist.get_rank()), auto_wrap_policy=choose))
+    assert not warnings_of(build(number), auto_wrap_policy=choose), (
+        "compared with the same expert alone"
+    )
+    first, *others = of_all_ranks(warnings_of(build(dist.get_rank()), auto_wrap_policy=choose))
     assert not any(others)
     assert "parameter 'experts.0.weight' differs between ranks: on rank 2" in first[0]
     # Dense parameters are sent by rank 0, experts by the first rank that has them.

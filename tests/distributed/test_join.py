@@ -195,17 +195,15 @@ LAYERED: list[dict[str, Any]] = [
 ]
 
 
-def _random_plans(seeds: range, settings: list[dict[str, Any]]) -> None:
-    for seed in seeds:
-        rng = random.Random(seed)
-        plan = tuple(
-            tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
-            for _ in range(dist.get_world_size())
-        )
-        plan = plan if any(plan) else ((1,), *plan[1:])
-        clips, active = rng.choice([None, 0.05]), rng.random() < 0.5
-        with named(f"seed {seed}"):
-            _train(plan, clips, active, **settings[seed % len(settings)])
+def _random_plan(seed: int, settings: list[dict[str, Any]]) -> None:
+    rng = random.Random(seed)
+    plan = tuple(
+        tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
+        for _ in range(dist.get_world_size())
+    )
+    plan = plan if any(plan) else ((1,), *plan[1:])
+    clips, active = rng.choice([None, 0.05]), rng.random() < 0.5
+    _train(plan, clips, active, **settings[seed % len(settings)])
 
 
 @pytest.mark.parametrize(
@@ -214,12 +212,9 @@ def _random_plans(seeds: range, settings: list[dict[str, Any]]) -> None:
     ids=["2", "4"],
 )
 def test_random_numbers_of_micro_batches_train_like_one_process(
-    world_size: int, settings: list[dict[str, Any]], pytestconfig: pytest.Config, ranks: Any
+    world_size: int, settings: list[dict[str, Any]], on_each_seed: Any
 ) -> None:
-    stop = pytestconfig.getoption("--seeds") or len(settings)
-    for first in range(0, stop, 26):
-        seeds = range(first, min(first + 26, stop))
-        ranks(world_size, _random_plans, seeds, settings, timeout=120)
+    on_each_seed(world_size, _random_plan, range(len(settings)), settings)
 
 
 @on_ranks(2)
@@ -227,7 +222,7 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
     group = make_plain_group(TIMEOUT)
     for seed in range(2):
         with simulated_device(on_current_stream=seed == 1) as device:
-            _random_plans(range(seed, seed + 1), [{"process_group": group}])
+            _random_plan(seed, [{"process_group": group}])
             assert device.findings == [], f"seed {seed}"
 
 

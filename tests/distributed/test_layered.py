@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ZeRO3, units
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
-from tests.harness.compare import Shared, assert_trains_alike, sharded, zero3
+from tests.harness.compare import Shared, assert_trains_alike, linears, sharded, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Block, Mlp
 from tests.harness.ranks import on_ranks
@@ -112,17 +111,12 @@ def test_losses_are_bitwise_those_of_every_split(world_size: int, low: bool) -> 
                 assert losses(size, mode, accumulation) == expected, (size, mode, accumulation)
 
 
-def _blocks_of_linears(**options: Any) -> ZeRO3:
-    blocks = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(3)))
-    return ZeRO3(blocks, auto_wrap_policy={nn.Linear}, **options)
-
-
 PARAMETER_NBYTES = 3 * 96 * 96 * 4
 
 
 def _sent(mode: str, steps: int) -> dict[str, int]:
     """Bytes this rank of 6 sends in a step, over the shard group of 3, the outer group of 2."""
-    model = _blocks_of_linears(zero3_size=3, outer=mode)
+    model = linears(3, 96, zero3_size=3, outer=mode)
     batch = torch.randn(2, 96)
     forward_backward(model, batch)
     with SentBytes() as sent:
@@ -157,7 +151,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula() -> None:
 def _resident(mode: str, precision: MixedPrecision | None, in_step: bool = False) -> int:
     """Bytes of parameters and gradients between backward and optimizer step; `in_step`: of
     parameters after a forward."""
-    model = _blocks_of_linears(zero3_size=2, outer=mode, mixed_precision=precision)
+    model = linears(3, 96, zero3_size=2, outer=mode, mixed_precision=precision)
     if in_step:
         with torch.no_grad():
             model(torch.randn(2, 96))
@@ -298,7 +292,9 @@ def test_changed_weights_are_never_stale(in_full: bool) -> None:
 def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None:
     """Forward gathers over all six ranks, backward over three; then nothing is kept."""
     precision = MixedPrecision(param_dtype=torch.bfloat16) if low else None
-    model = _blocks_of_linears(
+    model = linears(
+        3,
+        96,
         zero3_size=3,
         outer="shard",
         reshard_after_forward="compute_shard",

@@ -20,7 +20,7 @@ from tests.harness.checks import assert_same_parameters, recorded_warnings
 from tests.harness.compare import trained_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp, Transformer
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import forward_backward, full_gradients, own_batch, seeded
+from tests.harness.reference import after_an_evaluation, full_gradients, own_batch, seeded
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
@@ -145,12 +145,10 @@ def test_parameters_that_a_forward_sets_elsewhere_follow_the_weights(world_size:
 
 @on_ranks(2)
 def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> None:
-    def run(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            model(batch)
-        return forward_backward(model, batch)
+    def build() -> nn.Module:
+        return nn.Sequential(_Parametrizes(), Block())
 
-    trained_alike(lambda: nn.Sequential(_Parametrizes(), Block()), Block, run=run)
+    trained_alike(build, Block, run=after_an_evaluation)
 
 
 @on_ranks(1)

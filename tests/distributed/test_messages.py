@@ -2,11 +2,8 @@
 and how, on one rank at INFO, and of each turn of a unit at DEBUG."""
 
 import functools
-import linecache
 import logging
-import warnings
 from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,22 +20,11 @@ from torch.distributed.fsdp.wrap import (
 from layerzero import MixedPrecision, ShardingPlan, ZeRO3, shard_with_plan
 from layerzero.guards import argument_warnings
 from tests.harness.checks import assert_same_on_all_ranks
-from tests.harness.compare import assert_trains_alike, zero3
+from tests.harness.compare import assert_trains_alike, warnings_of, zero3
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.recording import logged
 from tests.harness.reference import mlp_batches, seeded
-
-
-def _warnings_of(**options: Any) -> list[str]:
-    """What this rank is told when it wraps an Mlp."""
-    model = options.pop("model", None) or Mlp()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ZeRO3(model, **options)
-    lines = {linecache.getline(each.filename, each.lineno).strip() for each in caught}
-    assert lines <= {"ZeRO3(model, **options)"}, "it shows the caller's line"
-    return [str(each.message) for each in caught]
 
 
 class Blok(nn.Module):
@@ -48,33 +34,35 @@ class Blok(nn.Module):
 @on_ranks(2)
 def test_a_choice_without_effect_warns_once_on_the_first_rank() -> None:
     told = {
-        "class": _warnings_of(auto_wrap_policy={Blok}),
-        "again": _warnings_of(auto_wrap_policy={Blok}),
-        "one of two": _warnings_of(auto_wrap_policy={Block, nn.Conv2d}),
-        "torch's": _warnings_of(auto_wrap_policy=ModuleWrapPolicy({nn.Conv1d})),
-        "function": _warnings_of(auto_wrap_policy=lambda module, fqn: fqn == "blocks.17"),
-        "size": _warnings_of(auto_wrap_policy=size_based_auto_wrap_policy),
-        "float32": _warnings_of(
+        "class": warnings_of(Mlp(), auto_wrap_policy={Blok}),
+        "again": warnings_of(Mlp(), auto_wrap_policy={Blok}),
+        "one of two": warnings_of(Mlp(), auto_wrap_policy={Block, nn.Conv2d}),
+        "torch's": warnings_of(Mlp(), auto_wrap_policy=ModuleWrapPolicy({nn.Conv1d})),
+        "function": warnings_of(Mlp(), auto_wrap_policy=lambda module, fqn: fqn == "blocks.17"),
+        "size": warnings_of(Mlp(), auto_wrap_policy=size_based_auto_wrap_policy),
+        "float32": warnings_of(
+            Mlp(),
             auto_wrap_policy={Block},
             mixed_precision=MixedPrecision(
                 param_dtype=torch.bfloat16, keep_float32=[nn.Linear, Blok]
             ),
         ),
-        "batch norm by default": _warnings_of(
+        "batch norm by default": warnings_of(
+            Mlp(),
             auto_wrap_policy={Block},
             mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16),
         ),
-        "itself": _warnings_of(model=Block(), auto_wrap_policy={Block}),
+        "itself": warnings_of(Block(), auto_wrap_policy={Block}),
     }
     missing = functools.partial(argument_warnings.missing_kernels, torch.device("xpu"))
     with mock.patch.object(argument_warnings, "missing_kernels", lambda _: missing()):
-        told["kernels"] = _warnings_of(auto_wrap_policy={Block})
-        told["kernels again"] = _warnings_of(auto_wrap_policy={Block})
+        told["kernels"] = warnings_of(Mlp(), auto_wrap_policy={Block})
+        told["kernels again"] = warnings_of(Mlp(), auto_wrap_policy={Block})
     model = Mlp()
-    told["trained"] = _warnings_of(model=model, ignored_modules=[model.blocks[1]])
+    told["trained"] = warnings_of(model, ignored_modules=[model.blocks[1]])
     model = Mlp()
     model.blocks.requires_grad_(False)
-    told["frozen"] = _warnings_of(model=model, ignored_modules=model.blocks)
+    told["frozen"] = warnings_of(model, ignored_modules=model.blocks)
     first, second = of_all_ranks(told)
     assert not any(second.values()), second
     assert "auto_wrap_policy: no module of the model is a Blok" in first["class"][0]

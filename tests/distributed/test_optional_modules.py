@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import ZeRO3
 from layerzero.optional.optional_units import Places
 from layerzero.watch import desync
-from tests.harness.checks import collective_error, named
+from tests.harness.checks import error_in_time, named
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block, Routed
 from tests.harness.optional_runs import (
@@ -258,7 +258,7 @@ def test_ranks_that_part_fail_at_once_and_by_name() -> None:
             loss_of(model(x, "0 1 2 3" if step % 2 == rank else "1 2 3")).backward()
         if not route:
             model.blocks[0](x)  # On all ranks; then on one alone.
-        message = collective_error(functools.partial(_part, model, route), AT_ONCE_S)
+        message = error_in_time(functools.partial(_part, model, route), AT_ONCE_S)
         case = f"{steps} {route}"
         store.set(f"{case} {rank}", message)
         messages = [store.get(f"{case} {each}").decode() for each in range(2)]

@@ -16,16 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.checks import named
-from tests.harness.optional_runs import (
-    SIMPLE,
-    STEPS,
-    Run,
-    random_batches,
-    random_model,
-    random_plan,
-    random_settings,
-)
+from tests.harness import optional_runs
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.simulated_device import simulated_device
 
@@ -35,17 +26,17 @@ TIMEOUT = timedelta(seconds=25)
 def _train(seed: int, **given: Any) -> None:
     rng, world_size = random.Random(seed), dist.get_world_size()
     torch.manual_seed(seed)
-    model = random_model(rng)
-    settings = random_settings(rng, world_size) | given
+    model = optional_runs.random_model(rng)
+    settings = optional_runs.random_settings(rng, world_size) | given
     follows_order = (
         world_size == 2 and "process_group" not in settings and not model.has_shared_regions
     )
     is_simple = rng.random() < 0.5
     dtype = torch.float32 if is_simple and follows_order else torch.float64
-    run = Run(model, dtype, timeout=TIMEOUT, **settings)
-    draw = random_batches(rng, dtype)
-    for _ in range(STEPS):
-        plan = SIMPLE if is_simple else random_plan(rng)
+    run = optional_runs.Run(model, dtype, timeout=TIMEOUT, **settings)
+    draw = optional_runs.random_batches(rng, dtype)
+    for _ in range(optional_runs.STEPS):
+        plan = optional_runs.SIMPLE if is_simple else optional_runs.random_plan(rng)
         between = rng.choice(["nothing", "nothing", "evaluate", "freeze", "raise"])
         if between == "evaluate":
             run.evaluate(draw(world_size))
@@ -57,17 +48,15 @@ def _train(seed: int, **given: Any) -> None:
         run.step(plan, samples, exact=is_simple and follows_order)
 
 
-def _train_seeds(seeds: range, group: str) -> None:
+def _train_in(seed: int, group: str) -> None:
     """`group`: "named"; "plain": messages carry no name; "device": that, and on a device."""
     given = {} if group == "named" else {"process_group": make_plain_group(TIMEOUT)}
-    for seed in seeds:
-        with named(f"seed {seed}"):
-            if group != "device":
-                _train(seed, **given)
-                continue
-            with simulated_device(on_current_stream=seed % 2 == 1) as device:
-                _train(seed, **given)
-                assert device.findings == []
+    if group != "device":
+        _train(seed, **given)
+        return
+    with simulated_device(on_current_stream=seed % 2 == 1) as device:
+        _train(seed, **given)
+        assert device.findings == []
 
 
 @pytest.mark.parametrize(
@@ -84,10 +73,6 @@ def _train_seeds(seeds: range, group: str) -> None:
     ],
 )
 def test_random_regions_train_like_one_process(
-    world_size: int, seeds: range, group: str, pytestconfig: pytest.Config, ranks: Any
+    world_size: int, seeds: range, group: str, on_each_seed: Any
 ) -> None:
-    """As many seeds as `--seeds` says, from the same first one."""
-    stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 10):
-        some = range(first, min(first + 10, stop))
-        ranks(world_size, _train_seeds, some, group, timeout=240)
+    on_each_seed(world_size, _train_in, seeds, group)

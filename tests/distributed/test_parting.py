@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.watch import desync, diagnosis
-from tests.harness.checks import collective_error
+from tests.harness.checks import error_in_time
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -70,7 +70,7 @@ def train(model: ZeRO3, steps: int = 1) -> float:
     return loss.item()
 
 
-error_of = partial(collective_error, within_s=AT_ONCE_S)
+error_of = partial(error_in_time, within_s=AT_ONCE_S)
 
 
 def _part() -> dict[str, str]:

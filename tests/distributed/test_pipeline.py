@@ -207,22 +207,21 @@ def _random_whole(seed: int, num_parts: int) -> Whole:
     return whole
 
 
-def _train_random(seeds: range) -> None:
-    for seed in seeds:
-        rng, world_size = random.Random(seed), dist.get_world_size()
-        places = rng.choice([size for size in (2, 4) if size <= world_size])
-        mesh = init_device_mesh("cpu", (places, world_size // places), mesh_dim_names=("pp", "dp"))
-        kinds = ["gpipe", "1f1b", "interleaved", "interleaved as scheduled", "interleaved bfs"]
-        kind = rng.choice(kinds)
-        settings = settings_of_passes(rng, nn.Module(), world_size)
-        settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}])
-        settings["on_nonfinite"] = rng.choice([None, "raise", "skip"])
-        clip = rng.choice([None, 0.01])
-        Branches.uses_all, reshards = rng.random() < 0.7, rng.random() < 0.3
-        with named(f"seed {seed}", places, kind, settings, Branches.uses_all, reshards, clip):
-            options = {"settings": settings, "reshard_between_micro_batches": reshards}
-            make = functools.partial(_random_whole, seed)
-            Pipeline(mesh, kind, make, **options).train(2, clip)
+def _train_random(seed: int) -> None:
+    rng, world_size = random.Random(seed), dist.get_world_size()
+    places = rng.choice([size for size in (2, 4) if size <= world_size])
+    mesh = init_device_mesh("cpu", (places, world_size // places), mesh_dim_names=("pp", "dp"))
+    kinds = ["gpipe", "1f1b", "interleaved", "interleaved as scheduled", "interleaved bfs"]
+    kind = rng.choice(kinds)
+    settings = settings_of_passes(rng, nn.Module(), world_size)
+    settings["auto_wrap_policy"] = rng.choice([None, {nn.Linear}])
+    settings["on_nonfinite"] = rng.choice([None, "raise", "skip"])
+    clip = rng.choice([None, 0.01])
+    Branches.uses_all, reshards = rng.random() < 0.7, rng.random() < 0.3
+    with named(places, kind, settings, Branches.uses_all, reshards, clip):
+        options = {"settings": settings, "reshard_between_micro_batches": reshards}
+        make = functools.partial(_random_whole, seed)
+        Pipeline(mesh, kind, make, **options).train(2, clip)
 
 
 @pytest.mark.parametrize(
@@ -230,13 +229,9 @@ def _train_random(seeds: range) -> None:
     [(2, range(3)), pytest.param(4, range(100, 104), marks=pytest.mark.slow)],
 )
 def test_random_stages_train_as_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config, ranks: Any
+    world_size: int, seeds: range, on_each_seed: Any
 ) -> None:
-    """As many seeds as `--seeds` says, from the same first one."""
-    stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 10):
-        some = range(first, min(first + 10, stop))
-        ranks(world_size, _train_random, some, timeout=240, in_float64=True)
+    on_each_seed(world_size, _train_random, seeds, in_float64=True)
 
 
 @pytest.mark.since_torch("2.13")  # a schedule of 2.11 does not train again after its first `eval`

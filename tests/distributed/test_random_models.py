@@ -8,9 +8,10 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from tests.harness.checks import Sum, assert_bitwise, assert_within, named
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.random_models import Branches
 from tests.harness.random_programs import ACTIONS, STEPS, Run
-from tests.harness.ranks import run_ranks
 from tests.harness.simulated_device import simulated_device
 
 
@@ -161,21 +161,10 @@ class _Rounded(Run):
             assert_within(gradient.reshape(-1), expected, bound, name)
 
 
-def _run_on(
-    config: pytest.Config, world_size: int, train: Callable[..., None], seeds: range, *given: str
-) -> None:
-    """As many seeds as `--seeds` says, from the same first one; a few to a group of ranks."""
-    stop = seeds.start + (config.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 16):
-        run_ranks(world_size, train, range(first, min(first + 16, stop)), *given, timeout=240)
-
-
-def _train(seeds: range, make: Callable[[int], Run], actions: list[str]) -> None:
-    for seed in seeds:
-        with named("seed", seed):
-            run = make(seed)
-            with named(run.log):
-                run.train(actions)
+def _train(seed: int, make: Callable[[int], Run] = Run, actions: Sequence[str] = ACTIONS) -> None:
+    run = make(seed)
+    with named(run.log):
+        run.train([*actions])
 
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -188,47 +177,40 @@ PRECISIONS = [
 """None: under autocast."""
 
 
-def _train_rounded(seeds: range) -> None:
+def _train_rounded(seed: int) -> None:
     actions = ["nothing", "freeze", "unshard", "reshards", "gather"]
-    for seed in seeds:
-        precision = PRECISIONS[seed % len(PRECISIONS)]
-        casts = precision is None or precision.cast_forward_inputs
-        make = functools.partial(_Rounded, precision=precision)
-        _train(range(seed, seed + 1), make, [*actions, *["raise"] * casts])
+    precision = PRECISIONS[seed % len(PRECISIONS)]
+    casts = precision is None or precision.cast_forward_inputs
+    make = functools.partial(_Rounded, precision=precision)
+    _train(seed, make, [*actions, *["raise"] * casts])
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(300, 308)), (4, range(500, 502))])
 def test_random_models_in_low_precision_train_as_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config
+    world_size: int, seeds: range, on_each_seed: Any
 ) -> None:
-    _run_on(pytestconfig, world_size, _train_rounded, seeds)
-
-
-def _train_exact(seeds: range) -> None:
-    _train(seeds, Run, ACTIONS)
+    on_each_seed(world_size, _train_rounded, seeds, fresh=True)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (4, range(100, 104))])
 def test_random_models_train_like_one_process(
-    world_size: int, seeds: range, pytestconfig: pytest.Config
+    world_size: int, seeds: range, on_each_seed: Any
 ) -> None:
-    _run_on(pytestconfig, world_size, _train_exact, seeds)
+    on_each_seed(world_size, _train, seeds, fresh=True)
 
 
-def _train_and_save(seeds: range, root: str) -> None:
-    for seed in seeds:
-        run = Run(2 * seed)
-        with named("seed", seed, run.log):
-            run.train(MOVABLE, 3)
-            run.save(f"{root}/{seed}")
+def _train_and_save(seed: int, root: str) -> None:
+    run = Run(2 * seed)
+    with named(run.log):
+        run.train(MOVABLE, 3)
+        run.save(f"{root}/{seed}")
 
 
-def _load_and_train(seeds: range, root: str) -> None:
-    for seed in seeds:
-        run = Run(2 * seed)
-        with named("seed", seed, run.log):
-            run.load(f"{root}/{seed}")
-            run.train(MOVABLE, 3)
+def _load_and_train(seed: int, root: str) -> None:
+    run = Run(2 * seed)
+    with named(run.log):
+        run.load(f"{root}/{seed}")
+        run.train(MOVABLE, 3)
 
 
 MOVABLE = [each for each in ACTIONS if each not in ("grow", "patch", "save_and_rebuild")]
@@ -236,26 +218,25 @@ MOVABLE = [each for each in ACTIONS if each not in ("grow", "patch", "save_and_r
 
 @pytest.mark.parametrize(("before", "after", "seeds"), [(2, 3, range(2)), (4, 2, range(50, 51))])
 def test_random_models_resume_on_another_number_of_ranks(
-    before: int, after: int, seeds: range, pytestconfig: pytest.Config, tmp_path: Path
+    before: int, after: int, seeds: range, on_each_seed: Any, tmp_path: Path
 ) -> None:
-    _run_on(pytestconfig, before, _train_and_save, seeds, str(tmp_path))
-    _run_on(pytestconfig, after, _load_and_train, seeds, str(tmp_path))
+    on_each_seed(before, _train_and_save, seeds, str(tmp_path), fresh=True)
+    on_each_seed(after, _load_and_train, seeds, str(tmp_path), fresh=True)
 
 
-def _train_on_a_device(seeds: range) -> None:
+def _train_on_a_device(seed: int) -> None:
     group = make_plain_group(timedelta(seconds=60))
-    for seed in seeds:
-        with simulated_device() as device:
-            given = {
-                "process_group": group,
-                "offload": OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0),
-                "memory_budget": None,
-                "arena": False,
-            }
-            make = functools.partial(Run, start="given", **given)
-            _train(range(seed, seed + 1), make, ["nothing", "raise", "freeze"])
-            assert device.findings == [], seed
+    with simulated_device() as device:
+        given = {
+            "process_group": group,
+            "offload": OffloadPolicy(params=seed % 4 < 2, grads=seed % 2 == 0),
+            "memory_budget": None,
+            "arena": False,
+        }
+        make = functools.partial(Run, start="given", **given)
+        _train(seed, make, ["nothing", "raise", "freeze"])
+        assert device.findings == []
 
 
-def test_their_accesses_are_ordered_on_a_device(pytestconfig: pytest.Config) -> None:
-    _run_on(pytestconfig, 2, _train_on_a_device, range(200, 204))
+def test_their_accesses_are_ordered_on_a_device(on_each_seed: Any) -> None:
+    on_each_seed(2, _train_on_a_device, range(200, 204), fresh=True)

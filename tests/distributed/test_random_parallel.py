@@ -259,20 +259,15 @@ class RunOfExperts(Run):
         assert_same_where_present(own, everything, what)
 
 
-def _train(seeds: range, kind: type[Run]) -> None:
-    for seed in seeds:
-        with named("seed", seed):
-            run = kind(seed)
-            with named(run.log):
-                run.train()
+def _train(seed: int, kind: type[Run]) -> None:
+    run = kind(seed)
+    with named(run.log):
+        run.train()
 
 
 @pytest.mark.parametrize("kind", [Run, RunOfExperts])
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(2)), (4, range(100, 101))])
 def test_random_models_on_random_meshes_train_like_one_process(
-    world_size: int, seeds: range, kind: type[Run], pytestconfig: pytest.Config, ranks: Any
+    world_size: int, seeds: range, kind: type[Run], on_each_seed: Any
 ) -> None:
-    """As many seeds as `--seeds` says, from the same first one."""
-    stop = seeds.start + (pytestconfig.getoption("--seeds") or len(seeds))
-    for first in range(seeds.start, stop, 10):
-        ranks(world_size, _train, range(first, min(first + 10, stop)), kind, timeout=240)
+    on_each_seed(world_size, _train, seeds, kind)

@@ -17,8 +17,8 @@ from torch import nn
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
 from layerzero.watch import diagnosis
-from tests.harness.checks import collective_error
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.checks import error_in_time
+from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
 from tests.harness.recording import logged
@@ -29,18 +29,13 @@ TIMEOUT = timedelta(seconds=2)
 GRACE_S = 30.0
 
 
-class Chain(nn.Module):
+class Chain(Routed):
     """Blocks of equal size and nothing else, in an order that a rank may change."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.route = [0, 1, 2, 3]
+    route = "0 1 2 3"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.route:
-            x = self.blocks[index](x)
-        return x
+        return super().forward(x, self.route)
 
 
 def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeRO3:
@@ -50,15 +45,15 @@ def wrapped(module: nn.Module, timeout: timedelta = TIMEOUT, **arguments) -> ZeR
     return ZeRO3(module, group, auto_wrap_policy={Block}, timeout=timeout, **arguments)
 
 
-error_of = partial(collective_error, within_s=TIMEOUT.total_seconds() + GRACE_S)
+error_of = partial(error_in_time, within_s=TIMEOUT.total_seconds() + GRACE_S)
 
 
 def _swaps() -> tuple[str, str]:
     torch.manual_seed(0)
-    model = wrapped(Chain(), forward_prefetch=False)
+    model = wrapped(Chain(4), forward_prefetch=False)
     train(model, 2)
     if dist.get_rank() == 1:
-        model.module.route = [0, 2, 1, 3]
+        model.module.route = "0 2 1 3"
 
     def keep_training() -> None:
         while True:

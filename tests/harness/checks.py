@@ -222,10 +222,16 @@ def named(*what: object) -> Iterator[None]:
         raise
 
 
-def collective_error(run: Callable[[], object], within_s: float) -> str:
-    """The message of the CollectiveError that `run` must raise in time."""
+def with_each_seed(run: Callable[..., object], seeds: range, *given: object) -> None:
+    for seed in seeds:
+        with named("seed", seed):
+            run(seed, *given)
+
+
+def error_in_time(run: Callable[[], object], within_s: float, error: Any = CollectiveError) -> str:
+    """The message of the error that `run` must raise in time."""
     start = time.monotonic()
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(error) as caught:
         run()
     assert time.monotonic() - start < within_s, str(caught.value)
     return str(caught.value)

@@ -1,6 +1,8 @@
 """layerzero beside the reference: wrap a toy model, train both, compare at every step."""
 
 import copy
+import linecache
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -45,6 +47,23 @@ def zero3(build: Callable[[], nn.Module], *units: type[nn.Module], **options: An
     options.setdefault("auto_wrap_policy", set(units) or None)
     options.setdefault("timeout", timedelta(seconds=25))
     return ZeRO3(seeded(build), **options)
+
+
+def linears(count: int, width: int, bias: bool = False, **options: Any) -> ZeRO3:
+    """Layers of one size from seed 0, each a unit."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(width, width, bias) for _ in range(count)))
+    return ZeRO3(layers, auto_wrap_policy={nn.Linear}, **options)
+
+
+def warnings_of(module: Any, *args: Any, **options: Any) -> list[str]:
+    """What this rank is warned of when it wraps a module; each shows the line that wraps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZeRO3(module, *args, **options)
+    lines = {linecache.getline(each.filename, each.lineno).strip() for each in caught}
+    assert lines <= {"ZeRO3(module, *args, **options)"}, "it shows the caller's line"
+    return [str(each.message) for each in caught]
 
 
 class Shared:

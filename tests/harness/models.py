@@ -155,26 +155,28 @@ class TiedBlock(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-class TiedInUnit(nn.Module):
-    def __init__(self) -> None:
+class Stack(nn.Module):
+    """Blocks, and nothing else."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(TiedBlock(), TiedBlock())
+        self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
 
 
-class TiedAcrossUnits(nn.Module):
+class TiedInUnit(Stack):
+    def __init__(self) -> None:
+        super().__init__(TiedBlock(), TiedBlock())
+
+
+class TiedAcrossUnits(Stack):
     """The first and the last block share a weight: it belongs to the unit above both."""
 
     def __init__(self) -> None:
-        super().__init__()
-        first, last = Block(), Block()
-        last.up.weight = first.up.weight
-        self.blocks = nn.Sequential(first, Block(), last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
+        super().__init__(Block(), Block(), Block())
+        self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
 class SharedModule(nn.Module):
@@ -262,13 +264,9 @@ class MixedDtypeBlock(nn.Module):
         return self.in16(x.bfloat16()).float()
 
 
-class MixedDtypes(nn.Module):
+class MixedDtypes(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(MixedDtypeBlock(), MixedDtypeBlock())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
+        super().__init__(MixedDtypeBlock(), MixedDtypeBlock())
 
 
 class OddShapesBlock(nn.Module):
@@ -287,14 +285,13 @@ class OddShapesBlock(nn.Module):
         return hidden @ self.strided + self.single + self.empty.sum()
 
 
-class OddShapes(nn.Module):
+class OddShapes(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(OddShapesBlock(), OddShapesBlock())
+        super().__init__(OddShapesBlock(), OddShapesBlock())
         self.shift = nn.Parameter(torch.tensor(0.25))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x) + self.shift
+        return super().forward(x) + self.shift
 
 
 class UnusedParts(nn.Module):

@@ -81,6 +81,12 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     return loss.detach()
 
 
+def after_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad():
+        model(batch)
+    return forward_backward(model, batch)
+
+
 def in_turn(model: nn.Module, micro_batches: Sequence[Any]) -> Tensor:
     """Forward and backward of each micro-batch; the losses."""
     return torch.stack([forward_backward(model, batch) for batch in micro_batches])

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests import processors
 
 TESTS = Path(__file__).resolve().parents[1]
-LEFT_TO_IT = ("in_full", "pytest.mark.soak", 'getoption("--seeds")', 'getoption("seeds")')
+LEFT_TO_IT = ("in_full", "on_each_seed", "pytest.mark.soak", 'seeds")')
 
 
 def test_make_soak_runs_every_file_that_does_more_with_seeds() -> None:
