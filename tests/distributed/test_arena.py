@@ -19,6 +19,7 @@ from tests.harness.counted_memory import measure
 from tests.harness.models import WIDTH, Block
 from tests.harness.planned_models import CASES
 from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.recording import observed
 
 pytestmark = pytest.mark.since_torch("2.13")
 STEPS = 8
@@ -54,23 +55,20 @@ Addresses = dict[tuple[Any, ...], int]
 @contextmanager
 def _noted() -> Iterator[Addresses]:
     found: Addresses = {}
-    show, send = Unit.show_unsharded, Reduction._start_hops
 
-    def showing(unit: Unit) -> None:
-        show(unit)
+    def shown(_: None, unit: Unit) -> None:
         for place, handle in enumerate(unit.handles):
             if not handle.is_whole:
                 key = "full", unit.fqn, place, unit.context.in_backward, len(found)
                 found[key] = handle.full.data_ptr()
 
-    def sending(reduction: Reduction, *args: Any) -> Any:
+    def sends(reduction: Reduction, *_: Any) -> None:
         gradients = reduction.handle.gradients
         found["input", reduction.unit.fqn, len(found)] = gradients.buffer.data_ptr()
-        return send(reduction, *args)
 
     with (
-        mock.patch.object(Unit, "show_unsharded", showing),
-        mock.patch.object(Reduction, "_start_hops", sending),
+        observed(Unit, "show_unsharded", after=shown),
+        observed(Reduction, "_start_hops", sends),
     ):
         yield found
 

@@ -26,6 +26,7 @@ from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
+from tests.harness.recording import observed
 from tests.harness.saved_models import build, train
 from tests.harness.served_store import serve_store
 
@@ -177,18 +178,13 @@ def test_what_one_rank_misreads_is_refused_by_all(tmp_path: Path) -> None:
     model = ZeRO3(module, auto_wrap_policy={Block}, zero3_size=1, outer="replicate")
     folder = save(tmp_path, model).path
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    preadv = os.preadv
 
-    def misread(descriptor: int, views: list[memoryview], offset: int) -> int:
-        moved = preadv(descriptor, views, offset)
+    def misread(moved: int, descriptor: int, views: list[memoryview], offset: int) -> None:
         if dist.get_rank() == 1:
             views[-1][moved - 1] ^= 4  # The first bytes may be of a page before the shard.
-        return moved
 
-    os.preadv = misread
-    with pytest.raises(CheckpointError, match="damaged"):
+    with observed(os, "preadv", after=misread), pytest.raises(CheckpointError, match="damaged"):
         load(tmp_path, model)
-    os.preadv = preadv
     load(tmp_path, model)
     if dist.get_rank() == 0:
         path = folder / "model.safetensors"

@@ -29,6 +29,7 @@ from tests.harness.recording import (
     full_nbytes,
     gathered,
     gradient_nbytes,
+    observed,
     recorded_operations,
     reduced,
 )
@@ -81,23 +82,21 @@ def test_full_parameters_and_gradients_are_freed_when_they_were_used() -> None:
     model = wrapped()
     scheduler = root_state(model).scheduler
     residents: list[int] = []
-    original = scheduler.unshard_for_call
 
-    def watching(unit, in_backward: bool) -> None:
-        original(unit, in_backward)
+    def count(*_: Any, **__: Any) -> None:
         residents.append(sum(nbytes > 0 for nbytes in full_nbytes(model).values()))
 
-    scheduler.unshard_for_call = watching
-    for _ in range(3):
-        loss = model(own_batch(rows=5)).sum()
-        kept = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}
-        assert kept == {""}, "only the last unit of the forward, the root, stays"
-        loss.backward()
-        assert set(full_nbytes(model).values()) == {0}
-        assert set(gradient_nbytes(model).values()) == {0}
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-        model.zero_grad()
+    with observed(scheduler, "unshard_for_call", after=count):
+        for _ in range(3):
+            loss = model(own_batch(rows=5)).sum()
+            kept = {fqn for fqn, nbytes in full_nbytes(model).items() if nbytes}
+            assert kept == {""}, "only the last unit of the forward, the root, stays"
+            loss.backward()
+            assert set(full_nbytes(model).values()) == {0}
+            assert set(gradient_nbytes(model).values()) == {0}
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+            model.zero_grad()
     assert max(residents) <= 3, "the root, the unit in use, and the one ahead"
 
 

@@ -3,9 +3,8 @@ pass that failed changes nothing, and can be run again."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,26 +18,23 @@ from layerzero.step.backward import BackwardPass
 from tests.harness.checks import assert_same_on_all_ranks, named
 from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import root_state
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.recording import observed
 from tests.harness.reference import own_batch
 
 
-class Fragile(nn.Module):
+class Fragile(Mlp):
     """Raises in the backward of the block that it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.fails_at = -1
+    fails_at = -1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for index, block in enumerate(self.blocks):
             x = block(x)
             x.register_hook(lambda _, index=index: self._maybe_raise(index))
-        return x
+        return self.head(x)
 
     def _maybe_raise(self, index: int) -> None:
         if self.fails_at == index:
@@ -47,7 +43,7 @@ class Fragile(nn.Module):
 
 def start() -> tuple[ZeRO3, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = ZeRO3(Fragile(), auto_wrap_policy={Block})
+    model = ZeRO3(Fragile(4), auto_wrap_policy={Block})
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -67,15 +63,13 @@ def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
 @on_ranks(2)
 def test_a_signal_in_a_pass_leaves_no_message_in_flight_and_no_hold() -> None:
     """It comes when a message was posted, and before anything refers to its handle."""
-    post = Messages.post
 
-    def interrupted(*args: Any) -> None:
-        post(*args)
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     model, _ = start()
     units(model)[1].unshard()
-    with mock.patch.object(Messages, "post", interrupted), pytest.raises(KeyboardInterrupt):
+    with observed(Messages, "post", after=interrupt), pytest.raises(KeyboardInterrupt):
         model(own_batch(0))
     assert not root_state(model).operations._detector.in_flight
     assert {(unit.state.name, unit.holds) for unit in units(model)} == {("SHARDED", 0)}
@@ -113,17 +107,10 @@ def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
     assert model.second.up.weight.grad is not None
 
 
-@contextlib.contextmanager
-def outlived() -> Iterator[None]:
+def outlived() -> contextlib.AbstractContextManager[None]:
     """As on a device, where a thread of autograd's drops the end of a failed pass, at some time."""
-    alive, watch = [], BackwardPass.watch
-
-    def keep(backward_pass: BackwardPass, final_callback: object, react: Any) -> None:
-        alive.append(final_callback)
-        watch(backward_pass, final_callback, react)
-
-    with mock.patch.object(BackwardPass, "watch", keep):
-        yield
+    alive: list[object] = []
+    return observed(BackwardPass, "watch", lambda _, callback, react: alive.append(callback))
 
 
 @on_ranks(2)

@@ -44,6 +44,7 @@ from tests.harness.fake_ranks import run_fake_ranks, run_mirrored
 from tests.harness.internals import root_state
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.recording import observed
 from tests.harness.simulated_device import SimulatedDevice, simulated_device
 from tests.harness.stream_uses import LAYERED, SETTINGS, wrapped
 
@@ -229,15 +230,11 @@ def test_on_a_cpu_every_call_is_eager() -> None:
         for is_captured in (False, True):
             model = wrapped()
             draw_alike()
-            wrap = layerzero.capture if is_captured else _plain
+            wrap: Any = layerzero.capture if is_captured else lambda step, *sample: step
             with mock.patch.object(graph_capture._logger, "info") as info:
                 values.append([each.detach() for each in program(model, wrap, 5)])
             assert bool(info.call_args_list) is is_captured
         assert all(map(torch.equal, *values)), program.__name__
-
-
-def _plain(step: Callable[..., Any], *sample: Any) -> Callable[..., Any]:
-    return step
 
 
 def _train_on(model: Any) -> None:
@@ -327,15 +324,12 @@ def test_a_graph_of_a_pass_that_has_not_run_is_refused() -> None:
 
 @on_ranks(2)
 def test_work_on_side_streams_is_in_the_graph_of_its_pass() -> None:
-    reduce = GradientReducer.reduce
-
-    def reducing(reducer: GradientReducer, unit: Unit) -> None:
-        reduce(reducer, unit)
+    def add_beside(_: None, reducer: GradientReducer, unit: Unit) -> None:
         tensor = unit.handles[0].full.data.new_ones(3)
         with unit.context.streams.offload:  # Compute waits for it nowhere else.
             tensor.add_(1)
 
-    with mock.patch.object(GradientReducer, "reduce", reducing), simulated_device() as device:
+    with observed(GradientReducer, "reduce", after=add_beside), simulated_device() as device:
         model = wrapped(make_plain_group(timedelta(seconds=60)))
         for _ in range(3):
             _train(model)

@@ -25,6 +25,7 @@ from tests.harness.internals import root_state
 from tests.harness.models import Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import observed
 from tests.harness.reference import seeded
 
 BOUND = torch.device("cuda", 0)
@@ -76,17 +77,15 @@ class Options(Backend.Options):
 def test_groups_of_meshes_and_parts_get_the_options_of_the_whole() -> None:
     """A backend with NCCL's options shows those that it was made with; gloo's are its own."""
     chosen, seen = Options(is_high_priority_stream=True), []
-    helper = c10d._new_process_group_helper
 
-    def noting(size: int, *args: Any, backend_options: Any = None, **rest: Any) -> Any:
+    def note(size: int, *_: Any, backend_options: Any = None, **__: Any) -> None:
         is_high = isinstance(backend_options, Options) and backend_options.is_high_priority_stream
         seen.append((size, is_high and backend_options.config, backend_options._timeout))
-        return helper(size, *args, backend_options=backend_options, **rest)
 
     whole = dist.new_group(timeout=timedelta(seconds=40))
     with (
         mock.patch("layerzero.comm.new_groups.options_of", lambda group, device: chosen),
-        mock.patch.object(c10d, "_new_process_group_helper", noting),
+        observed(c10d, "_new_process_group_helper", note),
     ):
         ParallelManager(dp_size=2, cp_size=2).parallelize(nn.Linear(8, 8))
         of_meshes = seen[:]

@@ -27,6 +27,7 @@ from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.models import Mlp
 from tests.harness.pages import REPOSITORY
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import observed
 from tests.harness.simulated_device import Stream, simulated_device
 from tests.harness.stream_uses import LAYERED, SETTINGS, accumulation, train, wrapped
 
@@ -72,12 +73,10 @@ def plain(model: ZeRO3) -> None:
 def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
     """Events made and recorded by two steps, after three others."""
     counts = {"made": 0, "recorded": 0}
-    record = EventPool.record
 
-    def counted(pool: EventPool, stream: Stream) -> PooledEvent:
+    def count(pool: EventPool, stream: Stream) -> None:
         counts["recorded"] += 1
         counts["made"] += not pool._free
-        return record(pool, stream)
 
     # The watchdog lets go of events about once a second, when its thread looks.
     none = functools.partial(deque, maxlen=0)
@@ -87,7 +86,7 @@ def _made_and_recorded(settings: dict, use) -> tuple[int, int]:
             use(model)
         gc.disable()
         try:
-            with mock.patch.object(EventPool, "record", counted):
+            with observed(EventPool, "record", count):
                 use(model)
                 use(model)
         finally:

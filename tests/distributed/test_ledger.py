@@ -5,8 +5,8 @@ import functools
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,29 +20,20 @@ import layerzero
 from layerzero import ReductionPolicy, ZeRO3
 from layerzero.comm.pending import Pending
 from layerzero.step_ledger import Ledger, recorder
+from tests.harness import stream_uses
 from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
+from tests.harness.compare import linears
 from tests.harness.fake_ranks import run_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import on_ranks
+from tests.harness.recording import observed
 from tests.harness.simulated_device import simulated_device
-from tests.harness.stream_uses import (
-    LAYERED,
-    OFFLOADED,
-    USES,
-    accumulation,
-    plain_steps,
-    train,
-    wrapped,
-)
 
 DELAY_S = 0.03
 
 
-def _model(**arguments: Any) -> ZeRO3:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    return ZeRO3(module, auto_wrap_policy={nn.Linear}, **arguments)
+_model = functools.partial(linears, 4, 64, bias=True)
 
 
 def _steps(model: ZeRO3, count: int) -> None:
@@ -60,18 +51,14 @@ def _recorded(model: ZeRO3, count: int = 2, plant: Any = nullcontext) -> Ledger:
     return ledger
 
 
-@contextmanager
-def _slow_link(delays: Callable[[Pending], float] = lambda _: 1) -> Iterator[None]:
+def _slow_link(delays: Callable[[Pending], float] = lambda _: 1) -> AbstractContextManager[None]:
     """Each collective arrives so many times `DELAY_S` after something began to wait for it."""
-    wait = Pending.wait_for_data
 
-    def slow(pending: Pending) -> None:
+    def sleep(pending: Pending) -> None:
         if pending.works:
             time.sleep(DELAY_S * delays(pending))
-        wait(pending)
 
-    with mock.patch.object(Pending, "wait_for_data", slow):
-        yield
+    return observed(Pending, "wait_for_data", sleep)
 
 
 def _named(ledger: Ledger) -> str:
@@ -344,20 +331,21 @@ def _wrapped(optional: bool = False, **arguments: Any) -> ZeRO3:
     return ZeRO3(module, auto_wrap_policy={Block}, **arguments)
 
 
-def _same_bits() -> None:
+@on_ranks(4, timeout=120)
+def test_a_ledger_changes_no_bits_with_one_hop_and_two() -> None:
     for settings in (
         {},
-        LAYERED["zero1"],
+        stream_uses.LAYERED["zero1"],
         {"reduction": ReductionPolicy(separate_groups=True, in_flight="1MB")},
         {"verify": "always"},
         {"optional": True},
-        OFFLOADED["parameters"],
+        stream_uses.OFFLOADED["parameters"],
     ):
         models = [_wrapped(**settings) for _ in range(2)]
         for model in models:
             torch.manual_seed(1)
             with layerzero.ledger(model) if model is models[1] else nullcontext() as ledger:
-                accumulation(model)
+                stream_uses.accumulation(model)
         check_ledger(ledger)
         for row in ledger.units:
             assert row.gather_ms == 0 or row.gather_bytes > 0
@@ -367,26 +355,22 @@ def _same_bits() -> None:
             assert torch.equal(plain, recorded), settings
 
 
-def test_a_ledger_changes_no_bits_with_one_hop_and_two(ranks: KeptRanks) -> None:
-    ranks(4, _same_bits, timeout=120)
-
-
 def _findings_of_uses(uses: list[Callable[..., None]]) -> dict[str, list[str]]:
     found = {}
     for use in uses:
         with simulated_device(on_current_stream=use is not uses[0]) as device:
-            model = wrapped()
-            train(model, 2)
+            model = stream_uses.wrapped()
+            stream_uses.train(model, 2)
             with layerzero.ledger(model) as ledger:
                 use(model)
             rows = ledger.units
             check_ledger(ledger)
             assert all(row.gather_ms > 0 and row.gather_bytes > 0 for row in rows)
             assert all(row.reduce_ms > 0 and row.reduce_bytes > 0 for row in rows)
-            if use is plain_steps:
+            if use is stream_uses.plain_steps:
                 with layerzero.ledger(model):
                     device.host_waits.clear()
-                    train(model, 2, torch.optim.AdamW)
+                    stream_uses.train(model, 2, torch.optim.AdamW)
                     waits = sorted(set(map(str, device.host_waits)))
                 assert waits == [], waits
             del model
@@ -398,8 +382,8 @@ def _findings_of_uses(uses: list[Callable[..., None]]) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "uses",
     [
-        pytest.param([plain_steps, accumulation], id="default"),
-        pytest.param(USES, id="uses", marks=pytest.mark.slow),
+        pytest.param([stream_uses.plain_steps, stream_uses.accumulation], id="default"),
+        pytest.param(stream_uses.USES, id="uses", marks=pytest.mark.slow),
     ],
 )
 def test_a_ledger_orders_all_accesses_and_does_not_block_the_host(uses: list[Any]) -> None:

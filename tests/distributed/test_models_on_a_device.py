@@ -20,6 +20,7 @@ from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH
+from tests.harness.recording import observed
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import MOMENTUM, train, wrapped
 
@@ -102,13 +103,10 @@ def test_accesses_of_two_models_are_ordered() -> None:
 
 
 def _in_backward(model: ZeRO3) -> None:
-    reduce = GradientReducer.reduce
-
-    def failing(*args: Any) -> None:
-        reduce(*args)
+    def fail(*_: Any) -> None:
         raise ValueError
 
-    with mock.patch.object(GradientReducer, "reduce", failing), suppress(ValueError):
+    with observed(GradientReducer, "reduce", after=fail), suppress(ValueError):
         model(_batch()).sum().backward()
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from tests.harness.compare import assert_same_values, trained_alike, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import recorded_operations
+from tests.harness.recording import observed, recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
+    after_an_evaluation,
     backward_of,
     batches_of,
-    forward_backward,
     full_gradients,
     full_parameters,
     mlp_batches,
@@ -141,14 +140,9 @@ def test_a_unit_that_stays_float32_gets_its_input_as_it_is() -> None:
 @on_ranks(2)
 def test_a_rank_may_drop_the_model_as_soon_as_its_forward_returned() -> None:
     model = zero3(Block)
-    receive = dist.ProcessGroup.recv
-
-    def late(*args, **kwargs):
-        if dist.get_rank() == 0:
-            time.sleep(0.2)  # the peer has all it needs long before this rank asks for its part
-        return receive(*args, **kwargs)
-
-    with mock.patch.object(dist.ProcessGroup, "recv", late):
+    # The peer has all it needs long before the first rank asks for its part.
+    delay_s = 0.2 if dist.get_rank() == 0 else 0.0
+    with observed(dist.ProcessGroup, "recv", lambda *_, **__: time.sleep(delay_s)):
         output = model(own_batch())
     assert torch.equal(output, seeded(Block)(own_batch()))
 
@@ -192,19 +186,13 @@ class Top(nn.Module):
         return self.second(self.first(MappingProxyType({"x": x}) if is_map else x))
 
 
-def _trains_after_an_evaluation(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        model(x)
-    return forward_backward(model, x)
-
-
 @on_ranks(2)
 def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     steps = mlp_batches()
     for build in (OwnHook, EnablesGrad, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
-            run = _trains_after_an_evaluation
-            trained_alike(partial(Top, build), Block, batches=steps, run=run, **options)
+            given = {"batches": steps, "run": after_an_evaluation, **options}
+            trained_alike(partial(Top, build), Block, **given)
     # Where the full buffer is a copy in another dtype that lives for a step.
     losses = []
     for build in (Block, ReadsNumbers):

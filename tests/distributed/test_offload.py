@@ -21,7 +21,7 @@ from tests.harness.host_memory import FakeRuntime
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import waiting_nbytes
+from tests.harness.recording import observed, waiting_nbytes
 from tests.harness.reference import (
     OPTIMIZERS,
     batches_of,
@@ -129,18 +129,17 @@ def _unfreezes_amid() -> None:
 
 
 def _storages_resized_to_their_size() -> None:
-    resize, resized = torch.UntypedStorage.resize_, []
+    resized = []
 
-    def watched(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    def note(storage: torch.UntypedStorage, nbytes: int) -> None:
         if nbytes and storage.nbytes() == nbytes:
             resized.append(nbytes)
-        return resize(storage, nbytes)
 
     for policy in (None, OffloadPolicy(grads=True)):
         for accumulation in ("sharded", "unsharded"):
             with simulated_device():
                 model = sharded(CASES["mlp"], offload=policy, accumulation=accumulation)
-                with mock.patch.object(torch.UntypedStorage, "resize_", watched):
+                with observed(torch.UntypedStorage, "resize_", note):
                     for sync in (False, False, True):
                         with nullcontext() if sync else model.no_sync():
                             forward_backward(model, torch.randn(2, WIDTH))

@@ -24,7 +24,7 @@ from tests.harness.compare import zero3
 from tests.harness.internals import Unit, root_state
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import gathered, recorded_operations
+from tests.harness.recording import gathered, observed, recorded_operations
 from tests.harness.reference import own_batch, seeded
 
 DEPTH = 5
@@ -167,15 +167,13 @@ def _resident(limit: bool | int | str, most: int) -> None:
     nbytes = max(unit.nbytes for unit in units(model))
     root = root_state(model)
     counts: list[int] = []
-    original = Unit.unshard
 
-    def counting(unit, **options) -> None:
-        original(unit, **options)
+    def count(*_: object, **__: object) -> None:
         counts.append(root.context.limiter.nbytes // nbytes)
 
     with torch.no_grad():
         model(own_batch(), ALL)
-        with mock.patch.object(Unit, "unshard", counting):
+        with observed(Unit, "unshard", after=count):
             model(own_batch(), ALL)
     assert max(counts) == most
     assert root.context.limiter.nbytes == root.context.limiter.num_units == 0

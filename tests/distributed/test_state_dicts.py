@@ -4,9 +4,9 @@ import copy
 import io
 import time
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import safetensors.torch
@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_helpers
 from torch.distributed.fsdp import fully_shard
 
-from layerzero import ZeRO3
-from layerzero.checkpoint import (
-    CheckpointError,
-    ParameterShard,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    stream_full,
-)
+from layerzero import ZeRO3, checkpoint
 from layerzero.optim import decay_groups
 from layerzero.state_dict import full_tensors
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -42,7 +33,7 @@ from tests.harness.models import (
     loss_of,
 )
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.recording import recorded_operations
+from tests.harness.recording import observed, recorded_operations
 from tests.harness.saved_models import State, build, train
 
 
@@ -87,11 +78,11 @@ def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
     assert grouped == {id(p) for p in model.parameters() if p.requires_grad}
     train(model, optimizer)
     expected = {name.removeprefix("module."): value for name, value in _full(model).items()}
-    full = get_model_state_dict(model, full=True)
+    full = checkpoint.get_model_state_dict(model, full=True)
     assert_same_parameters(full, expected)
     FrozenParts().load_state_dict(full)
     other, _ = build(Renamed, 1, in_groups=True)
-    set_model_state_dict(other, full)
+    checkpoint.set_model_state_dict(other, full)
     assert_same_parameters(_full(other), _full(model))
 
 
@@ -138,7 +129,7 @@ def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
     loss_of(model(torch.ones(1, WIDTH))).backward()
     assert all(p.grad is not None for p in model.parameters() if p.numel())
     inner = model.blocks[0].state_dict()
-    assert all(type(value) is ParameterShard for value in inner.values())
+    assert all(type(value) is checkpoint.ParameterShard for value in inner.values())
     model.blocks[0].load_state_dict({n: torch.zeros(v.shape) for n, v in inner.items()})
     assert not any(_full(model)[f"blocks.0.{name}"].any() for name in inner)
 
@@ -202,7 +193,7 @@ def test_a_fresh_optimizer_shows_its_state_to_be_and_stays_fresh() -> None:
         fired: list[int] = []
         optimizer.register_step_pre_hook(lambda *_, fired=fired: fired.append(1))
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-        state = get_optimizer_state_dict(model, optimizer)["state"]
+        state = checkpoint.get_optimizer_state_dict(model, optimizer)["state"]
         for name, parameter in model.named_parameters():
             assert set(state.get(name, {})) == keys, optimizer
             for key, value in state.get(name, {}).items():
@@ -219,18 +210,20 @@ def test_a_fresh_optimizer_shows_its_state_to_be_and_stays_fresh() -> None:
 @on_ranks(1)
 def test_groups_are_known_by_their_parameters() -> None:
     model, optimizer = build(Tagged, in_groups=True)
-    state = get_optimizer_state_dict(model, optimizer)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer)
     turned = torch.optim.AdamW(
         [{"params": list(group["params"])} for group in reversed(optimizer.param_groups)]
     )
-    set_optimizer_state_dict(model, turned, state)
+    checkpoint.set_optimizer_state_dict(model, turned, state)
     assert [group["lr"] for group in turned.param_groups] == [0.02, 0.05]
-    with pytest.raises(CheckpointError, match="group 0 mixes parameters of saved groups"):
-        set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+    with pytest.raises(
+        checkpoint.CheckpointError, match="group 0 mixes parameters of saved groups"
+    ):
+        checkpoint.set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
     del state["param_groups"][1]
-    with pytest.raises(CheckpointError, match="group 1 has parameters that the saved"):
-        set_optimizer_state_dict(model, optimizer, state)
-    set_optimizer_state_dict(model, optimizer, state, strict=False)
+    with pytest.raises(checkpoint.CheckpointError, match="group 1 has parameters that the saved"):
+        checkpoint.set_optimizer_state_dict(model, optimizer, state)
+    checkpoint.set_optimizer_state_dict(model, optimizer, state, strict=False)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -241,29 +234,29 @@ def test_full_tensors_are_streamed_with_and_without_gathering_ahead(world_size: 
         shardings = [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
     for number, make in enumerate(MODELS):
         model, _ = build(make, 0, **shardings[number % 2])
-        expected = get_model_state_dict(model, full=True)
+        expected = checkpoint.get_model_state_dict(model, full=True)
         shown = [name for name, _ in model.named_parameters()]
         for nbytes in (1, "1GB"):
-            found = {name: value.clone() for name, value in stream_full(model, nbytes)}
+            found = {name: value.clone() for name, value in checkpoint.stream_full(model, nbytes)}
             assert set(shown) <= set(found)
             for name, value in found.items():
                 assert_bitwise(value, expected[name], f"{make.__name__} {name}")
-        for name, value in stream_full(model, 64, dtype=torch.bfloat16):
+        for name, value in checkpoint.stream_full(model, 64, dtype=torch.bfloat16):
             if name in shown and expected[name].is_floating_point():
                 assert_bitwise(value, expected[name].bfloat16(), name)
     model, optimizer = build(Mlp, 0)
     name, parameter = next(iter(model.named_parameters()))
     with recorded_operations(model) as operations:
-        ((found, value),) = stream_full(model, only={name})
-        assert not list(stream_full(model, only=()))
+        ((found, value),) = checkpoint.stream_full(model, only={name})
+        assert not list(checkpoint.stream_full(model, only=()))
     assert found == name and value.shape == parameter.layerzero.shape
     unit = next(unit for unit in inner_units(model) if any(name in h.fqns for h in unit.handles))
     assert {operation.unit for operation in operations} <= {h.fqns[0] for h in unit.handles}
-    next(stream_full(model, 1))  # stopped early
+    next(checkpoint.stream_full(model, 1))  # stopped early
     train(model, optimizer)
 
 
-def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
+def _alive(made: list[ref[Tensor]], at_most: int) -> list[int]:
     """Bytes of each that is; a thread of gloo lets go a moment after it said that it is done."""
     deadline = time.monotonic() + 5
     while True:
@@ -276,27 +269,19 @@ def _alive(made: list[weakref.ref[Tensor]], at_most: int) -> list[int]:
 @on_ranks(2)
 def test_the_next_flat_parameter_is_gathered_ahead_within_the_bytes_allowed() -> None:
     one = 64 * 64 * 4
-    made: list[weakref.ref[Tensor]] = []
-    gather = full_tensors._gather
-
-    def noted(*args: Any) -> Any:
-        full, work = gather(*args)
-        made.append(weakref.ref(full))
-        return full, work
-
-    full_tensors._gather = noted
+    made: list[ref[Tensor]] = []
     layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
     model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy={nn.Linear})
     for nbytes, at_most in ((2 * one, 2), (2 * one - 1, 1)):
         found = []
-        for _, value in stream_full(model, nbytes):
-            found.append(len(_alive(made, at_most)))
-            del value
+        with observed(full_tensors, "_gather", after=lambda pair, *_: made.append(ref(pair[0]))):
+            for _, value in checkpoint.stream_full(model, nbytes):
+                found.append(len(_alive(made, at_most)))
+                del value
         assert max(found) == at_most
         assert not _alive(made, 0)
-    full_tensors._gather = gather
     with pytest.raises(ValueError, match="bucket_bytes"):
-        stream_full(model, 0)
+        checkpoint.stream_full(model, 0)
 
 
 class CopiesByName(Mlp):

@@ -26,6 +26,7 @@ from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
 from tests.harness.models import WIDTH
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import observed
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import (
     HOST_USES,
@@ -318,21 +319,18 @@ def _waits_for_the_reduction_before(mode: BackwardPrefetch | None) -> list[bool]
         model = wrapped(backward_prefetch=mode)
         train(model, 2, torch.optim.SGD)
         loss = model(torch.randn(3, WIDTH)).sum()
-        reduce, show = GradientReducer.reduce, Unit.show_unsharded
 
-        def reducing(reducer: GradientReducer, unit: Unit) -> None:
+        def reduced(*_: object) -> None:
             nonlocal last
-            reduce(reducer, unit)
             last = device.queued_collectives
 
-        def showing(unit: Unit) -> None:
-            show(unit)
+        def shown(_: None, unit: Unit) -> None:
             if last and unit.fqn:
                 waits.append(device.compute_waits_for(last))
 
         with (
-            mock.patch.object(GradientReducer, "reduce", reducing),
-            mock.patch.object(Unit, "show_unsharded", showing),
+            observed(GradientReducer, "reduce", after=reduced),
+            observed(Unit, "show_unsharded", after=shown),
         ):
             loss.backward()
     return waits

@@ -20,7 +20,7 @@ from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import waiting_nbytes
+from tests.harness.recording import observed, waiting_nbytes
 from tests.harness.reference import forward_backward, seeded
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import train, wrapped
@@ -62,9 +62,8 @@ def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.P
     )
     used: dict[str, set[dist.ProcessGroup]] = {"gathers": set(), "reductions": set()}
     operations = root_state(model).operations
-    original = operations.next
 
-    def noting(verb: str, unit: str, group: Any) -> Any:
+    def note(verb: str, unit: str, group: Any) -> None:
         # The outer gather of a forward brings weights, that of a reduction gradients.
         in_backward = root_state(model).context.in_backward
         if verb in ("reduce-scatter", "outer reduce-scatter"):
@@ -73,9 +72,8 @@ def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.P
             used["gathers"].add(group.process_group)
         elif verb == "outer all-gather":
             used["reductions"].add(group.process_group)
-        return original(verb, unit, group)
 
-    with mock.patch.object(operations, "next", noting):
+    with observed(operations, "next", note):
         train(model, 1)
     return used
 
@@ -119,10 +117,8 @@ def _groups_are_kept() -> None:
 def counted_in_flight(model: ZeRO3) -> Iterator[list[tuple[int, int]]]:
     """(units whose reduction is in flight, bytes that these hold), after each unit's start."""
     seen: list[tuple[int, int]] = []
-    reduce = GradientReducer.reduce
 
-    def counting(reducer: GradientReducer, unit: Unit) -> None:
-        reduce(reducer, unit)
+    def count(_: None, reducer: GradientReducer, unit: Unit) -> None:
         units = {reduction.unit for reduction in reducer._in_flight}
         nbytes = sum(
             waiting_nbytes(handle.gradients)
@@ -131,7 +127,7 @@ def counted_in_flight(model: ZeRO3) -> Iterator[list[tuple[int, int]]]:
         )
         seen.append((len(units), nbytes))
 
-    with mock.patch.object(GradientReducer, "reduce", counting):
+    with observed(GradientReducer, "reduce", after=count):
         yield seen
 
 

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from layerzero.comm.pending import Pending
@@ -21,6 +20,7 @@ from layerzero.step.reduction import Reduction
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import Unit
 from layerzero.watch.events import EventPool
+from tests.harness.recording import observed
 
 
 class _Never:
@@ -54,13 +54,7 @@ def idle(owner: Any, method: str) -> AbstractContextManager[object]:
 
 
 def _with_stream(change: Callable[[Streams], None]) -> AbstractContextManager[object]:
-    original = Streams.__init__
-
-    def changed(streams: Streams, device: torch.device) -> None:
-        original(streams, device)
-        change(streams)
-
-    return mock.patch.object(Streams, "__init__", changed)
+    return observed(Streams, "__init__", after=lambda _, streams, device: change(streams))
 
 
 _DEAF_STREAMS = {

@@ -1,8 +1,10 @@
 """What an engine did: its collectives in order, what it logged, and which full buffers exist."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 from layerzero import ZeRO3
 from layerzero.comm.pending import Operation
@@ -11,25 +13,42 @@ from layerzero.flat.placement import ShardGroup
 from tests.harness.internals import inner_units, root_state
 
 
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+@contextmanager
+def observed(
+    owner: Any,
+    name: str,
+    before: Callable[..., object] = _nothing,
+    after: Callable[..., object] = _nothing,
+) -> Iterator[None]:
+    """Each call of a function inside is seen: its arguments, and then its result and these."""
+    original = getattr(owner, name)
+
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    with mock.patch.object(owner, name, calling):
+        yield
+
+
 @contextmanager
 def recorded_operations(model: ZeRO3) -> Iterator[list[Operation]]:
     """Collectives that `model` starts inside, in order of issue, on this rank; those between
     tensor-parallel ranks apart."""
     root = root_state(model)
     operations: list[Operation] = []
-    original = root.operations.next
 
-    def recording(verb: str, unit: str, group: ShardGroup) -> Operation:
-        operation = original(verb, unit, group)
+    def record(operation: Operation, verb: str, unit: str, group: ShardGroup) -> None:
         if group not in root.tensor_parallel_groups:
             operations.append(operation)
-        return operation
 
-    root.operations.next = recording
-    try:
+    with observed(root.operations, "next", after=record):
         yield operations
-    finally:
-        del root.operations.next
 
 
 @contextmanager

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
-
-from torch import Tensor
 
 from layerzero import zero3
 from layerzero.optional.exchange import Exchange
 from layerzero.step.root import RootState
+from tests.harness.recording import observed
 
 Regions = tuple[dict[str, str], str] | None
 """The region of each optional unit by FQN, and the mean; None: no rank may skip any."""
@@ -27,14 +24,7 @@ def regions_of(root: RootState) -> Regions:
 def recorded_regions() -> Iterator[list[Regions]]:
     """Inside, the regions of each model that is wrapped are added to the list that this yields."""
     found: list[Regions] = []
-    build = zero3.build
-
-    def record(*given: Any) -> RootState:
-        root = build(*given)
-        found.append(regions_of(root))
-        return root
-
-    with mock.patch.object(zero3, "build", record):
+    with observed(zero3, "build", after=lambda root, *_: found.append(regions_of(root))):
         yield found
 
 
@@ -42,11 +32,5 @@ def recorded_regions() -> Iterator[list[Regions]]:
 def counted_exchanges() -> Iterator[list[int]]:
     """Bytes that this rank brings to each exchange inside."""
     sizes: list[int] = []
-    original = Exchange._gather
-
-    def counting(exchange: Exchange, own: Tensor, what: str) -> Tensor:
-        sizes.append(own.nbytes)
-        return original(exchange, own, what)
-
-    with mock.patch.object(Exchange, "_gather", counting):
+    with observed(Exchange, "_gather", lambda _, own, what: sizes.append(own.nbytes)):
         yield sizes

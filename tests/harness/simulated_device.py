@@ -42,6 +42,7 @@ from layerzero.step import root
 from layerzero.step.context import RuntimeContext
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
+from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name
 from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
@@ -635,14 +636,8 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         settings: of `SimulatedDevice`.
     """
     device = SimulatedDevice(**settings)
-    resize, collect = torch.UntypedStorage.resize_, GradientBuffer.collect
     profile = RuntimeContext.profile
     num_models = 0
-
-    def noted_resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        result = resize(storage, nbytes)
-        device.note_resize(storage)
-        return result
 
     def streams(_: torch.device, *args: Any, **kwargs: Any) -> Streams:
         nonlocal num_models
@@ -657,11 +652,10 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         device.host.refuse_in_capture("memory of the host is allocated")
         return device.take_for_host(torch.zeros(numel, dtype=dtype), memory._pin_memory)
 
-    def noted_collect(buffer: GradientBuffer, leaves: Any, *args: Any, **kwargs: Any) -> None:
+    def name_gradients(buffer: GradientBuffer, leaves: Any, *_: Any, **__: Any) -> None:
         for leaf in leaves:
             if leaf.grad is not None:
                 device.memory.name(leaf.grad, "unsharded gradient")
-        collect(buffer, leaves, *args, **kwargs)
 
     @contextmanager
     def noted_profile(context: RuntimeContext, action: str, unit: str) -> Iterator[None]:
@@ -670,13 +664,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
 
     def refused(owner: Any, name: str, what: str) -> Any:
         """Calls of a method inside a capture are faults."""
-        method = getattr(owner, name)
-
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            device.host.refuse_in_capture(what)
-            return method(*args, **kwargs)
-
-        return mock.patch.object(owner, name, calling)
+        return observed(owner, name, lambda *_: device.host.refuse_in_capture(what))
 
     def queued(module: Any, name: str, in_place: bool = False) -> Any:
         verb = device.collective(getattr(module, name), in_place)
@@ -684,11 +672,11 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
 
     with (
         mock.patch.object(torch, "get_device_module", lambda _: device),
-        mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
+        observed(torch.UntypedStorage, "resize_", after=lambda *call: device.note_resize(call[1])),
         mock.patch.object(root, "Streams", streams),
         mock.patch.object(arguments, "has_separate_memory", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
-        mock.patch.object(GradientBuffer, "collect", noted_collect),
+        observed(GradientBuffer, "collect", name_gradients),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Streams, "events_before", "the watchdog watches a collective"),
         refused(Watchdog, "_compare_with_next_rank", "a rank writes to the store"),

@@ -57,7 +57,9 @@ _PASSED_OVER = (
     f"{_ENGINE}/flat/host_memory.py",
     *(
         str(Path(__file__).with_name(name))
-        for name in ("simulated_memory.py", "simulated_device.py", "missing_waits.py")
+        for name in (
+            *("simulated_memory.py", "simulated_device.py", "missing_waits.py", "recording.py"),
+        )
     ),
     *(str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_compile.py", "_dynamo")),
     str(Path(torch.__file__).parent / "utils/_python_dispatch.py"),

@@ -32,6 +32,7 @@ from layerzero.checkpoint.transfer import (
 )
 from layerzero.state_dict.ranges import Extent
 from tests.harness.checks import assert_bitwise
+from tests.harness.recording import observed
 
 MIB = 1 << 20
 SIZES = [0, 1, PAGE_NBYTES, 300_000, MIB, MIB + 1, 2 * MIB - 5]
@@ -239,14 +240,11 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(
     most, half = MIB, MIB // 2
     monkeypatch.setattr(moving, "BATCH_NBYTES", most)
     batches: list[tuple[str, int, int]] = []
-    original = FileWriter.write
 
-    def write(writer: FileWriter, view: memoryview, offset: int) -> None:
+    def note(writer: FileWriter, view: memoryview, offset: int) -> None:
         path = os.readlink(f"/proc/self/fd/{writer._file}")
         batches.append((Path(path).name, offset, offset + len(view)))
-        original(writer, view, offset)
 
-    monkeypatch.setattr(FileWriter, "write", write)
     shapes = [(half,), (3, 7), (half,), (half,)]
     begins = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=104))
     transfers = [
@@ -264,7 +262,8 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(
     generator = random.Random(0)
     contents = {n: bytearray(_file_of(tmp_path / n, 20 * MIB, generator)) for n in "abc"}
     generator.shuffle(transfers)
-    written = write_ranges(tmp_path, transfers)
+    with observed(FileWriter, "write", note):
+        written = write_ranges(tmp_path, transfers)
     regions: dict[tuple[str, int], list[int]] = {}
     for name, begin, end in sorted(batches):
         before = regions.pop((name, begin), [])
