@@ -1,6 +1,7 @@
 """`verify=`: single flipped bits are found, nothing else is called corruption, no rank steps."""
 
 import contextlib
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -29,52 +30,41 @@ TIMEOUT = timedelta(seconds=20)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
-Optimizer = Callable[[ZeRO3], torch.optim.Optimizer]
-
-
-def _adamw(model: ZeRO3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def _sgd(model: ZeRO3) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def _native(state: Any) -> Optimizer:
-    return lambda model: layerzero.optim.AdamW(model.parameters(), lr=1e-3, state=state)
-
-
-def _whole(model: ZeRO3) -> torch.optim.Optimizer:
-    return layerzero.optim.WholeTensorOptimizer(model.parameters(), torch.optim.SGD, lr=1e-2)
-
-
+Optimizer = Callable[..., torch.optim.Optimizer]
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+_SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+_NATIVE = functools.partial(layerzero.optim.AdamW, lr=1e-3)
+_IN_8_BITS, _IN_BF16 = (functools.partial(_NATIVE, state=state) for state in ("8bit", "bfloat16"))
+_WHOLE = functools.partial(
+    layerzero.optim.WholeTensorOptimizer, optimizer_class=torch.optim.SGD, lr=1e-2
+)
 TWO_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
-    "plain": ({}, _adamw),
-    "bf16": ({"mixed_precision": BF16}, _sgd),
-    "bf16 on the wire": ({"mixed_precision": LOW, "deterministic": True}, _native("float32")),
-    "8-bit": ({"reduction": ReductionPolicy(in_flight="1GB")}, _native("8bit")),
-    "offload": ({"offload": OffloadPolicy(params=True, grads=True)}, _adamw),
-    "step in backward": ({"step_in_backward": True}, _adamw),
+    "plain": ({}, _ADAMW),
+    "bf16": ({"mixed_precision": BF16}, _SGD),
+    "bf16 on the wire": ({"mixed_precision": LOW, "deterministic": True}, _NATIVE),
+    "8-bit": (
+        {"reduction": ReductionPolicy(in_flight="1GB")},
+        _IN_8_BITS,
+    ),
+    "offload": ({"offload": OffloadPolicy(params=True, grads=True)}, _ADAMW),
+    "step in backward": ({"step_in_backward": True}, _ADAMW),
 }
 FOUR_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
-    "zero1": ({"zero3_size": 2, "mixed_precision": BF16}, _adamw),
-    "replicate": ({"zero3_size": 2, "outer": "replicate"}, _adamw),
-    "shard": ({"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"}, _sgd),
-    "zero1, in order": ({"zero3_size": 2, "deterministic": True}, _native("bfloat16")),
-    "lanes": ({"zero3_size": 2, "reduction": ReductionPolicy(separate_groups=True)}, _whole),
+    "zero1": ({"zero3_size": 2, "mixed_precision": BF16}, _ADAMW),
+    "replicate": ({"zero3_size": 2, "outer": "replicate"}, _ADAMW),
+    "shard": ({"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"}, _SGD),
+    "zero1, in order": (
+        {"zero3_size": 2, "deterministic": True},
+        _IN_BF16,
+    ),
+    "lanes": ({"zero3_size": 2, "reduction": ReductionPolicy(separate_groups=True)}, _WHOLE),
 }
-
-
-def _module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), nn.Linear(5, 3))
 
 
 def _trials(settings: dict[str, Any], make: Optimizer, seed: int) -> Trials:
-    given = {"verify": "always", **settings}
+    given = dict(settings)
     backward_steps = given.pop("step_in_backward", False)
-    model = ZeRO3(_module(), auto_wrap_policy={Block}, timeout=TIMEOUT, **given)
-    optimizer = make(model)
+    model, optimizer, _ = _model(make, **given)
     if backward_steps:
         model.step_in_backward(optimizer)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -132,10 +122,12 @@ def test_ten_thousand_flipped_bits(ranks: KeptRanks, request: pytest.FixtureRequ
     assert sum(found.values()) >= 0.95 * (sum(two.values()) + sum(four.values()))
 
 
-def _model(make: Optimizer = _adamw, **given: Any) -> tuple[ZeRO3, Any, Callable[[], None]]:
+def _model(make: Optimizer = _ADAMW, **given: Any) -> tuple[ZeRO3, Any, Callable[[], None]]:
     given = {"verify": "always", "timeout": TIMEOUT, **given}
-    model = ZeRO3(_module(), auto_wrap_policy={Block}, **given)
-    optimizer = make(model)
+    torch.manual_seed(0)
+    module = nn.Sequential(Block(), Block(), nn.Linear(5, 3))
+    model = ZeRO3(module, auto_wrap_policy={Block}, **given)
+    optimizer = make(model.parameters())
 
     def step() -> None:
         model(torch.ones(4, 5)).float().square().mean().backward()

@@ -1,5 +1,6 @@
 """Checkpoints and state dicts where ranks have parts of a model: any split to any other."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from layerzero import ZeRO3, checkpoint
-from layerzero.checkpoint import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    stream_full,
-)
 from layerzero.optim import WholeTensorOptimizer
 from tests.distributed import test_experts as experts
 from tests.distributed.test_tensor_parallel import LENGTH, Llama, parallelize
@@ -35,6 +27,7 @@ from tests.harness.whole_optimizers import Shampoo
 
 Values = dict[str, Any]
 TENSOR_PARALLEL = "tensor-parallel"
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
 
 
 def build(kind: str, split: int, in_sequence: bool = True, **options: Any) -> ZeRO3:
@@ -49,10 +42,6 @@ def build(kind: str, split: int, in_sequence: bool = True, **options: Any) -> Ze
         parallelize(model, mesh["tp"], in_sequence)
         group = mesh["dp"]
     return ZeRO3(model, group, auto_wrap_policy={DecoderLayer}, **options)
-
-
-def _adamw(model: ZeRO3) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def _whole(model: ZeRO3) -> dict[str, torch.optim.Optimizer]:
@@ -76,11 +65,11 @@ def _train(kind: str, model: ZeRO3, *optimizers: torch.optim.Optimizer) -> None:
 
 def _states(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Values:
     """Those of the parameters of which this rank has a part, in full."""
-    return dict(get_optimizer_state_dict(model, optimizer, full=True)["state"])
+    return dict(checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"])
 
 
 def _found(model: ZeRO3, optimizer: torch.optim.Optimizer) -> tuple[Values, Values]:
-    return get_model_state_dict(model, full=True), _states(model, optimizer)
+    return checkpoint.get_model_state_dict(model, full=True), _states(model, optimizer)
 
 
 def _check(found: tuple[Values, ...], expected: tuple[Values, ...], what: str) -> None:
@@ -101,9 +90,9 @@ def _check(found: tuple[Values, ...], expected: tuple[Values, ...], what: str) -
 
 def _write(root: str, kind: str, split: int, options: Values) -> tuple[Values, ...]:
     model = build(kind, split, **options)
-    adamw = _adamw(model)
+    adamw = ADAMW(model.parameters())
     _train(kind, model, adamw)
-    save(f"{root}/ours", model, adamw)
+    checkpoint.save(f"{root}/ours", model, adamw)
     weights, state = theirs.get_state_dict(model, adamw)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{root}/dcp")
     expected = _found(model, adamw)
@@ -111,37 +100,37 @@ def _write(root: str, kind: str, split: int, options: Values) -> tuple[Values, .
     how = theirs.StateDictOptions(full_state_dict=True)
     weights, state = theirs.get_state_dict(model, adamw, options=how)
     _check((weights, state["state"]), expected, "full_state_dict=True")
-    _check((dict(stream_full(model, 600)),), (values,), "streamed")
+    _check((dict(checkpoint.stream_full(model, 600)),), (values,), "streamed")
     # Full values go from one rank to all, shards to their own rank, DTensors, too.
     other = build(kind, split, **options)
-    its_adamw = _adamw(other)
+    its_adamw = ADAMW(other.parameters())
     if kind == "NamedExperts":
         for call in (
-            lambda: get_model_state_dict(model, full=True, rank0_only=True),
-            lambda: set_model_state_dict(model, values, broadcast_from_rank0=True),
+            lambda: checkpoint.get_model_state_dict(model, full=True, rank0_only=True),
+            lambda: checkpoint.set_model_state_dict(model, values, broadcast_from_rank0=True),
         ):
             with pytest.raises(NotImplementedError, match="different experts"):
                 call()
     else:
-        state = get_optimizer_state_dict(model, adamw, full=True)
+        state = checkpoint.get_optimizer_state_dict(model, adamw, full=True)
         given = (values, state) if dist.get_rank() == 0 else ({}, {})
-        set_model_state_dict(other, given[0], broadcast_from_rank0=True)
-        set_optimizer_state_dict(other, its_adamw, given[1], broadcast_from_rank0=True)
+        checkpoint.set_model_state_dict(other, given[0], broadcast_from_rank0=True)
+        checkpoint.set_optimizer_state_dict(other, its_adamw, given[1], broadcast_from_rank0=True)
         _check(_found(other, its_adamw), expected, "broadcast")
     _zero(other)
     other.load_state_dict(model.state_dict())
-    _check((get_model_state_dict(other, full=True),), (values,), "shards")
+    _check((checkpoint.get_model_state_dict(other, full=True),), (values,), "shards")
     with model.summon_full_params(writeback=False):
         summoned = model.state_dict()
         whole = {n: v.full_tensor() if type(v) is DTensor else v for n, v in summoned.items()}
         _check((whole,), (values,), "summoned")
         _zero(other)
         other.load_state_dict(summoned)
-    _check((get_model_state_dict(other, full=True),), (values,), "DTensors")
+    _check((checkpoint.get_model_state_dict(other, full=True),), (values,), "DTensors")
     del adamw
     optimizers = _whole(model)
     _train(kind, model, *optimizers.values())
-    save(f"{root}/whole", model, optimizers)
+    checkpoint.save(f"{root}/whole", model, optimizers)
     return *expected, _states(model, optimizers["whole"])
 
 
@@ -157,10 +146,10 @@ def _read(root: str, kind: str, split: int, expected: tuple[Values, ...]) -> lis
         what = f"{kind}: {dist.get_world_size()} ranks, split {split}, {in_sequence}"
         for way in ("ours", "dcp"):
             model = build(kind, split, in_sequence)
-            adamw = _adamw(model)
+            adamw = ADAMW(model.parameters())
             _zero(model)
             if way == "ours":
-                load(f"{root}/ours", model, adamw)
+                checkpoint.load(f"{root}/ours", model, adamw)
             else:
                 tools: Any = theirs if in_sequence else checkpoint  # torch's functions, or ours
                 weights = tools.get_model_state_dict(model)
@@ -171,7 +160,7 @@ def _read(root: str, kind: str, split: int, expected: tuple[Values, ...]) -> lis
             _check(found := _found(model, adamw), expected[:2], f"{what}, {way}")
     del adamw
     optimizers = _whole(model)
-    load(f"{root}/whole", model, optimizers)
+    checkpoint.load(f"{root}/whole", model, optimizers)
     states = _states(model, optimizers["whole"])
     _check((states,), expected[2:], f"{what}, whole")
     return [set(each) for each in (*found, states)]

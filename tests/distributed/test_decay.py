@@ -34,7 +34,8 @@ def _ndims(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...], int]]:
     }
 
 
-def _marks_survive() -> None:
+@on_ranks(2)
+def test_marks_survive_what_is_done_to_a_model() -> None:
     expected = {
         name: (name, tuple(parameter.shape), parameter.ndim)
         for name, parameter in Convolved().named_parameters()
@@ -75,7 +76,8 @@ def _names(model: nn.Module, groups: list[dict[str, Any]]) -> list[list[str]]:
     return [[name_of[id(p)] for p in group["params"]] for group in groups]
 
 
-def _as_unsharded() -> None:
+@on_ranks(2)
+def test_groups_are_those_of_the_unsharded_model() -> None:
     for name in ("mlp", "odd_shapes", "tied_across_units", "frozen_parts"):
         case = CASES[name]
         model, plain = sharded(case), seeded(case.build)
@@ -86,7 +88,8 @@ def _as_unsharded() -> None:
         assert set(own[1]) == trainable.keys() - set(own[0])
 
 
-def _rules() -> None:
+@on_ranks(2)
+def test_rules_choose_what_does_not_decay() -> None:
     model = zero3(Mlp, Block)
     decayed, others = _names(model, decay_groups(model, no_decay=["blocks.1", "stem.weight"]))
     assert {"blocks.1.up.weight", "stem.weight"} < {*others} and "blocks.0.up.weight" in decayed
@@ -102,7 +105,8 @@ def _rules() -> None:
         assert all("head.weight" not in each for each in _names(model, decay_groups(model)))
 
 
-def _groups_of_unsharded() -> None:
+@on_ranks(2)
+def test_groups_are_made_outside_of_summon_full_params() -> None:
     model = zero3(Mlp, Block)
     expected = _names(model, decay_groups(model, no_decay=[Block]))
     sharded = {id(parameter) for parameter in model.parameters()}
@@ -120,7 +124,8 @@ def _groups_of_unsharded() -> None:
     assert decay_groups(tied, no_decay=torch.nn.Linear)[0]["params"] == []
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_what_matches_nothing_is_refused() -> None:
     model = zero3(Mlp, Block)
     stranger = zero3(Mlp, Block)
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -139,12 +144,3 @@ def _refusals() -> None:
         with pytest.raises(error, match=text):
             decay_groups(**{"model": model, **arguments})
     loss_of(model(torch.ones(2, WIDTH))).backward()
-
-
-@on_ranks(2)
-def test_marks_survive_and_groups_are_made_by_what_parameters_were() -> None:
-    _marks_survive()
-    _as_unsharded()
-    _rules()
-    _groups_of_unsharded()
-    _refusals()

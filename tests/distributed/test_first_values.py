@@ -1,5 +1,6 @@
 """Shard on the meta device, `to_empty`, draw values: what ranks hold is what one process would."""
 
+import functools
 import gc
 from collections.abc import Callable
 from itertools import cycle
@@ -103,21 +104,14 @@ def _wrapped(model: nn.Module, **options: Any) -> nn.Module:
     return ZeRO3(model, auto_wrap_policy={Block}, param_init_fn="later", **options)
 
 
-def _rows(model: nn.Module) -> nn.Module:
-    return _wrapped(model, layout="rows")
-
-
-def _layered(model: nn.Module) -> nn.Module:
-    return _wrapped(model, zero3_size=1)
-
-
-def _offloaded(model: nn.Module) -> nn.Module:
-    return _by_hand(model, offload_policy=OffloadPolicy(params=True))
-
-
-WAYS: list[Callable[[nn.Module], nn.Module]] = [
-    *(_by_hand, _wrapped, fully_shard, _rows, _layered, _offloaded)
-]
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "by hand": _by_hand,
+    "wrapped": _wrapped,
+    "fully_shard": fully_shard,
+    "rows": functools.partial(_wrapped, layout="rows"),
+    "layered": functools.partial(_wrapped, zero3_size=1),
+    "offloaded": functools.partial(_by_hand, offload_policy=OffloadPolicy(params=True)),
+}
 
 
 def _emptied(shard: Callable[[nn.Module], nn.Module] = _by_hand, **arguments: Any) -> Any:
@@ -132,13 +126,13 @@ def _tokens() -> Tensor:
 def test_what_ranks_hold_is_what_one_process_draws() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = _drawn(Titan(dtype))
-        for shard in WAYS:
+        for way, shard in WAYS.items():
             model = _drawn(_emptied(shard, dtype=dtype))
             assert [p.shape for p in model.parameters()] == [
                 p.shape for p in expected.parameters()
             ], "parameters are whole while values are drawn"
             assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-            assert_bitwise(model(_tokens()), expected(_tokens()), f"{shard.__name__}, {dtype}")
+            assert_bitwise(model(_tokens()), expected(_tokens()), f"{way}, {dtype}")
             assert_same_parameters(full_parameters(model), full_parameters(expected))
             assert all(type(p) is nn.Parameter for p in model.parameters()), "sharded ones again"
 
@@ -169,13 +163,13 @@ def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
 
     expected = Titan()
     draw(expected, empties=False)
-    for shard in WAYS:
+    for way, shard in WAYS.items():
         module = on_meta(Titan)
         module.table = torch.arange(4.0)
         expected.table = module.table
         model = shard(module)
         draw(model, empties=True)
-        assert_bitwise(model(_tokens()), expected(_tokens()), shard.__name__)
+        assert_bitwise(model(_tokens()), expected(_tokens()), way)
 
 
 class Adapted(nn.Module):

@@ -39,10 +39,12 @@ from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
     Terms,
+    backward_of,
     backward_of_all_ranks,
     batches_of,
     forward_backward,
     full_gradients,
+    in_turn,
     mlp_batches,
     seeded,
 )
@@ -147,15 +149,10 @@ class _FreezesItself(Mlp):
         block.requires_grad_(not block.up.weight.requires_grad)
 
 
-def _two_forwards(model: nn.Module, batch: Tensor) -> Tensor:
-    losses = [model(batch).square().mean() for _ in range(2)]
-    torch.stack(losses).sum().backward()
-    return losses[0].detach()
-
-
 @on_ranks(2)
 def test_a_forward_may_freeze_its_own_parameters() -> None:
-    trained_alike(_FreezesItself, Block, run=_two_forwards)
+    twice = backward_of(lambda model, batch: loss_of(model(batch)) + loss_of(model(batch)))
+    trained_alike(_FreezesItself, Block, run=twice)
 
 
 @pytest.mark.parametrize(("world_size", "zero3_size"), [(1, None), (2, None), (4, 2)])
@@ -240,11 +237,6 @@ _SETTINGS: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
 )
 
 
-def _twice(model: nn.Module, x: Tensor) -> Tensor:
-    forward_backward(model, x)
-    return forward_backward(model, x)
-
-
 @on_ranks(2)
 def test_an_optimizer_in_post_accumulate_hooks_trains_as_one_that_steps_after_backward() -> None:
     for install in (_step_in_hooks, _step_by_torch):
@@ -260,7 +252,7 @@ def test_an_optimizer_in_post_accumulate_hooks_trains_as_one_that_steps_after_ba
                     assert all(isinstance(each, WaitingGradient) for each in waiting)
                     forward_backward(model, step[dist.get_rank()])
                     assert all(parameter.grad is None for parameter in model.parameters())
-                    backward_of_all_ranks(reference, step, _twice)
+                    backward_of_all_ranks(reference, [[x, x] for x in step], in_turn)
                     optimizer.step()
                     optimizer.zero_grad()
                     assert_same_values(model, reference)

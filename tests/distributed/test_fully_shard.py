@@ -265,10 +265,6 @@ def test_the_module_stays_what_it_was() -> None:
     assert [p.layerzero.fqn for p in fully_shard(model).parameters()] == names
 
 
-def _sharded_modules(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if isinstance(m, (FSDPModule, torchs.FSDPModule))]
-
-
 def _accumulate(model: Any, micro_batches: int = 2) -> list[Tensor]:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     losses, rank = [], dist.get_rank()
@@ -301,9 +297,10 @@ def _with_lists(model: Any) -> list[Tensor]:
 
 
 def _divided(model: Any) -> list[Tensor]:
-    for module in _sharded_modules(model):
-        module.set_gradient_divide_factor(8.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if isinstance(module, (FSDPModule, torchs.FSDPModule)):
+            module.set_gradient_divide_factor(8.0)
+            module.set_force_sum_reduction_for_comms(True)
     return train(model, steps=2, optimizer="sgd_momentum")
 
 
@@ -355,10 +352,6 @@ class WithoutHead(Transformer):
     forward = Transformer.hidden
 
 
-def _registered(model: Any) -> list[Tensor]:
-    return train(model, run=backward_of(lambda model, batch: loss_of(model.logits(batch))))
-
-
 def registered(engine: Engine, model: nn.Module) -> nn.Module:
     engine.register_fsdp_forward_method(model, "logits")  # Not sharded yet: without effect.
     by_blocks(engine, model)
@@ -375,7 +368,9 @@ def test_methods_do_what_torchs_do() -> None:
     # torch's root stays full after its `unshard`, and computes with the weights of before a step.
     plain = twice(by_blocks(torchs, seeded(Transformer)))
     assert_losses(_by_hand(by_blocks(layerzero, seeded(Transformer))), plain, "unshard")
-    assert_alike(Transformer, registered, _registered, "a registered method")
+    calls = backward_of(lambda model, batch: loss_of(model.logits(batch)))
+    run = functools.partial(train, run=calls)
+    assert_alike(Transformer, registered, run, "a registered method")
 
 
 @pytest.mark.since_torch("2.13")  # torch's own engine crashes in it with 2.11

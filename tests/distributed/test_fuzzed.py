@@ -69,16 +69,20 @@ def peak_nbytes() -> int:
 
 
 @contextlib.contextmanager
-def limited_memory(more_nbytes: int = 1 << 30) -> Iterator[None]:
-    """Let allocations fail that would take this process's address space so far beyond today's."""
+def limited_memory(problems: list[str], more_nbytes: int = 1 << 30) -> Iterator[None]:
+    """Let allocations fail that would take this process's address space so far beyond today's; what
+    it has grown by is a problem, if it is much."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    former = resource.getrlimit(resource.RLIMIT_AS)
+    former, before = resource.getrlimit(resource.RLIMIT_AS), peak_nbytes()
     resource.setrlimit(resource.RLIMIT_AS, (now + more_nbytes, former[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, former)
+    grown = peak_nbytes() - before
+    if grown > MOST_NBYTES:
+        problems.append(f"host memory grew by {grown} bytes")
 
 
 FEW = 40
@@ -192,17 +196,13 @@ def check_cases(seeds: range, template: Path, scratch: Path) -> list[str]:
     logging.getLogger("layerzero").setLevel(logging.CRITICAL)
     trainer = Trainer()
     save(template, trainer.model, trainer.optimizer, scheduler=trainer.scheduler, extra=EXTRA)
-    before = peak_nbytes()
-    problems = []
-    with limited_memory():
+    problems: list[str] = []
+    with limited_memory(problems):
         for seed in seeds:
             problem = check_case(seed, template, scratch / "case", trainer)
             if problem is not None:
                 problems.append(problem)
                 trainer = Trainer()
-    grown = peak_nbytes() - before
-    if grown > MOST_NBYTES:
-        problems.append(f"host memory grew by {grown} bytes")
     return problems
 
 
@@ -309,10 +309,9 @@ def read_yaml(rng: random.Random, folder: Path) -> Callable[[], Any]:
 
 
 def check_arguments(seeds: range, folder: Path) -> list[str]:
-    problems = []
+    problems: list[str] = []
     ZeRO3(Wrapped())
-    before = peak_nbytes()
-    with limited_memory():
+    with limited_memory(problems):
         for seed in seeds:
             for make in (build, make_plan, read_yaml):
                 rng = random.Random(seed)
@@ -320,8 +319,6 @@ def check_arguments(seeds: range, folder: Path) -> list[str]:
                 _, problem = outcome(attempt, ALLOWED)
                 if problem is not None:
                     problems.append(f"{make.__name__} {seed}: {problem}")
-    if peak_nbytes() - before > MOST_NBYTES:
-        problems.append(f"host memory grew by {peak_nbytes() - before} bytes")
     return problems
 
 

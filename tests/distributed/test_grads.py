@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
 from layerzero import ZeRO3
+from tests.distributed.test_fully_shard import by_blocks
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import (
     assert_same_gradients,
@@ -26,7 +26,6 @@ from tests.harness.models import (
     Mlp,
     TiedAcrossUnits,
     Transformer,
-    TransformerBlock,
     rows,
     tensors_of,
 )
@@ -194,16 +193,6 @@ def test_parameters_that_stay_full_for_a_second_backward_are_never_stale() -> No
     assert torch.equal(model(x), plain(x))
 
 
-def _fully_sharded() -> nn.Module:
-    model = seeded(Transformer)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in model.modules():
-        if isinstance(module, TransformerBlock):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 @on_ranks(2)
 def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard() -> None:
     case = CASES["transformer"]
@@ -216,7 +205,9 @@ def test_thirty_steps_are_bitwise_those_of_ddp_and_fully_shard() -> None:
 
     ddp, model = DistributedDataParallel(seeded(Transformer)), sharded(case)
     expected = train(ddp)
-    losses = {"DistributedDataParallel": expected, "fully_shard": train(_fully_sharded())}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    theirs = by_blocks(torch.distributed.fsdp, seeded(Transformer), mesh=mesh)
+    losses = {"DistributedDataParallel": expected, "fully_shard": train(theirs)}
     own = train(model)
     assert expected[-1] < expected[0] - 1.0, "it does not train"
     for engine, theirs in losses.items():

@@ -1,6 +1,7 @@
 """Modules from the meta device get values, by functions of either kind, or a clear refusal."""
 
 import copy
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,6 @@ def _raises(module: nn.Module) -> None:
     raise KeyError("a table of values")
 
 
-def _empties(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-
-
 def _on_first_rank(module: nn.Module) -> None:
     if dist.get_rank() == 0:
         raise OSError("no such file")
@@ -211,7 +208,8 @@ def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
         with pytest.raises(error, match=pattern):
             ZeRO3(on_meta(build), **options)
 
-    for init in (_nothing, _empties, _half):
+    empties = operator.methodcaller("to_empty", device="cpu", recurse=False)
+    for init in (_nothing, empties, _half):
         for units in (None, {Block}):
             pattern = rf"^stem \(Linear\): param_init_fn {_UNWRITTEN}"
             refuses(ValueError, pattern, Mlp, param_init_fn=init, auto_wrap_policy=units)

@@ -18,7 +18,7 @@ from tests.harness.checks import (
 )
 from tests.harness.compare import assert_clips, assert_same_gradients, sharded, zero3
 from tests.harness.models import CASES, Block, Case, Mlp
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
     batches_of,
@@ -81,7 +81,8 @@ def test_norms_are_those_of_whole_tensors(world_size: int) -> None:
         _norms_of(name, (2.0, math.inf))
 
 
-def _of_parts() -> None:
+@on_ranks(2)
+def test_norms_of_parts_and_of_several_models() -> None:
     plain = seeded(Mlp)
     model = zero3(Mlp, Block)
     blocks = model.blocks[1].parameters(), list(plain.blocks[1].parameters())
@@ -103,7 +104,8 @@ def _of_parts() -> None:
     assert_bitwise(few.clip_grad_norm_(100.0).float(), torch.tensor(2.0).sqrt(), "norm")
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_has_no_norm_is_refused() -> None:
     model = zero3(Mlp, Block)
     sharded_params = list(model.parameters())
     for bad in (0.0, -1.0, math.nan):
@@ -120,7 +122,8 @@ def _refused() -> None:
         global_norm([torch.ones(99)], like=sharded_params[:1])
 
 
-def _not_finite() -> None:
+@on_ranks(2)
+def test_one_element_that_is_not_finite_shows_on_all_ranks() -> None:
     for value in (math.inf, math.nan):
         for norm_type in (2.0, math.inf):
             model, _ = _with_gradients(CASES["mlp"])
@@ -131,15 +134,9 @@ def _not_finite() -> None:
             assert_same_on_all_ranks(torch.isfinite(norm).item(), "whether the norm is finite")
 
 
-@on_ranks(2)
-def test_norms_in_programs() -> None:
-    _of_parts()
-    _refused()
-    _not_finite()
-    _torchs()
-
-
-def _torchs() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_torchs_functions_give_the_norms_of_whole_tensors(world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for norm_type in (2.0, 1.0, math.inf):
@@ -164,7 +161,3 @@ def _torchs_norm(norm_type: float) -> None:
         gradients[0][:1] = torch.inf  # On ranks that have an element there.
     with pytest.raises(RuntimeError, match="over all ranks is inf"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
-
-
-def test_torchs_norm_on_one_rank(ranks: KeptRanks) -> None:
-    ranks(1, _torchs)

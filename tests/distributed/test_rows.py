@@ -10,15 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from layerzero import MixedPrecision, ZeRO3, fully_shard, units
-from layerzero.checkpoint import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from layerzero import MixedPrecision, ZeRO3, checkpoint, fully_shard, units
 from layerzero.flat import flatten
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -111,8 +103,8 @@ def test_what_is_no_shard_of_rows_is_refused() -> None:
 
 
 def _everything(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    weights = get_model_state_dict(model, full=True)
-    state = get_optimizer_state_dict(model, optimizer, full=True)["state"]
+    weights = checkpoint.get_model_state_dict(model, full=True)
+    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
     return [weights, state]
 
 
@@ -135,7 +127,7 @@ def _into_next(own: str) -> str:
 
 
 def _by_name(model: nn.Module, optimizer: Optimizer) -> Values:
-    return {"state": get_optimizer_state_dict(model, optimizer)["state"]}
+    return {"state": checkpoint.get_optimizer_state_dict(model, optimizer)["state"]}
 
 
 def _save(folder: str) -> None:
@@ -143,7 +135,7 @@ def _save(folder: str) -> None:
     for own in LAYOUTS:
         model, optimizer = _made(case, own)
         _train(model, case, optimizer)
-        save(f"{folder}/{own}", model, optimizer, step=1)
+        checkpoint.save(f"{folder}/{own}", model, optimizer, step=1)
         state = {"model": model.state_dict(), "optimizer": _by_name(model, optimizer)}
         dcp.save(state, checkpoint_id=f"{folder}/{own} dcp")
         full = _everything(model, optimizer)
@@ -151,9 +143,11 @@ def _save(folder: str) -> None:
             torch.save(full, f"{folder}/full.pt")
         # Full state dicts into the next layout.
         again, fresh = _made(case, _into_next(own))
-        set_model_state_dict(again, full[0])
-        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        set_optimizer_state_dict(again, fresh, {"state": full[1], "param_groups": groups})
+        checkpoint.set_model_state_dict(again, full[0])
+        groups = checkpoint.get_optimizer_state_dict(model, optimizer)["param_groups"]
+        checkpoint.set_optimizer_state_dict(
+            again, fresh, {"state": full[1], "param_groups": groups}
+        )
         _assert_same(_everything(again, fresh), full, f"{own} to {_into_next(own)}")
 
 
@@ -162,7 +156,7 @@ def _load(folder: str) -> None:
     case, expected = CASES["odd_shapes"], torch.load(f"{folder}/full.pt")
     for saved in LAYOUTS:
         model, optimizer = _made(case, own := _into_next(saved))
-        load(f"{folder}/{saved}", model, optimizer)
+        checkpoint.load(f"{folder}/{saved}", model, optimizer)
         _assert_same(_everything(model, optimizer), expected, f"{saved} to {own}")
         if own != "elements":
             _check_shapes(model)
@@ -171,10 +165,10 @@ def _load(folder: str) -> None:
         model, optimizer = _made(case, own)
         state = {"model": model.state_dict(), "optimizer": _by_name(model, optimizer)}
         dcp.load(state, checkpoint_id=f"{folder}/{saved} dcp")
-        groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-        set_model_state_dict(model, state["model"])
+        groups = checkpoint.get_optimizer_state_dict(model, optimizer)["param_groups"]
+        checkpoint.set_model_state_dict(model, state["model"])
         given = {**state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(model, optimizer, given)
+        checkpoint.set_optimizer_state_dict(model, optimizer, given)
         _assert_same(_everything(model, optimizer), expected, f"{saved} to {own} by DCP")
 
 

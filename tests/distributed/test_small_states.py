@@ -58,10 +58,6 @@ def _state_of(model: ZeRO3, optimizer: Any) -> dict[str, Any]:
     return {**full_parameters(model), **flat}
 
 
-def _ranges(model: ZeRO3) -> dict[str, tuple[int, int]]:
-    return {name: p.layerzero.range for name, p in model.named_parameters()}
-
-
 def _assert_same(
     actual: dict[str, Any],
     expected: dict[str, Any],
@@ -96,7 +92,7 @@ def _go_on(folder: str, saves: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         optimizer.state  # noqa: B018  # Shown: the next step starts from what is shown.
         _steps(model, optimizer, range(5, 7))
         after[state, name] = _state_of(model, optimizer)
-    return after, _ranges(model)
+    return after, {name: p.layerzero.range for name, p in model.named_parameters()}
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits_at_any_world_size(

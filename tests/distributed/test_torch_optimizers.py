@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero import ZeRO3
-from layerzero.checkpoint import (
-    CheckpointError,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_optimizer_state_dict,
-)
+from layerzero import ZeRO3, checkpoint
 from layerzero.optim import decay_groups
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_values, sharded
@@ -122,22 +115,19 @@ def _refused() -> None:
         )
 
 
-def _everything() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message=".*(deprecated|lr_scheduler).*")
-        _same_bits()
-    _refused()
-
-
 def test_every_class_is_in_the_table() -> None:
     assert _table().keys() == _classes().keys()
 
 
 @pytest.mark.slow
-def test_the_table_is_true(ranks: KeptRanks) -> None:
+@on_ranks(2)
+def test_the_table_is_true() -> None:
     assert len(_element_wise()) > 5
-    ranks(2, _everything)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(deprecated|lr_scheduler).*")
+        _same_bits()
+    _refused()
 
 
 class Picky(torch.optim.AdamW):
@@ -169,7 +159,7 @@ def _run(
 
 
 def _full(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizer, full=True)
+    return checkpoint.get_optimizer_state_dict(model, optimizer, full=True)
 
 
 def _assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -191,7 +181,7 @@ def _saves(root: str) -> dict[str, Any]:
     for own, other in zip(picky[0].parameters(), plain[0].parameters(), strict=True):
         assert torch.equal(own, other)
     _assert_same_state(_full(*picky), _full(*plain))
-    save(root, *picky)
+    checkpoint.save(root, *picky)
     return _full(*picky)
 
 
@@ -201,10 +191,10 @@ def _loads(root: str, full: dict[str, Any]) -> None:
         loaded, given = _run(cls, 0.5), _run(cls, 0.5)
         # Plain ones have groups with parameters that are empty on every rank.
         if cls is not Picky:
-            with pytest.raises(CheckpointError, match=r"group 0 has .* blocks.0.empty"):
-                load(f"{root}/step-00000000", *loaded)
-        load(f"{root}/step-00000000", *loaded, strict=cls is Picky)
-        set_optimizer_state_dict(*given, copy.deepcopy(full), strict=cls is Picky)
+            with pytest.raises(checkpoint.CheckpointError, match=r"group 0 has .* blocks.0.empty"):
+                checkpoint.load(f"{root}/step-00000000", *loaded)
+        checkpoint.load(f"{root}/step-00000000", *loaded, strict=cls is Picky)
+        checkpoint.set_optimizer_state_dict(*given, copy.deepcopy(full), strict=cls is Picky)
         for run in (loaded, given):
             _assert_same_state(copy.deepcopy(full), _full(*run))
 
@@ -242,7 +232,7 @@ def test_state_with_other_keys_is_refused_though_the_options_are_the_same() -> N
     one, other = Sums(model.parameters()), Means(model.parameters())
     forward_backward(model, batches_of(CASES["mlp"], 1, 1)[0][0])
     one.step()
-    state = get_optimizer_state_dict(model, one)
-    with pytest.raises(CheckpointError, match="it was saved by another optimizer class"):
-        set_optimizer_state_dict(model, other, state)
-    set_optimizer_state_dict(model, one, state)
+    state = checkpoint.get_optimizer_state_dict(model, one)
+    with pytest.raises(checkpoint.CheckpointError, match="it was saved by another optimizer class"):
+        checkpoint.set_optimizer_state_dict(model, other, state)
+    checkpoint.set_optimizer_state_dict(model, one, state)

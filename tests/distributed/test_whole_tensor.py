@@ -19,7 +19,7 @@ from layerzero.optim import WholeTensorOptimizer
 from layerzero.optim.whole_tensor.plan import assign_owners
 from tests.harness.compare import assert_same_values, follow
 from tests.harness.models import CASES, Case, Transformer, TransformerBlock, loss_of
-from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
+from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import seeded
 from tests.harness.traffic import SentBytes
@@ -347,13 +347,10 @@ def _resume(kind: str) -> None:
         copy.deepcopy(again)
 
 
-def _on_two_ranks() -> None:
+@on_ranks(2)
+def test_what_a_step_holds_counts_and_saves() -> None:
     owned, bucket = 60 * 128 * 128 * 4, 1 << 18
     assert _memory(bucket) < owned + bucket, "the gradients of the owned tensors"
     _counts_steps()
     _resume("Shampoo")
     _scaler()
-
-
-def test_what_a_step_holds_counts_and_saves(ranks: KeptRanks) -> None:
-    ranks(2, _on_two_ranks)

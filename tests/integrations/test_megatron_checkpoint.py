@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from layerzero.integrations.megatron_checkpoint import (
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, recorded_operations
+from tests.harness.reference import full_parameters
 from tests.harness.saved_models import assert_same_state
 from tests.harness.traffic import SentBytes
 from tests.integrations.megatron_ranks import (
@@ -68,12 +68,6 @@ def _folder(root: str, name: str) -> str:
     folder.mkdir(exist_ok=True)
     dist.barrier()
     return str(folder)
-
-
-def _full(model: nn.Module) -> dict[str, Tensor]:
-    whole = model.summon_full_params(writeback=False) if isinstance(model, ZeRO3) else nullcontext()
-    with whole:
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _load_plain(model: nn.Module, folder: str) -> None:
@@ -287,7 +281,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
             model = zero3(gpt(**options))
             optimizer = make(model)
             train(model, optimizer, range(steps))
-            parameters, moments = _full(model), _moments(model, optimizer)
+            parameters, moments = full_parameters(model), _moments(model, optimizer)
             folder = _folder(root, f"{make.__name__} {steps}")
             saving = loading = None
             if make is _sgd:
@@ -302,7 +296,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
             for seed, resumed in ((0, model), (1, zero3(gpt(seed=1, **options)))):
                 again = optimizer if seed == 0 else make(resumed, lr=1.0)
                 _resume(resumed, again, folder, loading)
-                assert_same_state(_full(resumed), parameters)
+                assert_same_state(full_parameters(resumed), parameters)
                 if steps:
                     assert_same_state(_moments(resumed, again), moments)
                 assert train(resumed, again, range(steps, steps + 2)) == losses
@@ -403,9 +397,9 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
             _resume(model, optimizer, folder)
             main, average = expected.values()
             assert any(not value.equal(_narrowed(main)[name]) for name, value in main.items())
-            assert_same_state(_without_prefix(_full(model)), _narrowed(main))
+            assert_same_state(_without_prefix(full_parameters(model)), _narrowed(main))
             assert load_main_parameters(model, folder)
-            assert_same_state(_without_prefix(_full(model)), main)
+            assert_same_state(_without_prefix(full_parameters(model)), main)
             moments = _without_prefix(_moments(model, optimizer))
             assert_same_state({name: moments[f"{name}/exp_avg"] for name in main}, average)
             assert {float(v) for name, v in moments.items() if name.endswith("/step")} == {2.0}
@@ -416,7 +410,8 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
         assert not load_main_parameters(model, folder)
         narrow = gpt(seed=5, bf16=True).bfloat16()
         _load_plain(narrow, folder)
-        assert_same_state(_full(narrow), _narrowed(_without_prefix(_full(model)), torch.bfloat16))
+        expected = _narrowed(_without_prefix(full_parameters(model)), torch.bfloat16)
+        assert_same_state(full_parameters(narrow), expected)
 
 
 def _train_and_save(root: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -446,7 +441,7 @@ def _resize(root: str, expected: dict[str, Tensor]) -> None:
             _resume(model, optimizer, f"{root}/2")
             plain = gpt(seed=2)
             _load_plain(plain, f"{root}/2")
-            assert_same_state(_full(model), _full(plain))
+            assert_same_state(full_parameters(model), full_parameters(plain))
             dist_checkpointing.save(_entries(model, optimizer), _folder(root, axis))
 
 
@@ -578,7 +573,7 @@ def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
         assert isinstance(optimizer.optimizer, SeveralOptimizers)
         train(chunk, optimizer, range(2))
         own = copy.deepcopy(optimizer.state_dict())
-        weights = _full(chunk.engine)
+        weights = full_parameters(chunk.engine)
         with pytest.raises(NotImplementedError, match=r"Several.*; use layerzero.checkpoint.save"):
             _both(chunk, optimizer, False)
         checkpoint.save(tmp_path, chunk.engine, optimizer.optimizer.optimizers)
@@ -589,7 +584,7 @@ def test_several_optimizers_train_and_go_on(tmp_path: Path) -> None:
         assert {group["lr"] for group in its_optimizer.param_groups} == {1e-2}
         assert train(again, its_optimizer, range(2, 4)) == expected
         checkpoint.load(tmp_path, again.engine)
-        assert_same_state(_full(again.engine), weights)
+        assert_same_state(full_parameters(again.engine), weights)
         its_optimizer.load_state_dict(own)
         assert train(again, its_optimizer, range(2, 4)) == expected
         chained = ChainedOptimizer([optimizer, optimizer])

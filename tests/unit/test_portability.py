@@ -171,15 +171,9 @@ def test_no_other_file_asks_a_device_module_for_streams() -> None:
 
 
 def infer(world_size: int, **given: Any) -> MeshSizes:
-    sizes = {
-        "dp_size": None,
-        "tp_size": 1,
-        "cp_size": 1,
-        "ep_size": 1,
-        "pp_size": 1,
-        "zero3_size": None,
-    }
-    return MeshSizes.infer(world_size, **{**sizes, **given})
+    sizes: dict[str, Any] = {"dp_size": None, "zero3_size": None}
+    sizes |= dict.fromkeys(("tp_size", "cp_size", "ep_size", "pp_size"), 1)
+    return MeshSizes.infer(world_size, **sizes | given)
 
 
 def test_data_parallel_ranks_are_what_the_other_sizes_leave() -> None:
