@@ -35,6 +35,7 @@ from tests.harness.host_memory import FakeRuntime
 from tests.harness.models import CASES, WIDTH, Block, Mlp, OddShapes, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import logged
+from tests.harness.reference import on_meta
 from tests.harness.saved_models import (
     OPTIMIZERS,
     Whole,
@@ -177,9 +178,7 @@ def test_no_parameter_is_sent_and_a_model_from_the_meta_device_is_filled(tmp_pat
     optimizer.step()
     with SentBytes() as saved:
         save(tmp_path, model, optimizer)
-    with torch.device("meta"):
-        bare = _layers()
-    other = ZeRO3(bare, auto_wrap_policy={nn.Linear}, param_init_fn="later")
+    other = ZeRO3(on_meta(_layers), auto_wrap_policy={nn.Linear}, param_init_fn="later")
     other_optimizer = torch.optim.AdamW(other.parameters())
     with SentBytes() as sent:
         load(tmp_path, other, other_optimizer)

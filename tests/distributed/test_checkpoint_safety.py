@@ -1,6 +1,7 @@
 """Whatever is killed, full, flipped or cut: a checkpoint is whole, or it is refused."""
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -216,19 +217,14 @@ def _full_disk(root: str, store_folder: str) -> None:
             assert _leftovers(Path(root)) == before
             dist.barrier()
 
-    pwritev = os.pwritev
-    written = [0]
+    written = itertools.count()
 
-    def full(descriptor: int, views: list[memoryview], offset: int) -> int:
-        written[0] += 1
-        if written[0] > 1:
+    def fill(*_: Any) -> None:
+        if rank == 1 and next(written):  # Not at first.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwritev(descriptor, views, offset)
 
-    if rank == 1:
-        os.pwritev = full
-    refused(r"rank 1: .*safetensors: .*No space left on device")
-    os.pwritev = pwritev
+    with observed(os, "pwritev", fill):
+        refused(r"rank 1: .*safetensors: .*No space left on device")
     # A limit of the system's own, on rank 0 alone: heads, runs and manifest.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in (64, 2048, 5000):

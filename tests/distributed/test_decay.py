@@ -12,7 +12,7 @@ from layerzero.optim import decay_groups
 from tests.harness.compare import sharded, zero3
 from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import seeded
+from tests.harness.reference import on_meta, seeded
 
 
 class Convolved(nn.Module):
@@ -57,9 +57,8 @@ def test_marks_survive_what_is_done_to_a_model() -> None:
         copy.deepcopy(model)
     # A copy of a parameter belongs to no model.
     assert not hasattr(copy.deepcopy(model.out.weight), "layerzero")
-    with torch.device("meta"):
-        module = Convolved()
-    late = ZeRO3(module, auto_wrap_policy={nn.Linear}, device="cpu", param_init_fn="later")
+    options = {"auto_wrap_policy": {nn.Linear}, "device": "cpu", "param_init_fn": "later"}
+    late = ZeRO3(on_meta(Convolved), **options)
     assert _ndims(late) == expected
     inner = zero3(lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), nn.Linear)
     outer = ZeRO3(nn.ModuleDict({"inside": inner}))

@@ -46,6 +46,7 @@ from tests.harness.reference import (
     full_gradients,
     in_turn,
     mlp_batches,
+    on_meta,
     seeded,
 )
 from tests.harness.traffic import SentBytes
@@ -413,8 +414,7 @@ def test_a_class_derived_from_parameter_is_kept() -> None:
         assert_trains_alike(model, seeded(Uses))
         with model.summon_full_params():
             assert type(model.weight) is Scaled and model.weight.shape == (WIDTH, WIDTH)
-    with torch.device("meta"):
-        module = Uses()
+    module = on_meta(Uses)
     module.weight = Scaled(torch.empty(WIDTH, WIDTH, device="meta"))
     module.weight.scale, module.table = 2.0, nn.Buffer(torch.empty(2, device="meta"))
     module.reset_parameters = lambda: [nn.init.ones_(x) for x in (module.weight, module.table)]

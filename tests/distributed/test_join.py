@@ -30,7 +30,7 @@ from tests.harness.checks import assert_close_in_float64, named, of_floats, reco
 from tests.harness.models import Block, Mlp, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import full_parameters, seeded
+from tests.harness.reference import full_parameters, on_meta, seeded
 from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
@@ -428,9 +428,8 @@ def test_torchs_join_may_be_off() -> None:
 @on_ranks(2)
 def test_a_rank_without_a_batch_takes_part_in_the_check_of_loaded_values() -> None:
     twin = seeded(Mlp).double()
-    with torch.device("meta"):
-        module = Mlp().double()
-    model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later", timeout=TIMEOUT)
+    options = {"auto_wrap_policy": {Block}, "param_init_fn": "later", "timeout": TIMEOUT}
+    model = ZeRO3(on_meta().double(), **options)
     model.load_state_dict(twin.state_dict())
     ours, plan = Trainer(model), _counts(2, 0)
     with layerzero.join(model, ours.optimizer):

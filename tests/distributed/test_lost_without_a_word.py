@@ -20,7 +20,7 @@ from tests.harness.checks import assert_same_parameters, recorded_warnings
 from tests.harness.compare import trained_alike, zero3
 from tests.harness.models import WIDTH, Block, Mlp, Transformer
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import after_an_evaluation, full_gradients, own_batch, seeded
+from tests.harness.reference import after_an_evaluation, full_gradients, on_meta, own_batch, seeded
 
 
 def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
@@ -268,8 +268,7 @@ def _drawn_into_shards(
     """Warnings of the first training forward: meta device, shard, values, without `to_empty`."""
     build = Regular if how == "regular" else lambda: Transformer(tied=False)
     full = seeded(build).state_dict()
-    with torch.device("meta"):
-        model: Any = build()
+    model = on_meta(build)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*getattr(model, "layers", ()), model):
         layerzero.fully_shard(module, mp_policy=policy)

@@ -28,6 +28,7 @@ from tests.harness.reference import (
     full_gradients,
     full_parameters,
     mlp_batches,
+    on_meta,
     own_batch,
     seeded,
     train_rank,
@@ -259,9 +260,7 @@ def test_a_functional_call_with_other_tensors_names_what_works() -> None:
     whole = {name: torch.randn(p.layerzero.shape) for name, p in model.named_parameters()}
     with pytest.raises(RuntimeError, match="functional_call takes a copy of the module"):
         functional_call(model, whole, x)
-    with torch.device("meta"):
-        skeleton = Mlp()
-    expected = functional_call(skeleton, whole, x)
+    expected = functional_call(on_meta(), whole, x)
     with model.summon_full_params(), torch.no_grad():
         assert_bitwise(functional_call(model, whole, x), expected.detach(), "summoned")
 

@@ -3,7 +3,6 @@ stays full is written on it, and it is freed when no reason is left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
@@ -43,19 +42,14 @@ def timeline() -> Iterator[list[str]]:
     """Gathers (g) and uses (u) of blocks in order, through the unit's own methods."""
     events: list[str] = []
 
-    def noting(name: str, letter: str):
-        original = getattr(Unit, name)
+    def note(letter: str, unit: Unit) -> None:
+        if letter == "u" or unit.state.name == "SHARDED":
+            events.append(letter + unit.fqn.removeprefix("blocks."))
 
-        def note(unit, *args, **options):
-            was = unit.state.name
-            result = original(unit, *args, **options)
-            if letter != "g" or was == "SHARDED":
-                events.append(f"{letter}{unit.fqn.removeprefix('blocks.')}")
-            return result
-
-        return mock.patch.object(Unit, name, note)
-
-    with noting("unshard", "g"), noting("show_unsharded", "u"):
+    with (
+        observed(Unit, "unshard", lambda unit, **_: note("g", unit)),
+        observed(Unit, "show_unsharded", after=lambda _, unit: note("u", unit)),
+    ):
         yield events
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from layerzero.comm.pending import Pending
 from layerzero.errors import CorruptionError
 from layerzero.flat.placement import ShardGroup
 from tests.harness.ranks import of_all_ranks
+from tests.harness.recording import observed
 
 SITES = ("wire", "full buffer")
 REPLICA = "copy of a main shard"
@@ -63,19 +63,15 @@ class Trials:
         self.found = Counter()
 
     def run(self, count: int, sites: Sequence[str] = SITES) -> None:
-        real = messages.exchange
-
-        def exchange(
-            incoming: Any, outgoing: Any, group: Any, operation: Any, *more: Any, **named: Any
-        ) -> Any:
-            pending = real(incoming, outgoing, group, operation, *more, **named)
-            if operation.verb in _CHECKED and self._skip >= 0:
+        def exchanged(
+            pending: Pending, incoming: Any, _: Any, group: Any, *more: Any, **named: Any
+        ) -> None:
+            if pending.operation.verb in _CHECKED and self._skip >= 0:
                 self._skip -= 1
                 if self._skip < 0:
                     self._corrupt(pending, incoming, group)
-            return pending
 
-        with mock.patch.object(messages, "exchange", exchange):
+        with observed(messages, "exchange", after=exchanged):
             for _ in range(2):
                 self._step()
             for number in range(count):

@@ -27,7 +27,7 @@ from layerzero.step.placeholders import WaitingGradient
 from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.recording import gathered, recorded_operations
+from tests.harness.recording import gathered, observed, recorded_operations
 from tests.harness.regions import recorded_regions
 
 pytest.importorskip("megatron.core")
@@ -103,20 +103,13 @@ def _two_contribute() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _embeddings_have_their_own_rate() -> Iterator[None]:
+def _embeddings_have_their_own_rate() -> contextlib.AbstractContextManager[None]:
     """Then parameters in the wrong group give other losses."""
-    example = _example()
-    example_config = example.optimizer_config
 
-    def with_decoupled_rate(options: Any) -> Any:
-        config = example_config(options)
+    def decouple(config: Any, _: Any) -> None:
         config.decoupled_lr = 0.02
-        return config
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(example, "optimizer_config", with_decoupled_rate)
-        yield
+    return observed(_example(), "optimizer_config", after=decouple)
 
 
 def _compare(arguments: Sequence[str], ends_at: tuple[float, float] | None = None) -> list[str]:

@@ -27,6 +27,7 @@ from layerzero.state_dict.dtype_names import DTYPES
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.parameter_shard import RankLocal, rank_local
 from layerzero.state_dict.ranges import Extent, boxes, runs
+from tests.harness.recording import observed
 
 WHOLES = [(), (1,), (7,), (4, 5), (1, 5), (3, 1), (2, 3, 4), (2, 1, 3, 2), (0, 3)]
 BLOCKS = [
@@ -279,20 +280,15 @@ def test_a_folder_of_ours_without_a_manifest_is_no_folder_of_weights(tmp_path: P
             open_source(weights)
 
 
-def test_a_checkpoint_that_was_being_replaced_is_still_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_was_being_replaced_is_still_found(tmp_path: Path) -> None:
     path = _committed(tmp_path, 1, "old")
     _, partial = folder.prepare(tmp_path, 1)
-    rename = os.rename
 
-    def killed(old: Path, new: Path) -> None:
+    def kill(old: Path, new: Path) -> None:
         if old == partial:
             raise KeyboardInterrupt  # Between the two renames.
-        rename(old, new)
 
-    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
-        patches.setattr(os, "rename", killed)
+    with observed(os, "rename", kill), pytest.raises(KeyboardInterrupt):
         folder.commit(partial)
     assert (folder.resolve(tmp_path) / folder.MANIFEST).read_text() == "old"
     folder.prepare(tmp_path, 2)
