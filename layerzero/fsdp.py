@@ -192,6 +192,8 @@ def _resharding(mesh: DeviceMesh | None, value: object) -> dict[str, Any]:
     """Arguments of `ZeRO3` for torch's `reshard_after_forward` and the axes of the mesh."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh: expected a DeviceMesh or None, got {mesh!r}")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     num_copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 0
     arguments: dict[str, Any] = {"outer": "replicate"} if num_copies > 1 else {}
     if value is None or isinstance(value, bool):

@@ -79,7 +79,7 @@ def rewrap(model: ZeRO3) -> list[str]:
     patches = model.forward_patches
     if patches:
         del model.forward
-    unwrap(root.units)
+    unwrap(model, root.units)
     del unit, root
     ZeRO3.__init__(model, **given)  # type: ignore[arg-type]
     for patch in patches:

@@ -129,7 +129,7 @@ def plan_wrapping(
 
         left = left_units(module)
         if left:
-            full = unwrap(left)
+            full = unwrap(module, left)
             ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
         nested = nested_ignored(module)
     ignored = Ignored([*nested, *given.ignored_modules, *ignored_parameters])

@@ -408,9 +408,3 @@ class ParameterViews:
     def shown_for(self, sharded: nn.Parameter) -> list[nn.Parameter | None]:
         """Parameter that each slot of `sharded` shows now; None if it was removed."""
         return [slots.get(name) for slots, name, each, _ in self._entries if each is sharded]
-
-    def give_back(self, sharded: nn.Parameter, parameter: nn.Parameter) -> None:
-        """Put `parameter` in every slot that still shows `sharded`."""
-        for parameters, name, each, _ in self._entries:
-            if each is sharded and parameters.get(name) is sharded:
-                parameters[name] = parameter

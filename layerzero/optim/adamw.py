@@ -158,6 +158,22 @@ class AdamW(torch.optim.AdamW):
         self.state = given.pop("state", {})
         torch.optim.AdamW.__setstate__(self, given)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but for states as they were saved: torch's have the parameter's dtype."""
+        seen: list[dict[str, Any]] = []  # What all hooks have made of it.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: seen.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved, own = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (seen[0]["param_groups"], self.param_groups)
+        )
+        of = seen[0]["state"]
+        pairs = zip(saved, own, strict=True)
+        self.state = {**self.state, **{p: {**of[number]} for number, p in pairs if number in of}}
+
     def _rows_of(self, pairs: Pairs) -> torch.Tensor:
         """Rows for `flat_step_`: 8 columns, the sign of the gradient, the flag, and the step."""
         rows = []

@@ -59,14 +59,17 @@ def refuse_transform(label: str) -> NoReturn:
 
 
 class _SeesToEmpty(TorchFunctionMode):
-    """Sees whether a conversion is that of `to_empty`, which takes no values over."""
+    """Sees whether a conversion is that of `to_empty`, which takes no values over, and whether it
+    changes anything: `to(device)` after `to_empty` is no use of the model."""
 
-    is_to_empty = False
+    is_to_empty = changes = False
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
         if func.__name__ != "__get__":  # Not `copy_` after it, as where memory is pinned.
             self.is_to_empty = func is torch.empty_like
-        return func(*args, **kwargs or {})
+            self.changes = not args or result is not args[0]
+        return result
 
 
 def install(module: nn.Module) -> None:
@@ -85,7 +88,7 @@ def install(module: nn.Module) -> None:
         show = show_first_values if seen.is_to_empty else None
         for unit in {unit for part in parts for unit in shown_by(part).values()}:
             root: Any = unit.context.owner() if unit.has_joined else None
-            if root is not None and show is None:
+            if root is not None and show is None and (moved or seen.changes):
                 root.structure.end_first_values()
         if moved:
             _move(moved, parts, convert)
@@ -119,12 +122,8 @@ def remove(module: nn.Module) -> None:
 
 def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Our parameters on the module by name, in the form they have now: sharded or unsharded."""
-    parameters = module._parameters
-    return {
-        name: parameter
-        for name in shown_by(module)
-        if (parameter := parameters.get(name)) is not None
-    }
+    own = module._parameters
+    return {name: p for name in shown_by(module) if (p := own.get(name)) is not None}
 
 
 def _moved_by(module: nn.Module, convert: _Convert) -> Iterator[Unit]:

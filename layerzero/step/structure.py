@@ -25,6 +25,7 @@ from layerzero.step.unit import Unit, get_unit
 
 _children_of = itemgetter("_modules")
 _parameters_of = itemgetter("_parameters")
+_Modules = Iterable[tuple[str, nn.Module]]
 
 
 class Ignored:
@@ -71,7 +72,7 @@ class Structure:
         self._root_ref = weakref.ref(units[0].module)
         modules = [*self._modules(units[0].module)]
         if ignored.members:
-            ignored.names.update(name for name, each in _members(modules) if ignored.has(each))
+            ignored.names.update(name for name, each, _ in _members(modules) if ignored.has(each))
         self._named = dict(self._named_parameters(modules))
         self._take_snapshot(modules)
 
@@ -148,11 +149,11 @@ class Structure:
         """The differences, as part of a sentence; empty if there are none."""
         own = self._shown_full()
         shown_now = self._named_parameters(self._modules(self._root))
-        now = {name: own.get(id(shown), shown) for name, shown in shown_now}
+        now = {name: (own.get(id(shown), shown), slots) for name, (shown, slots) in shown_now}
         before = self._named
         came = [name for name in now if name not in before]
         gone = [name for name in before if name not in now]
-        replaced = [n for n, each in now.items() if n in before and before[n] is not each]
+        replaced = [n for n in now if n in before and not all(map(is_, now[n], before[n]))]
         parts = {"added": came, "removed": gone, "replaced": replaced}
         return "; ".join(f"{what} {some(names)}" for what, names in parts.items() if names)
 
@@ -178,26 +179,23 @@ class Structure:
     def _is_ignored(self, name: str, member: nn.Module | nn.Parameter) -> bool:
         return self.ignored.has(member) or name in self.ignored.names
 
-    def _named_parameters(
-        self, modules: Iterable[tuple[str, nn.Module]]
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, each in _members(modules):
+    def _named_parameters(self, modules: _Modules) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        for name, each, slots in _members(modules):
             if isinstance(each, torch.Tensor) and name not in self.ignored.names:
-                yield name, each
+                yield name, (each, slots)
 
     def ignored_now(self) -> Ignored:
         """The ignored modules and parameters, including those that replaced others."""
         root = self._root_ref()
         members = () if root is None else _members(self._modules(root))
-        found = [each for name, each in members if self._is_ignored(name, each)]
+        found = [each for name, each, _ in members if self._is_ignored(name, each)]
         return Ignored([*self.ignored.members, *found])
 
 
-def _members(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
-    """The modules and parameters directly in these modules, with their names in the model."""
+def _members(modules: _Modules) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The modules and parameters directly in these modules: the name of each in the model, itself,
+    and the slots of its module's parameters, which are others if another module took them over."""
     for fqn, module in modules:
         for name, each in (*module._modules.items(), *module._parameters.items()):
             if each is not None:
-                yield clean_name(f"{fqn}.{name}" if fqn else name), each
+                yield clean_name(f"{fqn}.{name}" if fqn else name), each, module._parameters

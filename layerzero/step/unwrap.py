@@ -30,13 +30,12 @@ def units_inside(module: nn.Module) -> list[Unit]:
 
     Outermost first.
     """
-    found: dict[Unit, None] = {}
-    for part in modules_of(module):
-        unit = get_unit(part)
-        if unit is not None:
-            found[unit] = None
-        found.update(dict.fromkeys(module_guards.shown_by(part).values()))
-    return sorted(found, key=lambda unit: unit.index)
+    found = (
+        unit
+        for part in modules_of(module)
+        for unit in (get_unit(part), *module_guards.shown_by(part).values())
+    )
+    return sorted(dict.fromkeys(filter(None, found)), key=lambda unit: unit.index)
 
 
 def nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
@@ -82,10 +81,11 @@ def left_units(module: nn.Module) -> list[Unit]:
     return left
 
 
-def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
+def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """Gather the parameters of `units` and leave plain modules. Collective over their groups.
 
-    Every rank then holds all of these parameters at once.
+    Every rank then holds all of these parameters at once. They are also put in place in modules
+    inside `module` that show a sharded parameter and are in no unit: those put there later.
 
     Returns:
         The full parameters, keyed by the `id` of the sharded parameters they replace.
@@ -93,11 +93,11 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     Raises:
         RuntimeError: a method of a module was replaced since it was wrapped.
     """
-    modules = {id(module): module for unit in units for module in unit.owners}
-    for module in modules.values():
-        if patched := methods.patched_methods(module):
+    owners = {id(owner): owner for unit in units for owner in unit.owners}
+    for owner in owners.values():
+        if patched := methods.patched_methods(owner):
             raise RuntimeError(
-                f"{type(module).__name__}: {patched} were replaced after wrapping, and call what "
+                f"{type(owner).__name__}: {patched} were replaced after wrapping, and call what "
                 "ZeRO3 installed there; undo that before wrapping the module again"
             )
     full: dict[int, nn.Parameter] = {}
@@ -110,25 +110,27 @@ def unwrap(units: Sequence[Unit]) -> dict[int, nn.Parameter]:
         unit.show_sharded()
         for number, handle in enumerate(unit.handles):
             handle.reset_sharded_params(unit.label)
-            full.update(_give_back(unit, handle, number))
+            full.update(_gathered(unit, handle, number))
         for hook in unit.state_dict_hooks:
             hook.remove()
-    for module in modules.values():
-        module_guards.remove(module)
-        unset_unit(module)
+    for part in (*owners.values(), *modules_of(module)):
+        for name, shown in part._parameters.items():
+            if id(shown) in full:
+                part._parameters[name] = full[id(shown)]
+    for owner in owners.values():
+        module_guards.remove(owner)
+        unset_unit(owner)
     return full
 
 
 @torch.no_grad()
-def _give_back(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn.Parameter]:
+def _gathered(unit: Unit, handle: FlatParamHandle, number: int) -> dict[int, nn.Parameter]:
     full = {}
     own, name = handle.main_shard.to(handle.full.device), Operation("unwrap", unit.label, number)
     flat = gather_along(own, handle.placement.owner_groups, lambda _: name).view(-1)
     for index, sharded in enumerate(handle.sharded_params):
         value = handle.view_of(flat, index).clone()
-        parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)
+        full[id(sharded)] = parameter = nn.Parameter(value, requires_grad=sharded.requires_grad)
         copy_attributes(sharded, parameter)
         set_sharded_param(parameter, sharded)
-        unit.views.give_back(sharded, parameter)
-        full[id(sharded)] = parameter
     return full

@@ -84,7 +84,8 @@ class RunningJoin(Extension):
         self.operations = root.operations
         self._root, self._units = root, root.units
         self._model_ref: Callable[[], Any] = root.wrapper_ref
-        self._optimizers = JoinedOptimizers(optimizers)
+        parameters = [each for unit in root.units for each in unit.sharded_params]
+        self._optimizers = JoinedOptimizers(optimizers, parameters)
         self._averages_active, self._is_torchs = averages_active, is_torchs
         self._exchange = exchange_of(root)
         self._num_ranks = self._num_active = root.placements[0].num_ranks

@@ -54,6 +54,17 @@ def _adapt(model: nn.Module) -> None:
         parameter.requires_grad_("base" not in name)
 
 
+def _take_over(model: nn.Module) -> None:
+    """As `convert_sync_batchnorm` does: another module with the same parameters."""
+    layer = nn.Linear(1, 1)
+    layer.weight, layer.bias = model.stem.weight, model.stem.bias
+    model.stem = layer
+
+
+def _tie(model: nn.Module) -> None:
+    model.blocks[0].up.weight = model.blocks[1].up.weight
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "a module replaced": (
         lambda model: setattr(model, "head", nn.Linear(WIDTH, 4)),
@@ -77,10 +88,8 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: setattr(model.stem, "bias", None),
         "removed stem.bias",
     ),
-    "a parameter tied": (
-        lambda model: setattr(model.blocks[0].up, "weight", model.blocks[1].up.weight),
-        "replaced blocks.0.up.weight",
-    ),
+    "a parameter tied": (_tie, "replaced blocks.0.up.weight"),
+    "a module that takes over": (_take_over, "replaced stem.weight, stem.bias"),
     "a sharded module": (
         lambda model: model.add_module("extra", ZeRO3(Block())),
         "added extra.up.weight",
@@ -211,6 +220,8 @@ WRAPPED_AGAIN: dict[str, Callable[[nn.Module], object]] = {
         model.head, "weight", nn.Parameter(torch.full((3, WIDTH), 0.1))
     ),
     "adapters": _adapt,
+    "a module that takes over": _take_over,
+    "a parameter tied": _tie,
     "nothing": lambda model: None,
 }
 

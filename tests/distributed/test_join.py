@@ -63,8 +63,9 @@ def _wrapped(make: Callable[[], nn.Module] = Mlp, **settings: Any) -> ZeRO3:
     return ZeRO3(seeded(make).double(), **settings)
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+def _sgd(model: nn.Module, left_out: int = 0) -> torch.optim.Optimizer:
+    given = [*model.parameters()][left_out:]
+    return torch.optim.SGD(given, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 class Trainer:
@@ -160,7 +161,7 @@ def _same_weights(model: ZeRO3, expected: nn.Module) -> None:
 
 def _train(plan: Plan, clips: float | None, active: bool, **settings: Any) -> None:
     def trainer(model: nn.Module) -> Trainer:
-        optimizer = _sgd(model)
+        optimizer = _sgd(model, left_out=3 * active)  # Gradients of these are clipped, too.
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
         return Trainer(model, optimizer, scheduler, clips=clips)
 

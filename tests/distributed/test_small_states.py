@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Sequence
 from itertools import product
@@ -23,10 +24,11 @@ from tests.harness.reference import full_parameters
 _OPTIONS: dict[str, dict[str, Any]] = {"adamw": {}, "amsgrad": {"amsgrad": True, "maximize": True}}
 
 
-def _build() -> nn.Module:
+def _build(dtype: torch.dtype = torch.float32) -> nn.Module:
     # Blocks of 256 that borders of 2, 3 and 4 shards cut, and a bias of 3 of which some ranks have
     # nothing.
-    return nn.Sequential(nn.Linear(19, 283), nn.Tanh(), nn.Linear(283, 17), nn.Linear(17, 3))
+    layers = nn.Linear(19, 283), nn.Tanh(), nn.Linear(283, 17), nn.Linear(17, 3)
+    return nn.Sequential(*layers).to(dtype)
 
 
 def _model(**options: Any) -> ZeRO3:
@@ -111,8 +113,9 @@ def test_a_checkpoint_goes_on_with_the_same_bits_at_any_world_size(
 
 @on_ranks(2)
 def test_state_dicts_lose_no_bit() -> None:
-    for state in ("float32", "bfloat16", "8bit"):
-        model = _model()
+    mains = (torch.float32, torch.bfloat16, torch.float16)
+    for state, main in itertools.product(("float32", "bfloat16", "8bit"), mains):
+        model = zero3(functools.partial(_build, main), nn.Linear)
         optimizer = AdamW(model.parameters(), lr=1e-2, state=state)
         _steps(model, optimizer, range(3))
         weights = [each.detach().clone() for each in model.parameters()]
@@ -133,7 +136,7 @@ def test_state_dicts_lose_no_bit() -> None:
                     parameter.copy_(weight)
             load()
             _steps(model, optimizer, range(3, 5))
-            _assert_same(_state_of(model, optimizer), expected, state)
+            _assert_same(_state_of(model, optimizer), expected, f"{state} for {main}")
 
 
 @on_ranks(2)

@@ -1107,8 +1107,9 @@ class Run:
         for unit in units(self._model):
             unit.reshard()  # Else full parameters, which no optimizer has, are in the model.
         options = theirs.StateDictOptions(
-            # torch's needs a state that is a tensor.
-            full_state_dict=self._steps[0][2] != "plain sgd" and self.rng.random() < 0.5,
+            # torch's needs a state that is a tensor, and Adagrad's second group has none at first.
+            full_state_dict=self._steps[0][2] not in ("plain sgd", "adagrad")
+            and self.rng.random() < 0.5,
             strict=False,  # a parameter that had no gradient yet has no state
         )
         by_name = self.rng.random() < 0.7
