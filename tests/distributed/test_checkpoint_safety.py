@@ -1,6 +1,7 @@
 """Whatever is killed, full, flipped or cut: a checkpoint is whole, or it is refused."""
 
 import errno
+import functools
 import itertools
 import json
 import os
@@ -8,12 +9,11 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -54,17 +54,14 @@ def _killed_at(number: int) -> Iterator[list[str]]:
     """`kill -9` this process before its `number`-th call that changes files. Yields the calls."""
     calls: list[str] = []
 
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            if len(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
+    def note(name: str, *_: Any, **__: Any) -> None:
+        calls.append(name)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        return call
-
-    replaced = {name: counted(name, getattr(os, name)) for name in FILE_CALLS}
-    with mock.patch.multiple(os, **replaced):
+    with ExitStack() as stack:
+        for name in FILE_CALLS:
+            stack.enter_context(observed(os, name, functools.partial(note, name)))
         yield calls
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -83,8 +84,5 @@ def _threads_counted(count: StorageCount) -> Iterator[None]:
         with CountingMode(count):
             run_all(work)
 
-    threads._run_all = counted
-    try:
+    with mock.patch.object(threads, "_run_all", counted):
         yield
-    finally:
-        threads._run_all = run_all
