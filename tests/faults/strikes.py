@@ -20,6 +20,7 @@ import torch.distributed as dist
 from layerzero.comm import new_groups, pending
 from layerzero.comm.gloo import messages
 from tests.faults.cells import Cell
+from tests.harness.recording import observed
 
 
 class Strike:
@@ -29,6 +30,7 @@ class Strike:
         self._cell = cell
         self._folder = folder
         self._is_done = False
+        self._watches = contextlib.ExitStack()
         self.brief_s = 0.4 * cell.timeout_s
         self.long_s = cell.timeout_s + cell.report_s + 3.0
 
@@ -36,14 +38,14 @@ class Strike:
         """Strike at the next call that belongs to the place."""
         if place in _CALLS:
             module, name = _CALLS[place]
-            _replace(module, name, self._at_call)
+            self._watches.enter_context(observed(module, name, self._at_call))
         else:
-            _replace(messages, "exchange", self._at_exchange)
+            self._watches.enter_context(observed(messages, "exchange", self._at_exchange))
 
     def arm_in_diagnosis(self) -> None:
         """Strike while this rank looks for the cause of an error."""
         for module in (pending, new_groups):
-            _replace(module, "diagnose", self._at_call)
+            self._watches.enter_context(observed(module, "diagnose", self._at_call))
 
     def now(self) -> None:
         if not self._is_done:
@@ -55,16 +57,14 @@ class Strike:
         path = self._folder / f"struck-{dist.get_rank()}"
         path.write_text(f"{time.monotonic()} {os.getpid()}")
 
-    def _at_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _at_call(self, *_: Any, **__: Any) -> None:
         self.now()
-        return original(*args, **kwargs)
 
-    def _at_exchange(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _at_exchange(self, *args: Any, **_: Any) -> None:
         verb, unit = _OPERATIONS[self._cell.place]
         operation = args[3]
         if operation.verb == verb and unit in operation.unit:
             self.now()
-        return original(*args, **kwargs)
 
     def _stop(self, seconds: float) -> None:
         wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
@@ -131,12 +131,3 @@ _OPERATIONS = {
     "construction: exchange": ("exchange", "arguments and parameters"),
 }
 """Verb of the operation that is struck, and a part of its unit."""
-
-
-def _replace(module: Any, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(module, name, call)
