@@ -34,7 +34,7 @@ from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.host_memory import FakeRuntime
 from tests.harness.models import CASES, WIDTH, Block, Mlp, OddShapes, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
-from tests.harness.recording import logged
+from tests.harness.recording import logged, observed
 from tests.harness.reference import on_meta
 from tests.harness.saved_models import (
     OPTIMIZERS,
@@ -327,31 +327,24 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     train(model, optimizer)
     expected = everything(model, optimizer)
     gate = threading.Event()
-    write_ranges = saving.write_ranges
-
-    def held_back(*args: Any) -> Any:
-        gate.wait(30)
-        return write_ranges(*args)
-
-    saving.write_ranges = held_back
-    handle = save(tmp_path, model, optimizer, step=1, blocking=False)
-    assert not handle.done()
-    assert not (tmp_path / "latest").exists()
-    train(model, optimizer)  # while nothing is on the disk yet
-    gate.set()
-    assert handle.wait() == tmp_path / "step-00000001"
+    with observed(saving, "write_ranges", lambda *_: gate.wait(30)):
+        handle = save(tmp_path, model, optimizer, step=1, blocking=False)
+        assert not handle.done()
+        assert not (tmp_path / "latest").exists()
+        train(model, optimizer)  # while nothing is on the disk yet
+        gate.set()
+        assert handle.wait() == tmp_path / "step-00000001"
     assert handle.done()
     load(tmp_path, model, optimizer)
     assert_same(everything(model, optimizer), expected, "as it was at the call")
 
-    def fails(*args: Any) -> Any:
+    def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    saving.write_ranges = fails
-    handle = save(tmp_path, model, optimizer, step=2, blocking=False)
-    with pytest.raises(CheckpointError, match=r"ranks 0, 1: .*No space left"):
-        save(tmp_path, model, optimizer, step=3)  # the next call tells
-    saving.write_ranges = write_ranges
+    with observed(saving, "write_ranges", fail):
+        handle = save(tmp_path, model, optimizer, step=2, blocking=False)
+        with pytest.raises(CheckpointError, match=r"ranks 0, 1: .*No space left"):
+            save(tmp_path, model, optimizer, step=3)  # the next call tells
     handle.wait()  # told already
     handle = save(tmp_path, model, optimizer, step=3, blocking=False)
     load(tmp_path, model, optimizer)  # waits for the end

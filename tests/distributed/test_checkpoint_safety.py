@@ -266,14 +266,13 @@ def test_a_second_run_is_refused_while_a_first_one_saves(tmp_path: Path) -> None
     is_first, model, other = dist.get_rank() == 0, ZeRO3(Mlp()), RootLock(tmp_path)
     (tmp_path / ".lock").write_text("process 1 on elsewhere")  # As a killed run left it.
     dist.barrier()
-    go_on, write_ranges = threading.Event(), saving.write_ranges
-    saving.write_ranges = lambda *args: go_on.wait(20) and write_ranges(*args)
-    handle = save(tmp_path, model, step=8, blocking=False)
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"):
-        other.acquire()
-    go_on.set()
-    handle.wait()
-    saving.write_ranges = write_ranges
+    go_on = threading.Event()
+    with observed(saving, "write_ranges", lambda *_: go_on.wait(20)):
+        handle = save(tmp_path, model, step=8, blocking=False)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"):
+            other.acquire()
+        go_on.set()
+        handle.wait()
     dist.barrier()
     if is_first:
         other.acquire()
