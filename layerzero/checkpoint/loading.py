@@ -17,8 +17,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,7 @@ def load(
     extra = decode(extras[own]) if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.before_load()
-    together.exchange("application", lambda: _apply(plan, optimizers))
+    together.exchange("application", plan.apply)
     return extra
 
 
@@ -188,58 +189,18 @@ def _verify(
         check_crc(where, crc, place.crc)
 
 
-def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
-    with torch.no_grad():
-        for target, memory in plan.model_parts:
-            target.copy_(memory.view(target.shape))
-    for module, value in plan.extra_states:
-        module.set_extra_state(value)
-    for name, options in plan.options.items():
-        states: dict[nn.Parameter, dict[str, Any]] = {}
-        for part in plan.state_parts[name]:
-            states.setdefault(part.parameter, {})[part.key] = part.memory.to(part.dtype)
-        for parameter, values in plan.state_values[name]:
-            own = states.setdefault(parameter, {})
-            for key, value in values.items():
-                own[key] = fill_slots(value, own.pop)
-        put_state(optimizers[name], options, states, exact=True)
-    for scheduler, state in plan.schedulers:
-        scheduler.load_state_dict(state)
-
-
-class StatePart(NamedTuple):
-    """A tensor of optimizer state to load."""
-
-    parameter: nn.Parameter
-    key: str
-    memory: torch.Tensor
-    """What is read: on the CPU, in the dtype that was saved."""
-    dtype: torch.dtype
-    """That of the state: the parameter's own now, if it was saved in the parameter's then."""
-
-
 class LoadPlan:
     """Everything that this rank loads: what is in a source for one model and what goes with it."""
 
-    model_parts: list[tuple[torch.Tensor, torch.Tensor]]
-    """Sharded parameters and buffers, each with the memory that its values are read into."""
-    state_parts: dict[str, list[StatePart]]
-    """By the optimizer's name; "" for a single one."""
     transfers: list[Transfer]
-    """Their tensors are the memory of all parts: 1-D, on the CPU."""
-    options: dict[str, list[dict[str, Any]]]
-    """Options of each group of each optimizer that is loaded."""
-    state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]]
-    """Optimizer state that is not a tensor."""
+    """Their tensors are memory of this plan: 1-D, on the CPU."""
     wanted: set[str]
     """All names of the model's parameters and buffers, including those found through aliases."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
-        self.model_parts, self.transfers = [], []
-        self.state_parts, self.options, self.state_values = {}, {}, {}
-        self.extra_states: list[tuple[nn.Module, Any]] = []
-        self.schedulers: list[tuple[Stateful, dict[str, Any]]] = []
-        self.wanted = set()
+        self.transfers, self.wanted = [], set()
+        self._changes: list[Callable[[], object]] = []
+        """What applies the values of `transfers`, and others, once they are verified."""
         self.missing: list[str] = []
         self._source = source
         self._model = model
@@ -248,6 +209,11 @@ class LoadPlan:
         keys = ((kind, name) for kind, tensors in source.tensors.items() for name in tensors)
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: Counter[tuple[str, str]] = Counter()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for change in self._changes:
+            change()
 
     def match_model(self) -> None:
         """Find parameters, buffers and extra states.
@@ -273,13 +239,14 @@ class LoadPlan:
                     f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
                 )
             else:
-                self.model_parts.append((target, self._plan_read(MODEL, name, entry)))
+                memory = self._plan_read(MODEL, name, entry)
+                self._changes.append(partial(target.copy_, memory.view(target.shape)))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         saved = self._source.manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                self.extra_states.append((module, decode(saved[name])))
+                self._changes.append(partial(module.set_extra_state, decode(saved[name])))
             else:
                 self.missing.append(f"the extra state of {name}")
 
@@ -301,7 +268,8 @@ class LoadPlan:
             )
         states = decode(manifest.scheduler)
         for name, scheduler in schedulers.items():
-            self.schedulers.append((scheduler, states[name] if name else states))
+            own = states[name] if name else states
+            self._changes.append(partial(scheduler.load_state_dict, own))
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
         """Find the state of each optimizer.
@@ -350,8 +318,8 @@ class LoadPlan:
         ]
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)
-        options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
-        self.options[optimizer_name] = [decode(each) for each in options]
+        encoded = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
+        options = [decode(each) for each in encoded]
         wanted = set(parameters_with_state(optimizer))
         name_of = {
             parameter: name
@@ -371,20 +339,34 @@ class LoadPlan:
             fill_slots(own, inside.append)
             listed = [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
             keys[parameter] = dict.fromkeys([*(k for k in listed if k not in inside), *own])
-        refuse_other_class(optimizer, self.options[optimizer_name], keys, name_of.__getitem__)
-        self.state_values[optimizer_name] = list(values.items())
-        parts = self.state_parts[optimizer_name] = []
+        refuse_other_class(optimizer, options, keys, name_of.__getitem__)
+        parts: list[tuple[nn.Parameter, str, Callable[[], torch.Tensor]]] = []
         for index, (parameter, name) in enumerate(name_of.items()):
             for tensor in saved.get(name, ()):
-                listed_key = scalar_key(optimizer_name, split_state_name(tensor)[1])
-                is_scalar = listed_key in manifest.optimizer_scalars
+                key = split_state_name(tensor)[1]
+                is_scalar = scalar_key(optimizer_name, key) in manifest.optimizer_scalars
                 is_whole = keeps_whole_states(optimizer)
-                parts.append(self._match_state(tensor, parameter, is_whole, is_scalar, index))
+                value = self._match_state(tensor, parameter, is_whole, is_scalar, index)
+                parts.append((parameter, key, value))
+
+        def change() -> None:
+            states: dict[nn.Parameter, dict[str, Any]] = {}
+            for parameter, key, value_of in parts:
+                states.setdefault(parameter, {})[key] = value_of()
+            for parameter, others in values.items():
+                own = states.setdefault(parameter, {})
+                for key, value in others.items():
+                    own[key] = fill_slots(value, own.pop)
+            put_state(optimizer, options, states, exact=True)
+
+        self._changes.append(change)
 
     def _match_state(
         self, name: str, parameter: nn.Parameter, is_whole: bool, is_scalar: bool, index: int
-    ) -> StatePart:
-        parameter_name, key = split_state_name(name)
+    ) -> Callable[[], torch.Tensor]:
+        """Returns what makes a tensor of optimizer state of what was read, on the CPU: it is in the
+        parameter's dtype now, if it was saved in the parameter's then."""
+        parameter_name, _ = split_state_name(name)
         saved = self._source.tensors[OPTIMIZER][name].entry
         is_scalar = is_scalar and not saved.shape  # It may be a tensor for other parameters.
         # `like` only selects the place: that of a scalar, or that of the parameter.
@@ -402,7 +384,7 @@ class LoadPlan:
         follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
         memory = self._plan_read(OPTIMIZER, name, entry)
         dtype = parameter.dtype if follows else saved.dtype
-        return StatePart(parameter, key, memory.view(like.shape), dtype)
+        return partial(memory.view(like.shape).to, dtype)
 
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
