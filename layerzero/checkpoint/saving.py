@@ -13,6 +13,7 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -170,8 +171,8 @@ def save(
 
     arguments = [str(path), step, keep]
     plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
-    lock = folders.RootLock(path)
-    made: list[Path] = []
+    held = contextlib.ExitStack()
+    """On the first rank: the lock, and the folder, which is removed unless it is committed."""
 
     def prepare() -> tuple[int, str] | None:
         plan.match()
@@ -182,9 +183,9 @@ def save(
             plan.transfers = _stage(plan.transfers)
         if not together.is_first:
             return None
-        lock.acquire()
+        held.enter_context(folders.locked(path))
         number, partial = folders.prepare(path, step)
-        made.append(partial)
+        held.callback(shutil.rmtree, partial, ignore_errors=True)
         for file in itertools.chain.from_iterable(plan.files.values()):
             folders.write_durably(partial / file.name, file.head, file.nbytes)
         return number, partial.name
@@ -192,14 +193,12 @@ def save(
     try:
         number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
-        for partial in made:
-            shutil.rmtree(partial, ignore_errors=True)
-        lock.release()
+        held.close()
         raise
     final = path / folders.step_name(number)
     handle = SaveHandle(final, number)
     partial = path / partial_name
-    work = functools.partial(_write_and_commit, partial, plan, together, number, keep, lock)
+    work = functools.partial(_write_and_commit, partial, plan, together, number, keep, held)
     if blocking:
         work()
     else:
@@ -243,7 +242,7 @@ def _write_and_commit(
     together: CheckpointGroup,
     step: int,
     keep: int | None,
-    lock: folders.RootLock,
+    held: contextlib.ExitStack,
 ) -> None:
     """The second half of a save. Runs in the caller or in a thread."""
 
@@ -254,19 +253,13 @@ def _write_and_commit(
         if keep is not None:
             folders.prune(final.parent, keep, final)
 
-    try:
+    with held:
         tallies = together.exchange(
             f"checksums written to {partial.name}",
             lambda: write_ranges(partial, plan.transfers),
             plan.nbytes_moved,
         )
         together.from_first("commit", commit)
-    except BaseException:
-        if together.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
 
 
 class SavePlan:
