@@ -181,9 +181,9 @@ def _verify(
     for (number, _), (nbytes, crc) in sorted(sums.items()):
         name, place = by_number[number % len(by_number)]
         where = f"{source.folder / place.file}: {name}"
-        if nbytes != place.entry.nbytes:
+        if nbytes != place.nbytes:
             raise CheckpointError(
-                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; process_group= has "
+                f"{where}: ranks read {nbytes} of {place.nbytes} bytes; process_group= has "
                 "to contain every rank of the model"
             )
         check_crc(where, crc, place.crc)
@@ -234,10 +234,8 @@ class LoadPlan:
                 continue
             name, place = found
             self.wanted.add(name)
-            if place.entry.shape != entry.extent.shape:
-                misfits.append(
-                    f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
-                )
+            if place.shape != entry.extent.shape:
+                misfits.append(f"{name} is {place.shape}, but {entry.extent.shape} in the model")
             else:
                 memory = self._plan_read(MODEL, name, entry)
                 self._changes.append(partial(target.copy_, memory.view(target.shape)))
@@ -367,7 +365,7 @@ class LoadPlan:
         """Returns what makes a tensor of optimizer state of what was read, on the CPU: it is in the
         parameter's dtype now, if it was saved in the parameter's then."""
         parameter_name, _ = split_state_name(name)
-        saved = self._source.tensors[OPTIMIZER][name].entry
+        saved = self._source.tensors[OPTIMIZER][name]
         is_scalar = is_scalar and not saved.shape  # It may be a tensor for other parameters.
         # `like` only selects the place: that of a scalar, or that of the parameter.
         like = torch.empty((), device="cpu") if is_scalar else parameter.detach()
@@ -381,7 +379,7 @@ class LoadPlan:
                 "a layerzero.optim.WholeTensorOptimizer"
             )
         main = self._source.tensors[MODEL].get(parameter_name)
-        follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
+        follows = main is not None and main.dtype == saved.dtype and not is_scalar
         memory = self._plan_read(OPTIMIZER, name, entry)
         dtype = parameter.dtype if follows else saved.dtype
         return partial(memory.view(like.shape).to, dtype)
@@ -389,14 +387,14 @@ class LoadPlan:
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
         # Memory of its own for each: it may become the state, and others are freed before it.
-        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="cpu")
+        memory = torch.empty(entry.stop - entry.start, dtype=place.dtype, device="cpu")
         prefer_huge_pages(memory, collapse=False)
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.
         number = self._numbers[kind, name] + self._times_read[kind, name] * len(self._numbers)
         self._times_read[kind, name] += 1
         entry = replace(entry, name=name, tensor=memory)
-        self.transfers.append(Transfer(place.file, place.entry, number, entry))
+        self.transfers.append(Transfer(place, number, entry))
         return memory
 
     def _note_missing(self, what: str) -> None:

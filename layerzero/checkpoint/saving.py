@@ -362,7 +362,7 @@ class SavePlan:
             CheckpointError: the rank that should announce a tensor does not have it.
         """
         places = {
-            (kind, name): (file.name, entry)
+            (kind, name): entry._replace(file=file.name)
             for kind, files in self.files.items()
             for file in files
             for name, entry in file.tensors.items()
@@ -378,7 +378,7 @@ class SavePlan:
                 )
             writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
             if writes and entry.tensor.numel():
-                self.transfers.append(Transfer(*places[key], self._numbers[key], entry))
+                self.transfers.append(Transfer(places[key], self._numbers[key], entry))
         del self._entries  # The tensors of a background save are copies, which need no others.
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:
