@@ -17,5 +17,5 @@ from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.names import Names, named_buffers, names_in_groups
 from layerzero.state_dict.optimizer_state import put_state, state_template
 from layerzero.state_dict.optimizers import keeps_whole_states
-from layerzero.state_dict.preconditions import refuse_experts, root_state_of
+from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.state_dict.ranges import Box, Extent, boxes

@@ -56,7 +56,7 @@ from layerzero.state_dict.optimizers import (
     check_optimizers,
     check_schedulers,
 )
-from layerzero.state_dict.preconditions import root_state_of
+from layerzero.state_dict.preconditions import root_states_of
 from layerzero.watch.events import stream_interface
 
 _logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def save(
     max_file_nbytes = parse_nbytes(max_file_size, "max_file_size")
     optimizers = check_optimizers(optimizer, "save")
     schedulers = check_schedulers(scheduler, "save")
-    state = root_state_of(model, "save", is_collective=True)
+    state = root_states_of(model, "save", is_collective=True)[0]
     together = checkpoint_group_of(state, process_group)
 
     arguments = [str(path), step, keep]

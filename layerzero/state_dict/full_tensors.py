@@ -27,7 +27,7 @@ from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, named_buffers
-from layerzero.state_dict.preconditions import root_state_of, unit_of
+from layerzero.state_dict.preconditions import root_states_of, unit_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
@@ -97,7 +97,7 @@ def stream_full(
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     nbytes = parse_nbytes(bucket_bytes, "bucket_bytes")
-    root_state_of(model, "stream_full", is_collective=True)
+    root_states_of(model, "stream_full", is_collective=True)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         names = Names(model)

@@ -45,7 +45,7 @@ from layerzero.state_dict.optimizers import (
     take_tensors,
 )
 from layerzero.state_dict.parameter_shard import ParameterShard, RankLocal
-from layerzero.state_dict.preconditions import refuse_experts, root_state_of, root_states_of
+from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.step.root import RootState
 from layerzero.step.unit import get_unit
 
@@ -303,7 +303,7 @@ def set_model_state_dict(
         RuntimeError: names or shapes do not fit; the model is in backward.
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    state = root_state_of(model, "set_model_state_dict", broadcast_from_rank0)
+    state = root_states_of(model, "set_model_state_dict", broadcast_from_rank0)[0]
     if broadcast_from_rank0:
         names = Names(model)
         sharded_params = {f"[{name}]": p for p, found in names.parameters for name in found}
@@ -343,7 +343,7 @@ def set_optimizer_state_dict(
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     check_optimizer(optimizer, "set_optimizer_state_dict: optimizer")
-    root = root_state_of(model, "set_optimizer_state_dict", broadcast_from_rank0)
+    root = root_states_of(model, "set_optimizer_state_dict", broadcast_from_rank0)[0]
     names = Names(model)
     if broadcast_from_rank0:
         sharded_params = {f"[state][{found[0]}]": p for p, found in names.parameters}
