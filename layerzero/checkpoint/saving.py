@@ -292,10 +292,34 @@ class SavePlan:
         max_file_nbytes: int,
         arguments: list[Any],
     ) -> None:
-        messages = together.exchange(
-            f"names to save to {arguments[0]}",
-            lambda: self._collect(model, optimizers, schedulers, extra, arguments),
-        )
+        def collect() -> dict[str, Any]:
+            """List this rank's content; returns the announcement for all ranks."""
+            names = Names(model)
+            self._groups = optimizer_groups(optimizers, names) if optimizers else None
+            parts = optimizer_parts(optimizers, names)
+            self._entries = [*model_entries(model, names), *parts.entries]
+            states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
+            is_single = schedulers is None or list(states) == [""]
+            self._scheduler = encode(
+                states.get("") if is_single else states, "the scheduler's state"
+            )
+            self._scheduler_names = None if is_single else sorted(states)
+            return {
+                "arguments": arguments,
+                "optimizers": list(optimizers),
+                "groups": hashlib.sha256(json.dumps(self._groups).encode()).hexdigest(),
+                "scalar_keys": parts.scalar_keys,
+                "values": parts.values,
+                "extra": encode(extra, "extra"),
+                "extra_states": {
+                    name: encode(module.get_extra_state(), f"the extra state of {name}")
+                    for name, module in extra_states(model).items()
+                },
+                "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
+                "entries": announce(self._entries),
+            }
+
+        messages = together.exchange(f"names to save to {arguments[0]}", collect)
         _check_same("root, step and keep", [each["arguments"] for each in messages], together)
         given = [sorted(each["optimizers"]) for each in messages]
         _check_same("names of optimizers", given, together)
@@ -322,38 +346,6 @@ class SavePlan:
             extra_states={n: v for each in messages for n, v in each["extra_states"].items()},
             aliases={alias: each.name for each in announced for alias in each.aliases},
         )
-
-    def _collect(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        schedulers: Mapping[str, Stateful] | None,
-        extra: Any,
-        arguments: list[Any],
-    ) -> dict[str, Any]:
-        """List this rank's content; returns the announcement for all ranks. Not collective."""
-        names = Names(model)
-        self._groups = optimizer_groups(optimizers, names) if optimizers else None
-        parts = optimizer_parts(optimizers, names)
-        self._entries = [*model_entries(model, names), *parts.entries]
-        states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
-        is_single = schedulers is None or list(states) == [""]
-        self._scheduler = encode(states.get("") if is_single else states, "the scheduler's state")
-        self._scheduler_names = None if is_single else sorted(states)
-        return {
-            "arguments": arguments,
-            "optimizers": list(optimizers),
-            "groups": hashlib.sha256(json.dumps(self._groups).encode()).hexdigest(),
-            "scalar_keys": parts.scalar_keys,
-            "values": parts.values,
-            "extra": encode(extra, "extra"),
-            "extra_states": {
-                name: encode(module.get_extra_state(), f"the extra state of {name}")
-                for name, module in extra_states(model).items()
-            },
-            "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
-            "entries": announce(self._entries),
-        }
 
     def match(self) -> None:
         """Find the place of each shard that this rank writes. Not collective.
