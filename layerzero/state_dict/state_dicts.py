@@ -23,7 +23,7 @@ from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.full_tensors import gather, root_of
+from layerzero.state_dict.full_tensors import gather
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.names import Names, names_in_groups
@@ -252,24 +252,24 @@ def gather_shards(
         NotImplementedError: a value is optimizer state of one rank only (`RankLocal`).
         CollectiveError: a rank died, or did not take part within the timeout.
     """
-    by_root: dict[int, tuple[RootState, dict[int, ParameterShard]]] = {}
+    by_root: dict[RootState, dict[int, tuple[nn.Parameter, torch.Tensor]]] = {}
 
     def collect(value: Any) -> None:
         if isinstance(value, ParameterShard):
-            root = root_of(value)
-            by_root.setdefault(id(root), (root, {}))[1][id(value)] = value
+            root, sharded_param = value.owner()
+            by_root.setdefault(root, {})[id(value)] = sharded_param, value.local
         elif isinstance(value, RankLocal):
             value.refuse()
 
     map_values(state_dict, collect)
     keeps = not ranks_only or dist.get_rank() in ranks_only
     full: dict[int, torch.Tensor | None] = {}
-    for root, shards in by_root.values():
+    for root, shards in by_root.items():
         if ranks_only:
             refuse_experts(root, "full tensors on some ranks only")
-        for shard, value in gather(root, list(shards.values())):
+        for key, value in gather(root, shards):
             device = "cpu" if cpu_offload else value.device
-            full[id(shard)] = value.detach().to(device, copy=True) if keeps else None
+            full[key] = value.detach().to(device, copy=True) if keeps else None
             del value
 
     def replaced(value: Any) -> Any:
