@@ -14,7 +14,7 @@ from layerzero.checkpoint.source import open_source
 from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.json_codec import decode
-from layerzero.state_dict.names import Names, named_buffers, names_in_groups
+from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
 from layerzero.state_dict.optimizers import keeps_whole_states
 from layerzero.state_dict.preconditions import refuse_experts, root_states_of

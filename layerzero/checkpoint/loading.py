@@ -43,7 +43,7 @@ from layerzero.notices import some
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode
-from layerzero.state_dict.names import Names, named_buffers, names_in_groups
+from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, put_state, refuse_other_class
 from layerzero.state_dict.optimizers import (
     Optimizers,
@@ -216,11 +216,7 @@ class LoadPlan:
             change()
 
     def match_model(self) -> None:
-        """Find parameters, buffers and extra states.
-
-        Raises:
-            CheckpointError: shapes differ.
-        """
+        """Find parameters, buffers and extra states."""
         misfits = []
         targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
         targets += [buffer for buffer, _ in named_buffers(self._model)]
@@ -249,11 +245,6 @@ class LoadPlan:
                 self.missing.append(f"the extra state of {name}")
 
     def match_schedulers(self, schedulers: Mapping[str, Stateful]) -> None:
-        """
-        Raises:
-            CheckpointError: one is to be loaded and several were saved by name, or they have other
-                names.
-        """
         manifest = self._source.manifest
         if manifest.scheduler is None:
             self._note_missing("scheduler")
@@ -270,12 +261,7 @@ class LoadPlan:
             self._changes.append(partial(scheduler.load_state_dict, own))
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
-        """Find the state of each optimizer.
-
-        Raises:
-            CheckpointError: as `match_optimizer`; or, with `strict`, they have other names than
-                those that were saved.
-        """
+        """Find the state of each optimizer."""
         manifest = self._source.manifest
         if manifest.optimizer_groups is None:
             self._note_missing("optimizer")
@@ -312,7 +298,7 @@ class LoadPlan:
         aliases = manifest.aliases
         names_of_groups = [
             [each if each in known else aliases.get(each, each) for each in group]
-            for group in names_in_groups(self._names, optimizer, optimizer_name)
+            for group in self._names.in_groups(optimizer, optimizer_name)
         ]
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)

@@ -348,11 +348,7 @@ class SavePlan:
         )
 
     def match(self) -> None:
-        """Find the place of each shard that this rank writes. Not collective.
-
-        Raises:
-            CheckpointError: the rank that should announce a tensor does not have it.
-        """
+        """Find the place of each shard that this rank writes. Not collective."""
         places = {
             (kind, name): entry._replace(file=file.name)
             for kind, files in self.files.items()

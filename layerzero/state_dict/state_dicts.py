@@ -26,7 +26,7 @@ from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.full_tensors import gather
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of
-from layerzero.state_dict.names import Names, names_in_groups
+from layerzero.state_dict.names import Names
 from layerzero.state_dict.optimizer_shards import shards_of_state
 from layerzero.state_dict.optimizer_state import (
     options_of_groups,
@@ -139,7 +139,7 @@ def get_optimizer_state_dict(
             "layerzero.checkpoint.save, which writes them without gathering"
         )
     names = Names(model)
-    members = names_in_groups(names, optimizer)
+    members = names.in_groups(optimizer)
     groups = [
         {**copy.deepcopy(options_of(group)), "params": params}
         for group, params in zip(optimizer.param_groups, members, strict=True)
@@ -351,7 +351,7 @@ def set_optimizer_state_dict(
         cut = {} if keeps_whole_states(optimizer) else sharded_params
         optim_state_dict = _from_first(root, optim_state_dict, cut)
     saved = [(options_of(group), group["params"]) for group in optim_state_dict["param_groups"]]
-    groups, given = names_in_groups(names, optimizer), optim_state_dict["state"]
+    groups, given = names.in_groups(optimizer), optim_state_dict["state"]
     options = options_of_groups(groups, saved, strict, "the state dict")
     owned = {parameter: names.first(parameter) for parameter in parameters_with_state(optimizer)}
     states = {parameter: given[name] for parameter, name in owned.items() if name in given}

@@ -15,14 +15,7 @@ from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
-from layerzero.state_dict.names import (
-    Names,
-    extent_of,
-    group_text,
-    name_among_all,
-    named_buffers,
-    names_in_groups,
-)
+from layerzero.state_dict.names import Names, extent_of, group_text, name_among_all, named_buffers
 from layerzero.state_dict.optimizers import (
     Optimizers,
     keeps_whole_states,
@@ -145,7 +138,7 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
     groups = []
     for name, optimizer in optimizers.items():
         of_whom = {OF_OPTIMIZER: name} if name else {}
-        members = names_in_groups(names, optimizer, name)
+        members = names.in_groups(optimizer, name)
         for number, group in enumerate(optimizer.param_groups):
             options = {
                 key: encode(value, f"option {key!r} of {group_text(name, number)}")

@@ -22,13 +22,7 @@ from torch import nn
 
 from layerzero import ZeRO3
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import (
-    Names,
-    keeps_whole_states,
-    names_in_groups,
-    put_state,
-    state_template,
-)
+from layerzero.checkpoint.adapters import Names, keeps_whole_states, put_state, state_template
 from layerzero.integrations.engine import some
 from layerzero.integrations.megatron.checkpoint import EmptyShard
 from layerzero.integrations.megatron.several import AnyOptimizer, parameters_in
@@ -159,7 +153,7 @@ def _groups_and_step(state: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, An
 
 def _names(engines: Sequence[ZeRO3], optimizer: torch.optim.Optimizer) -> Names:
     names = Names(engines[0] if len(engines) == 1 else nn.ModuleList(engines))
-    names_in_groups(names, optimizer)  # Raises for a parameter that is not the model's.
+    names.in_groups(optimizer)  # Raises for a parameter that is not the model's.
     return names
 
 
