@@ -296,8 +296,8 @@ class SavePlan:
             """List this rank's content; returns the announcement for all ranks."""
             names = Names(model)
             self._groups = optimizer_groups(optimizers, names) if optimizers else None
-            parts = optimizer_parts(optimizers, names)
-            self._entries = [*model_entries(model, names), *parts.entries]
+            entries, scalar_keys, values = optimizer_parts(optimizers, names)
+            self._entries = [*model_entries(model, names), *entries]
             states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
             is_single = schedulers is None or list(states) == [""]
             self._scheduler = encode(
@@ -308,8 +308,8 @@ class SavePlan:
                 "arguments": arguments,
                 "optimizers": list(optimizers),
                 "groups": hashlib.sha256(json.dumps(self._groups).encode()).hexdigest(),
-                "scalar_keys": parts.scalar_keys,
-                "values": parts.values,
+                "scalar_keys": scalar_keys,
+                "values": values,
                 "extra": encode(extra, "extra"),
                 "extra_states": {
                     name: encode(module.get_extra_state(), f"the extra state of {name}")
