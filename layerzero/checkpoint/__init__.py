@@ -13,9 +13,13 @@ from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.saving import SaveHandle, save
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.full_tensors import stream_full
-from layerzero.state_dict.get_state_dict import get_model_state_dict, get_optimizer_state_dict
 from layerzero.state_dict.parameter_shard import ParameterShard
-from layerzero.state_dict.set_state_dict import set_model_state_dict, set_optimizer_state_dict
+from layerzero.state_dict.state_dicts import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 __all__ = [
     "CheckpointError",

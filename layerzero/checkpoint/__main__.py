@@ -16,6 +16,7 @@ from typing import Any
 from layerzero.checkpoint.format.folder import MANIFEST, read_small, resolve
 from layerzero.checkpoint.format.manifest import Manifest, check_file_name
 from layerzero.checkpoint.source import check_file, open_source
+from layerzero.state_dict.dtype_names import dtype_name
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.optimizers import map_values
 
@@ -51,8 +52,8 @@ def _inspect(path: Path) -> int:
     if manifest.files:
         found |= {**vars(manifest), "files": {k: r.nbytes for k, r in manifest.files.items()}}
     found["tensors"] = {
-        kind: {name: f"{place.dtype} {list(place.shape)}" for name, place in places.items()}
-        for kind, places in source.tensors.items()
+        kind: {n: f"{dtype_name(e.dtype, n)} {list(e.shape)}" for n, e in entries.items()}
+        for kind, entries in source.tensors.items()
     }
     print(json.dumps(map_values(found, _cut), indent=1))
     return 0

@@ -4,7 +4,9 @@ A change to one of these names affects every adapter; everything else in `checkp
 `state_dict/` is internal, which `tests/unit/test_imports.py` enforces.
 """
 
-from __future__ import annotations
+# Every import is an export.
+# ruff: noqa: F401
+# mypy: implicit-reexport
 
 from layerzero.checkpoint.format.folder import committed_steps
 from layerzero.checkpoint.format.inventory import MODEL
@@ -12,29 +14,8 @@ from layerzero.checkpoint.source import open_source
 from layerzero.experts.names import global_name, under_global_names
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
 from layerzero.state_dict.json_codec import decode
-from layerzero.state_dict.names import Names, named_buffers, names_in_groups
+from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.optimizer_state import put_state, state_template
 from layerzero.state_dict.optimizers import keeps_whole_states
-from layerzero.state_dict.preconditions import refuse_experts, root_state_of
+from layerzero.state_dict.preconditions import refuse_experts, root_states_of
 from layerzero.state_dict.ranges import Box, Extent, boxes
-
-__all__ = [
-    "MODEL",
-    "Box",
-    "Extent",
-    "Names",
-    "boxes",
-    "checkpoint_group_of",
-    "committed_steps",
-    "decode",
-    "global_name",
-    "keeps_whole_states",
-    "named_buffers",
-    "names_in_groups",
-    "open_source",
-    "put_state",
-    "refuse_experts",
-    "root_state_of",
-    "state_template",
-    "under_global_names",
-]

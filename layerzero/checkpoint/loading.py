@@ -17,8 +17,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ from layerzero.notices import some
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode
-from layerzero.state_dict.names import Names, named_buffers, names_in_groups
+from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, put_state, refuse_other_class
 from layerzero.state_dict.optimizers import (
     Optimizers,
@@ -57,6 +58,7 @@ from layerzero.state_dict.optimizers import (
 from layerzero.state_dict.preconditions import root_states_of
 
 _logger = logging.getLogger(__name__)
+_copy_ = torch.no_grad()(torch.Tensor.copy_)
 
 
 def load(
@@ -143,7 +145,7 @@ def load(
     extra = decode(extras[own]) if extras else None
     for unit in itertools.chain.from_iterable(root.units for root in roots):
         unit.before_load()
-    together.exchange("application", lambda: _apply(plan, optimizers))
+    together.exchange("application", plan.apply)
     return extra
 
 
@@ -180,66 +182,26 @@ def _verify(
     for (number, _), (nbytes, crc) in sorted(sums.items()):
         name, place = by_number[number % len(by_number)]
         where = f"{source.folder / place.file}: {name}"
-        if nbytes != place.entry.nbytes:
+        if nbytes != place.nbytes:
             raise CheckpointError(
-                f"{where}: ranks read {nbytes} of {place.entry.nbytes} bytes; process_group= has "
+                f"{where}: ranks read {nbytes} of {place.nbytes} bytes; process_group= has "
                 "to contain every rank of the model"
             )
         check_crc(where, crc, place.crc)
 
 
-def _apply(plan: LoadPlan, optimizers: Optimizers) -> None:
-    with torch.no_grad():
-        for target, memory in plan.model_parts:
-            target.copy_(memory.view(target.shape))
-    for module, value in plan.extra_states:
-        module.set_extra_state(value)
-    for name, options in plan.options.items():
-        states: dict[nn.Parameter, dict[str, Any]] = {}
-        for part in plan.state_parts[name]:
-            states.setdefault(part.parameter, {})[part.key] = part.memory.to(part.dtype)
-        for parameter, values in plan.state_values[name]:
-            own = states.setdefault(parameter, {})
-            for key, value in values.items():
-                own[key] = fill_slots(value, own.pop)
-        put_state(optimizers[name], options, states, exact=True)
-    for scheduler, state in plan.schedulers:
-        scheduler.load_state_dict(state)
-
-
-class StatePart(NamedTuple):
-    """A tensor of optimizer state to load."""
-
-    parameter: nn.Parameter
-    key: str
-    memory: torch.Tensor
-    """What is read: on the CPU, in the dtype that was saved."""
-    dtype: torch.dtype
-    """That of the state: the parameter's own now, if it was saved in the parameter's then."""
-
-
 class LoadPlan:
     """Everything that this rank loads: what is in a source for one model and what goes with it."""
 
-    model_parts: list[tuple[torch.Tensor, torch.Tensor]]
-    """Sharded parameters and buffers, each with the memory that its values are read into."""
-    state_parts: dict[str, list[StatePart]]
-    """By the optimizer's name; "" for a single one."""
     transfers: list[Transfer]
-    """Their tensors are the memory of all parts: 1-D, on the CPU."""
-    options: dict[str, list[dict[str, Any]]]
-    """Options of each group of each optimizer that is loaded."""
-    state_values: dict[str, list[tuple[nn.Parameter, dict[str, Any]]]]
-    """Optimizer state that is not a tensor."""
+    """Their tensors are memory of this plan: 1-D, on the CPU."""
     wanted: set[str]
     """All names of the model's parameters and buffers, including those found through aliases."""
 
     def __init__(self, source: Source, model: nn.Module, strict: bool) -> None:
-        self.model_parts, self.transfers = [], []
-        self.state_parts, self.options, self.state_values = {}, {}, {}
-        self.extra_states: list[tuple[nn.Module, Any]] = []
-        self.schedulers: list[tuple[Stateful, dict[str, Any]]] = []
-        self.wanted = set()
+        self.transfers, self.wanted = [], set()
+        self._changes: list[Callable[[], object]] = []
+        """What applies the values of `transfers`, and others, once they are verified."""
         self.missing: list[str] = []
         self._source = source
         self._model = model
@@ -249,12 +211,12 @@ class LoadPlan:
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._times_read: Counter[tuple[str, str]] = Counter()
 
-    def match_model(self) -> None:
-        """Find parameters, buffers and extra states.
+    def apply(self) -> None:
+        for change in self._changes:
+            change()
 
-        Raises:
-            CheckpointError: shapes differ.
-        """
+    def match_model(self) -> None:
+        """Find parameters, buffers and extra states."""
         misfits = []
         targets: list[torch.Tensor] = [parameter for parameter, _ in self._names.parameters]
         targets += [buffer for buffer, _ in named_buffers(self._model)]
@@ -268,27 +230,21 @@ class LoadPlan:
                 continue
             name, place = found
             self.wanted.add(name)
-            if place.entry.shape != entry.extent.shape:
-                misfits.append(
-                    f"{name} is {place.entry.shape}, but {entry.extent.shape} in the model"
-                )
+            if place.shape != entry.extent.shape:
+                misfits.append(f"{name} is {place.shape}, but {entry.extent.shape} in the model")
             else:
-                self.model_parts.append((target, self._plan_read(MODEL, name, entry)))
+                memory = self._plan_read(MODEL, name, entry)
+                self._changes.append(partial(_copy_, target, memory.view(target.shape)))
         if misfits:
             raise CheckpointError(f"{self._source.folder}: shapes differ: {some(misfits)}")
         saved = self._source.manifest.extra_states
         for name, module in extra_states(self._model).items():
             if name in saved:
-                self.extra_states.append((module, decode(saved[name])))
+                self._changes.append(partial(module.set_extra_state, decode(saved[name])))
             else:
                 self.missing.append(f"the extra state of {name}")
 
     def match_schedulers(self, schedulers: Mapping[str, Stateful]) -> None:
-        """
-        Raises:
-            CheckpointError: one is to be loaded and several were saved by name, or they have other
-                names.
-        """
         manifest = self._source.manifest
         if manifest.scheduler is None:
             self._note_missing("scheduler")
@@ -301,15 +257,11 @@ class LoadPlan:
             )
         states = decode(manifest.scheduler)
         for name, scheduler in schedulers.items():
-            self.schedulers.append((scheduler, states[name] if name else states))
+            own = states[name] if name else states
+            self._changes.append(partial(scheduler.load_state_dict, own))
 
     def match_optimizers(self, optimizers: Optimizers) -> None:
-        """Find the state of each optimizer.
-
-        Raises:
-            CheckpointError: as `match_optimizer`; or, with `strict`, they have other names than
-                those that were saved.
-        """
+        """Find the state of each optimizer."""
         manifest = self._source.manifest
         if manifest.optimizer_groups is None:
             self._note_missing("optimizer")
@@ -346,12 +298,12 @@ class LoadPlan:
         aliases = manifest.aliases
         names_of_groups = [
             [each if each in known else aliases.get(each, each) for each in group]
-            for group in names_in_groups(self._names, optimizer, optimizer_name)
+            for group in self._names.in_groups(optimizer, optimizer_name)
         ]
         before = [(group["options"], group["params"]) for group in saved_groups]
         where = str(self._source.folder)
-        options = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
-        self.options[optimizer_name] = [decode(each) for each in options]
+        encoded = options_of_groups(names_of_groups, before, self._strict, where, optimizer_name)
+        options = [decode(each) for each in encoded]
         wanted = set(parameters_with_state(optimizer))
         name_of = {
             parameter: name
@@ -371,21 +323,35 @@ class LoadPlan:
             fill_slots(own, inside.append)
             listed = [split_state_name(tensor)[1] for tensor in saved.get(name, ())]
             keys[parameter] = dict.fromkeys([*(k for k in listed if k not in inside), *own])
-        refuse_other_class(optimizer, self.options[optimizer_name], keys, name_of.__getitem__)
-        self.state_values[optimizer_name] = list(values.items())
-        parts = self.state_parts[optimizer_name] = []
+        refuse_other_class(optimizer, options, keys, name_of.__getitem__)
+        parts: list[tuple[nn.Parameter, str, Callable[[], torch.Tensor]]] = []
         for index, (parameter, name) in enumerate(name_of.items()):
             for tensor in saved.get(name, ()):
-                listed_key = scalar_key(optimizer_name, split_state_name(tensor)[1])
-                is_scalar = listed_key in manifest.optimizer_scalars
+                key = split_state_name(tensor)[1]
+                is_scalar = scalar_key(optimizer_name, key) in manifest.optimizer_scalars
                 is_whole = keeps_whole_states(optimizer)
-                parts.append(self._match_state(tensor, parameter, is_whole, is_scalar, index))
+                value = self._match_state(tensor, parameter, is_whole, is_scalar, index)
+                parts.append((parameter, key, value))
+
+        def change() -> None:
+            states: dict[nn.Parameter, dict[str, Any]] = {}
+            for parameter, key, value_of in parts:
+                states.setdefault(parameter, {})[key] = value_of()
+            for parameter, others in values.items():
+                own = states.setdefault(parameter, {})
+                for key, value in others.items():
+                    own[key] = fill_slots(value, own.pop)
+            put_state(optimizer, options, states, exact=True)
+
+        self._changes.append(change)
 
     def _match_state(
         self, name: str, parameter: nn.Parameter, is_whole: bool, is_scalar: bool, index: int
-    ) -> StatePart:
-        parameter_name, key = split_state_name(name)
-        saved = self._source.tensors[OPTIMIZER][name].entry
+    ) -> Callable[[], torch.Tensor]:
+        """Returns what makes a tensor of optimizer state of what was read, on the CPU: it is in the
+        parameter's dtype now, if it was saved in the parameter's then."""
+        parameter_name, _ = split_state_name(name)
+        saved = self._source.tensors[OPTIMIZER][name]
         is_scalar = is_scalar and not saved.shape  # It may be a tensor for other parameters.
         # `like` only selects the place: that of a scalar, or that of the parameter.
         like = torch.empty((), device="cpu") if is_scalar else parameter.detach()
@@ -399,22 +365,22 @@ class LoadPlan:
                 "a layerzero.optim.WholeTensorOptimizer"
             )
         main = self._source.tensors[MODEL].get(parameter_name)
-        follows = main is not None and main.entry.dtype == saved.dtype and not is_scalar
+        follows = main is not None and main.dtype == saved.dtype and not is_scalar
         memory = self._plan_read(OPTIMIZER, name, entry)
         dtype = parameter.dtype if follows else saved.dtype
-        return StatePart(parameter, key, memory.view(like.shape), dtype)
+        return partial(memory.view(like.shape).to, dtype)
 
     def _plan_read(self, kind: str, name: str, entry: Entry) -> torch.Tensor:
         place = self._source.tensors[kind][name]
         # Memory of its own for each: it may become the state, and others are freed before it.
-        memory = torch.empty(entry.stop - entry.start, dtype=place.entry.dtype, device="cpu")
+        memory = torch.empty(entry.stop - entry.start, dtype=place.dtype, device="cpu")
         prefer_huge_pages(memory, collapse=False)
         # A tensor that was saved tied may be read for several parameters. Each read gets a number
         # of its own, so that their checksums stay apart.
         number = self._numbers[kind, name] + self._times_read[kind, name] * len(self._numbers)
         self._times_read[kind, name] += 1
         entry = replace(entry, name=name, tensor=memory)
-        self.transfers.append(Transfer(place.file, place.entry, number, entry))
+        self.transfers.append(Transfer(place, number, entry))
         return memory
 
     def _note_missing(self, what: str) -> None:

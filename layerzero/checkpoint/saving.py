@@ -13,6 +13,7 @@ and nothing is committed. Ranks exchange names, sizes and checksums, but no para
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -55,7 +56,7 @@ from layerzero.state_dict.optimizers import (
     check_optimizers,
     check_schedulers,
 )
-from layerzero.state_dict.preconditions import root_state_of
+from layerzero.state_dict.preconditions import root_states_of
 from layerzero.watch.events import stream_interface
 
 _logger = logging.getLogger(__name__)
@@ -165,13 +166,13 @@ def save(
     max_file_nbytes = parse_nbytes(max_file_size, "max_file_size")
     optimizers = check_optimizers(optimizer, "save")
     schedulers = check_schedulers(scheduler, "save")
-    state = root_state_of(model, "save", is_collective=True)
+    state = root_states_of(model, "save", is_collective=True)[0]
     together = checkpoint_group_of(state, process_group)
 
     arguments = [str(path), step, keep]
     plan = SavePlan(model, optimizers, schedulers, extra, together, max_file_nbytes, arguments)
-    lock = folders.RootLock(path)
-    made: list[Path] = []
+    held = contextlib.ExitStack()
+    """On the first rank: the lock, and the folder, which is removed unless it is committed."""
 
     def prepare() -> tuple[int, str] | None:
         plan.match()
@@ -182,9 +183,9 @@ def save(
             plan.transfers = _stage(plan.transfers)
         if not together.is_first:
             return None
-        lock.acquire()
+        held.enter_context(folders.locked(path))
         number, partial = folders.prepare(path, step)
-        made.append(partial)
+        held.callback(shutil.rmtree, partial, ignore_errors=True)
         for file in itertools.chain.from_iterable(plan.files.values()):
             folders.write_durably(partial / file.name, file.head, file.nbytes)
         return number, partial.name
@@ -192,14 +193,12 @@ def save(
     try:
         number, partial_name = together.exchange("preparation", prepare)[0]
     except BaseException:
-        for partial in made:
-            shutil.rmtree(partial, ignore_errors=True)
-        lock.release()
+        held.close()
         raise
     final = path / folders.step_name(number)
     handle = SaveHandle(final, number)
     partial = path / partial_name
-    work = functools.partial(_write_and_commit, partial, plan, together, number, keep, lock)
+    work = functools.partial(_write_and_commit, partial, plan, together, number, keep, held)
     if blocking:
         work()
     else:
@@ -243,7 +242,7 @@ def _write_and_commit(
     together: CheckpointGroup,
     step: int,
     keep: int | None,
-    lock: folders.RootLock,
+    held: contextlib.ExitStack,
 ) -> None:
     """The second half of a save. Runs in the caller or in a thread."""
 
@@ -254,19 +253,13 @@ def _write_and_commit(
         if keep is not None:
             folders.prune(final.parent, keep, final)
 
-    try:
+    with held:
         tallies = together.exchange(
             f"checksums written to {partial.name}",
             lambda: write_ranges(partial, plan.transfers),
             plan.nbytes_moved,
         )
         together.from_first("commit", commit)
-    except BaseException:
-        if together.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        lock.release()
 
 
 class SavePlan:
@@ -299,10 +292,34 @@ class SavePlan:
         max_file_nbytes: int,
         arguments: list[Any],
     ) -> None:
-        messages = together.exchange(
-            f"names to save to {arguments[0]}",
-            lambda: self._collect(model, optimizers, schedulers, extra, arguments),
-        )
+        def collect() -> dict[str, Any]:
+            """List this rank's content; returns the announcement for all ranks."""
+            names = Names(model)
+            self._groups = optimizer_groups(optimizers, names) if optimizers else None
+            entries, scalar_keys, values = optimizer_parts(optimizers, names)
+            self._entries = [*model_entries(model, names), *entries]
+            states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
+            is_single = schedulers is None or list(states) == [""]
+            self._scheduler = encode(
+                states.get("") if is_single else states, "the scheduler's state"
+            )
+            self._scheduler_names = None if is_single else sorted(states)
+            return {
+                "arguments": arguments,
+                "optimizers": list(optimizers),
+                "groups": hashlib.sha256(json.dumps(self._groups).encode()).hexdigest(),
+                "scalar_keys": scalar_keys,
+                "values": values,
+                "extra": encode(extra, "extra"),
+                "extra_states": {
+                    name: encode(module.get_extra_state(), f"the extra state of {name}")
+                    for name, module in extra_states(model).items()
+                },
+                "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
+                "entries": announce(self._entries),
+            }
+
+        messages = together.exchange(f"names to save to {arguments[0]}", collect)
         _check_same("root, step and keep", [each["arguments"] for each in messages], together)
         given = [sorted(each["optimizers"]) for each in messages]
         _check_same("names of optimizers", given, together)
@@ -330,46 +347,10 @@ class SavePlan:
             aliases={alias: each.name for each in announced for alias in each.aliases},
         )
 
-    def _collect(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        schedulers: Mapping[str, Stateful] | None,
-        extra: Any,
-        arguments: list[Any],
-    ) -> dict[str, Any]:
-        """List this rank's content; returns the announcement for all ranks. Not collective."""
-        names = Names(model)
-        self._groups = optimizer_groups(optimizers, names) if optimizers else None
-        parts = optimizer_parts(optimizers, names)
-        self._entries = [*model_entries(model, names), *parts.entries]
-        states = {name: each.state_dict() for name, each in (schedulers or {}).items()}
-        is_single = schedulers is None or list(states) == [""]
-        self._scheduler = encode(states.get("") if is_single else states, "the scheduler's state")
-        self._scheduler_names = None if is_single else sorted(states)
-        return {
-            "arguments": arguments,
-            "optimizers": list(optimizers),
-            "groups": hashlib.sha256(json.dumps(self._groups).encode()).hexdigest(),
-            "scalar_keys": parts.scalar_keys,
-            "values": parts.values,
-            "extra": encode(extra, "extra"),
-            "extra_states": {
-                name: encode(module.get_extra_state(), f"the extra state of {name}")
-                for name, module in extra_states(model).items()
-            },
-            "nbytes": sum(entry.tensor.nbytes for entry in self._entries),
-            "entries": announce(self._entries),
-        }
-
     def match(self) -> None:
-        """Find the place of each shard that this rank writes. Not collective.
-
-        Raises:
-            CheckpointError: the rank that should announce a tensor does not have it.
-        """
+        """Find the place of each shard that this rank writes. Not collective."""
         places = {
-            (kind, name): (file.name, entry)
+            (kind, name): entry._replace(file=file.name)
             for kind, files in self.files.items()
             for file in files
             for name, entry in file.tensors.items()
@@ -385,7 +366,7 @@ class SavePlan:
                 )
             writes = self._writers[key] == self._rank if entry.is_whole else entry.replica == 0
             if writes and entry.tensor.numel():
-                self.transfers.append(Transfer(*places[key], self._numbers[key], entry))
+                self.transfers.append(Transfer(places[key], self._numbers[key], entry))
         del self._entries  # The tensors of a background save are copies, which need no others.
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:

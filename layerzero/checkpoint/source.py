@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from layerzero.checkpoint.format.crc import combine, crc32
 from layerzero.checkpoint.format.file_plan import index_name
@@ -31,33 +31,16 @@ _CHUNK_NBYTES = 8 << 20
 """Bytes of a file held in memory at a time."""
 
 
-class Location(NamedTuple):
-    """Where a tensor is, in values that JSON has."""
-
-    file: str
-    dtype: str
-    """As safetensors files name it."""
-    shape: Sequence[int]
-    begin: int
-    """Byte offset in the file."""
-    crc: int | None
-    """CRC-32 of its bytes, if known."""
-
-    @property
-    def entry(self) -> TensorEntry:
-        return TensorEntry(DTYPES[self.dtype], tuple(self.shape), self.begin)
-
-
 @dataclass(frozen=True)
 class Source:
     """The tensors of a checkpoint, by kind and name, and its manifest."""
 
     folder: Path
-    tensors: dict[str, dict[str, Location]]
+    tensors: dict[str, dict[str, TensorEntry]]
     manifest: Manifest
     """Of weights from another source, one that lists no files."""
 
-    def find(self, names: Sequence[str]) -> tuple[str, Location] | None:
+    def find(self, names: Sequence[str]) -> tuple[str, TensorEntry] | None:
         """Find a weight under any of `names`, or under a name that one was tied to when saved."""
         tensors, aliases = self.tensors[MODEL], self.manifest.aliases
         for name in (*names, *(aliases.get(name, name) for name in names)):
@@ -71,7 +54,7 @@ class Source:
         Raises:
             CheckpointError: two tensors would get the same name.
         """
-        places: dict[str, Location] = {}
+        places: dict[str, TensorEntry] = {}
         for old, place in self.tensors[MODEL].items():
             new = rename(old)
             if new is None:
@@ -87,13 +70,20 @@ class Source:
         return Source(self.folder, {**self.tensors, MODEL: places}, manifest)
 
     def to_json(self) -> list[Any]:
-        return [str(self.folder), self.tensors, self.manifest.to_bytes().decode()]
+        places = {
+            kind: {name: (dtype_name(e.dtype, name), *e[1:]) for name, e in entries.items()}
+            for kind, entries in self.tensors.items()
+        }
+        return [str(self.folder), places, self.manifest.to_bytes().decode()]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Source:
         folder, tensors, manifest = values
         found = {
-            kind: {name: Location(*place) for name, place in places.items()}
+            kind: {
+                name: TensorEntry(DTYPES[dtype], tuple(shape), *rest)
+                for name, (dtype, shape, *rest) in places.items()
+            }
             for kind, places in tensors.items()
         }
         return cls(Path(folder), found, Manifest.from_bytes(manifest.encode(), folder))
@@ -112,7 +102,7 @@ def open_source(path: Path, with_optimizer: bool = True) -> Source:
         tensors, aliases = _tensors_of(folder, _foreign_files(path), foreign)
         return Source(folder, {MODEL: tensors}, replace(foreign, aliases=aliases))
     manifest = Manifest.from_bytes(read_small(path / MANIFEST), path / MANIFEST)
-    by_kind: dict[str, dict[str, Location]] = {MODEL: {}}
+    by_kind: dict[str, dict[str, TensorEntry]] = {MODEL: {}}
     kinds = [kind for kind in manifest.tensors if kind != OPTIMIZER or with_optimizer]
     for kind in kinds:
         names = [check_file_name(name, path / MANIFEST) for name in manifest.files]
@@ -175,8 +165,8 @@ def _size_of(path: Path, record: FileRecord | None) -> int:
 
 def _tensors_of(
     folder: Path, names: Sequence[str], manifest: Manifest
-) -> tuple[dict[str, Location], dict[str, str]]:
-    tensors: dict[str, Location] = {}
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for name in names:
         found, own_metadata = _read_head(folder / name, manifest)
@@ -186,8 +176,7 @@ def _tensors_of(
                     f"{folder / name}: contains {tensor!r}, which {tensors[tensor].file} contains "
                     "too"
                 )
-            described = dtype_name(entry.dtype, tensor), entry.shape, entry.begin
-            tensors[tensor] = Location(name, *described, manifest.crc_of(tensor))
+            tensors[tensor] = entry._replace(file=name, crc=manifest.crc_of(tensor))
         metadata |= own_metadata
     # When the safetensors library drops a duplicate tensor, it stores dropped name -> kept name in
     # the metadata.

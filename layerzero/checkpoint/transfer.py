@@ -204,7 +204,6 @@ File = TypeVar("File", FileReader, FileWriter)
 class Transfer(NamedTuple):
     """A shard and the tensor in a file that it is part of."""
 
-    file: str
     place: TensorEntry
     number: int
     """Number of the tensor, the same on all ranks."""
@@ -363,7 +362,7 @@ def _move(
     """Move all batches in several threads; `move` returns the CRC of each part."""
     by_file: dict[str, list[_Part]] = {}
     for index, transfer in enumerate(transfers):
-        by_file.setdefault(transfer.file, []).extend(_parts(transfer, index))
+        by_file.setdefault(transfer.place.file, []).extend(_parts(transfer, index))
     crcs: list[int] = []
     parts: list[_Part] = []
     of_thread = threading.local()

@@ -27,6 +27,7 @@ from layerzero.plan.options import (
 from layerzero.plan.options import read_options as read_plan_options
 from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import optional_by_name
+from layerzero.plan.sharding_plan import read_patterns
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit

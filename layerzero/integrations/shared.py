@@ -38,18 +38,14 @@ def by_number(objects: Sequence[Any]) -> Any:
     return {str(number): each for number, each in enumerate(objects)}
 
 
-def numel_of(parameter: nn.Parameter) -> int:
-    """Number of elements of a parameter; of a sharded one, those of the original parameter."""
-    info = get_info(parameter)
-    return parameter.numel() if info is None else math.prod(info.shape)
-
-
 def is_sharded(module: nn.Module) -> bool:
     return any(get_info(parameter) is not None for parameter in module.parameters())
 
 
 def count(parameters: Iterable[nn.Parameter], only_trainable: bool = False) -> int:
-    return sum(numel_of(each) for each in parameters if each.requires_grad or not only_trainable)
+    """Number of their elements; of a sharded one, those of the original parameter."""
+    chosen = [each for each in parameters if each.requires_grad or not only_trainable]
+    return sum(math.prod((get_info(each) or each).shape) for each in chosen)
 
 
 def num_parameters(

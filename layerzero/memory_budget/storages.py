@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,12 +71,8 @@ class StorageCount:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what this thread's operations allocate, and what any thread resizes."""
-        begin_resizes(self)
-        try:
-            with CountingMode(self):
-                yield
-        finally:
-            end_resizes(self)
+        with told_of_resizes(self), CountingMode(self):
+            yield
 
     @contextmanager
     def of_kind(self, kind: str) -> Iterator[None]:
@@ -179,17 +175,18 @@ class CountingMode(TorchDispatchMode):
         return result
 
 
-def begin_resizes(count: StorageCount) -> None:
-    """Tell `count` from now on of every storage that is resized, on any thread."""
+@contextmanager
+def told_of_resizes(count: StorageCount) -> Iterator[None]:
+    """Inside, `count` is told of every storage that is resized, on any thread."""
     if not _told:
         torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
     _told.append(count)
-
-
-def end_resizes(count: StorageCount) -> None:
-    _told.remove(count)
-    if not _told:
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _told.remove(count)
+        if not _told:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
 
 def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -229,18 +226,14 @@ def start_meter(device: torch.device, model: nn.Module) -> Meter:
     this thread hold, and the model."""
     if device.type == "cpu":
         count = StorageCount()
-        mode = _TouchingMode(count)
-        begin_resizes(count)
+        mode, counting = _TouchingMode(count), ExitStack()
+        counting.enter_context(told_of_resizes(count))
         for tensor in (*model.parameters(), *model.buffers()):
             count.note(tensor)
         _insert(mode)
+        counting.callback(_remove, mode)
         count.restart()
-
-        def stop() -> None:
-            end_resizes(count)
-            _remove(mode)
-
-        return Meter(count.restart, stop)
+        return Meter(count.restart, counting.close)
     module = torch.get_device_module(device)
 
     def look() -> int:

@@ -114,7 +114,7 @@ class ShardingPlan:
             "hook_modules",
             "ep_plan",
         ):
-            read[name] = _read_patterns(name, getattr(self, name))
+            read[name] = read_patterns(name, getattr(self, name))
         for name, value in read.items():
             object.__setattr__(self, name, value)
         for name in ("pregather", "local_experts"):
@@ -200,28 +200,27 @@ class ShardingPlan:
 
 
 def _read_apply_modules(value: Any) -> dict[str, dict[str, Any]]:
-    if isinstance(value, Mapping):
-        items = [(pattern, {} if own is None else own) for pattern, own in value.items()]
-    else:
-        items = [(pattern, {}) for pattern in _read_patterns("apply_modules", value)]
-    read: dict[str, dict[str, Any]] = {}
-    for pattern, own in items:
-        _parse("apply_modules", pattern)
-        read[pattern] = read_options(f"apply_modules: {pattern!r}", own, MODULE_OPTIONS)
-    return read
+    given = value if isinstance(value, Mapping) else {}
+    patterns = read_patterns("apply_modules", list(value) if value is given else value)
+    options = {pattern: given.get(pattern) for pattern in patterns}
+    return {
+        text: read_options(f"apply_modules: {text!r}", {} if own is None else own, MODULE_OPTIONS)
+        for text, own in options.items()
+    }
 
 
-def _read_patterns(name: str, value: Any) -> tuple[str, ...]:
+def read_patterns(where: str, value: Any) -> tuple[str, ...]:
+    """Check a list of patterns.
+
+    Raises:
+        TypeError, ValueError: it is something else; the message begins with `where`.
+    """
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}: expected a list of patterns, got {value!r}")
+        raise TypeError(f"{where}: expected a list of patterns, got {value!r}")
     patterns = tuple(value)
     for pattern in patterns:
-        _parse(name, pattern)
+        try:
+            parse_pattern(pattern)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
     return patterns
-
-
-def _parse(name: str, pattern: Any) -> None:
-    try:
-        parse_pattern(pattern)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None

@@ -7,13 +7,12 @@ while the tensors of one are in use, if both fit in a bound on their bytes. See 
 from __future__ import annotations
 
 import json
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,22 +26,13 @@ from layerzero.config import parse_nbytes
 from layerzero.flat.placement import Placement
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, named_buffers
-from layerzero.state_dict.preconditions import root_state_of, unit_of
+from layerzero.state_dict.preconditions import root_states_of, unit_of
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import remembers_failure
-from layerzero.step.root import RootState
-from layerzero.step.root import root_of as root_of_unit
+from layerzero.step.root import RootState, root_of
 
 _AHEAD_NBYTES = 1 << 30
 """Bound on two flat tensors of a state dict, of which one is gathered ahead."""
-
-
-class Shard(Protocol):
-    """This rank's part of a parameter, or of a tensor shaped like one."""
-
-    local: torch.Tensor
-    sharded_param: weakref.ref[nn.Parameter] | None
-    """Its sharded parameter; None if the shard was read from a file."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def stream_full(
         CollectiveError: a rank died, or did not take part within the timeout.
     """
     nbytes = parse_nbytes(bucket_bytes, "bucket_bytes")
-    root_state_of(model, "stream_full", is_collective=True)
+    root_states_of(model, "stream_full", is_collective=True)
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         names = Names(model)
@@ -105,12 +95,12 @@ def stream_full(
         for handle in names.handles:
             own = handle.main_shard.dtype
             target = dtype if dtype is not None and own.is_floating_point else own
-            root = _root_of(handle.sharded_params[0])
-            assert root is not None, "the model of the handle exists"
+            unit = unit_of(handle.sharded_params[0])
+            assert unit is not None, "the model of the handle exists"
             found = enumerate(map(names.first, handle.sharded_params))
             wanted = {index: name for index, name in found if only is None or name in only}
             read = partial(_main_shard, handle, target)
-            sources.append(FlatSource(root, handle, target, read, wanted))
+            sources.append(FlatSource(root_of(unit), handle, target, read, wanted))
         yield from _stream(sources, nbytes)
         for tensor, (name, *_) in [*names.unsharded(), *named_buffers(model)]:
             if only is None or name in only:
@@ -122,11 +112,6 @@ def stream_full(
 def _main_shard(handle: FlatParamHandle, dtype: torch.dtype) -> torch.Tensor:
     handle.reset_sharded_params(handle.fqns[0])
     return handle.main_shard.detach().to(dtype)
-
-
-def _root_of(sharded_param: nn.Parameter) -> RootState | None:
-    unit = unit_of(sharded_param)
-    return None if unit is None else root_of_unit(unit)
 
 
 def _stream(sources: Iterable[FlatSource], nbytes: int) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -177,19 +162,11 @@ def _gather(root: RootState, source: FlatSource) -> tuple[torch.Tensor, Waitable
         return full, stream.enqueue_wait(pending)
 
 
-def root_of(shard: Shard) -> RootState:
-    sharded_param = None if shard.sharded_param is None else shard.sharded_param()
-    root = None if sharded_param is None else _root_of(sharded_param)
-    if root is None:
-        raise ValueError(
-            f"{shard} belongs to no model in this process: it was read from a file, or its model "
-            "was deleted. Load it into a model first"
-        )
-    return root
-
-
-def gather(root: RootState, shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
-    """Yield every shard with its full tensor. Collective over the ranks that share the model."""
+def gather(
+    root: RootState, shards: Mapping[int, tuple[nn.Parameter, torch.Tensor]]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the key of every shard with its full tensor. Collective over the ranks that share the
+    model. `shards`: each with its sharded parameter, whose shape it has."""
     handles = [handle for unit in root.units for handle in unit.handles]
     places = {
         id(sharded_param): (number, index)
@@ -198,21 +175,20 @@ def gather(root: RootState, shards: Sequence[Shard]) -> Iterator[tuple[Shard, to
     }
     # A parameter may have several shards (weights, optimizer state, tied weights). A layer takes
     # one shard for each parameter, by its index, so that it can be gathered like the flat one.
-    layers: list[dict[torch.dtype, list[dict[int, Shard]]]] = [{} for _ in handles]
-    for shard in shards:
-        assert shard.sharded_param is not None
-        number, index = places[id(shard.sharded_param())]
-        own = layers[number].setdefault(shard.local.dtype, [])
+    layers: list[dict[torch.dtype, list[dict[int, int]]]] = [{} for _ in handles]
+    for key, (sharded_param, local) in shards.items():
+        number, index = places[id(sharded_param)]
+        own = layers[number].setdefault(local.dtype, [])
         layer = next((each for each in own if index not in each), None)
         if layer is None:
             own.append(layer := {})
-        layer[index] = shard
+        layer[index] = key
     sources, described = [], dict[Placement, list[Any]]()
     for handle, by_dtype in zip(handles, layers, strict=True):
         of_handle = described.setdefault(handle.placement, [])
         for dtype, own in sorted(by_dtype.items(), key=lambda item: str(item[0])):
             for layer in own:
-                parts = {index: shard.local for index, shard in layer.items()}
+                parts = {index: shards[key][1] for index, key in layer.items()}
                 read = partial(flat_of, handle, dtype, parts)
                 sources.append(FlatSource(root, handle, dtype, read, dict(sorted(layer.items()))))
                 of_handle.append([handle.fqns[0], str(dtype), sorted(layer)])

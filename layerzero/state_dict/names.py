@@ -75,6 +75,23 @@ class Names:
         start, stop = info.range
         return start == 0 < stop and not any(extent_of(info).offsets)
 
+    def in_groups(self, optimizer: torch.optim.Optimizer, name: str = "") -> list[list[str]]:
+        """The first name of each parameter, by group of the optimizer. `name`: the optimizer's.
+
+        Raises:
+            CheckpointError: one does not belong to the model.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if self.of(parameter) is None:
+                    raise CheckpointError(
+                        f"{group_text(name, number)} has a parameter of shape "
+                        f"{tuple(parameter.shape)} that does not belong to the model: build the "
+                        "optimizer from the wrapped model's parameters(), or make the parameter "
+                        "part of the model"
+                    )
+        return [[self.first(each) for each in group["params"]] for group in optimizer.param_groups]
+
 
 def name_among_all(model: nn.Module, name: str) -> str:
     """A name in the model, with global instead of local numbers of experts."""
@@ -98,26 +115,6 @@ def named_buffers(model: nn.Module) -> list[tuple[torch.Tensor, tuple[str, ...]]
                 full_name = name_among_all(model, f"{prefix}.{name}" if prefix else name)
                 found.setdefault(id(buffer), (buffer, []))[1].append(full_name)
     return [(buffer, tuple(dict.fromkeys(names))) for buffer, names in found.values()]
-
-
-def names_in_groups(
-    names: Names, optimizer: torch.optim.Optimizer, optimizer_name: str = ""
-) -> list[list[str]]:
-    """The first name of each parameter, by group of the optimizer.
-
-    Raises:
-        CheckpointError: one does not belong to the model.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if names.of(parameter) is None:
-                raise CheckpointError(
-                    f"{group_text(optimizer_name, number)} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that does not belong to the model: build the "
-                    "optimizer from the wrapped model's parameters(), or make the parameter part "
-                    "of the model"
-                )
-    return [[names.first(each) for each in group["params"]] for group in optimizer.param_groups]
 
 
 def group_text(optimizer: str, number: int) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.state_dict.errors import CheckpointError
-from layerzero.state_dict.names import Names, names_in_groups
+from layerzero.state_dict.names import Names
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """By name; the name of a single one is ""."""
@@ -125,7 +125,7 @@ def refuse_shared(optimizers: Optimizers, names: Names) -> None:
     """
     optimizer_of: dict[str, str] = {}
     for name, optimizer in optimizers.items():
-        for parameter_name in chain(*names_in_groups(names, optimizer, name)):
+        for parameter_name in chain(*names.in_groups(optimizer, name)):
             other = optimizer_of.setdefault(parameter_name, name)
             if other != name:
                 raise CheckpointError(

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from layerzero.notices import warn_once
-from layerzero.state_dict.full_tensors import gather, root_of
-from layerzero.state_dict.preconditions import refuse_other_name
+from layerzero.state_dict.full_tensors import gather
+from layerzero.state_dict.preconditions import refuse_other_name, unit_of
 from layerzero.state_dict.ranges import Box, Extent, boxes
+from layerzero.step.root import RootState, root_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -111,8 +112,20 @@ class ParameterShard(torch.Tensor):
             ValueError: the shard was read from a file, or its model is gone.
             CollectiveError: a rank died, or did not take part within the timeout.
         """
-        ((_, full),) = gather(root_of(self), [self])
+        root, sharded_param = self.owner()
+        ((_, full),) = gather(root, {0: (sharded_param, self.local)})
         return full.detach().clone()
+
+    def owner(self) -> tuple[RootState, nn.Parameter]:
+        """Its model, and its sharded parameter. Raises as `full_tensor`."""
+        sharded_param = None if self.sharded_param is None else self.sharded_param()
+        unit = None if sharded_param is None else unit_of(sharded_param)
+        if sharded_param is None or unit is None:
+            raise ValueError(
+                f"{self} belongs to no model in this process: it was read from a file, or its "
+                "model was deleted. Load it into a model first"
+            )
+        return root_of(unit), sharded_param
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a plain tensor of the full shape, in the shape of `local`."""

@@ -57,19 +57,6 @@ def refuse_experts(state: RootState, what: str) -> None:
             )
 
 
-def root_state_of(model: nn.Module, verb: str, is_collective: bool = False) -> RootState:
-    """The root state of a model between steps; of several parts, that of the one with most ranks.
-
-    Args:
-        is_collective: whether a collective call of all ranks follows.
-
-    Raises:
-        ValueError: nothing in it is wrapped, or no part is on the ranks of all other parts.
-        RuntimeError: it is in backward, or its parameters have changed since it was wrapped.
-    """
-    return root_states_of(model, verb, is_collective)[0]
-
-
 def roots_inside(model: nn.Module) -> list[RootState]:
     """The roots of a module and of modules inside it, each once. Raises as `root_of`."""
     units = filter(None, map(get_unit, model.modules()))
@@ -77,9 +64,15 @@ def roots_inside(model: nn.Module) -> list[RootState]:
 
 
 def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> list[RootState]:
-    """The root states of all parts that were wrapped separately; most ranks first.
+    """The root states of a model between steps: of all parts that were wrapped separately, that of
+    the one with most ranks first.
 
-    Raises as `root_state_of`.
+    Args:
+        is_collective: whether a collective call of all ranks follows.
+
+    Raises:
+        ValueError: nothing in it is wrapped, or no part is on the ranks of all other parts.
+        RuntimeError: it is in backward, or its parameters have changed since it was wrapped.
     """
     states = roots_inside(model)
     if not states:

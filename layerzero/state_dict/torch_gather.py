@@ -22,7 +22,7 @@ def patch_torch() -> None:
 
         @functools.wraps(original)
         def gather_state_dict(state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-            from layerzero.state_dict.get_state_dict import gather_shards
+            from layerzero.state_dict.state_dicts import gather_shards
 
             chosen = {k: options[k] for k in ("cpu_offload", "ranks_only") if k in options}
             return original(gather_shards(state_dict, **chosen), **options)

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
-from layerzero.checkpoint.format.folder import RootLock
+from layerzero.checkpoint.format.folder import locked
 from layerzero.checkpoint.source import open_source
 from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
@@ -263,22 +263,24 @@ def test_a_rank_that_dies_in_the_background_is_named(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_second_run_is_refused_while_a_first_one_saves(tmp_path: Path) -> None:
-    is_first, model, other = dist.get_rank() == 0, ZeRO3(Mlp()), RootLock(tmp_path)
+    is_first, model = dist.get_rank() == 0, ZeRO3(Mlp())
     (tmp_path / ".lock").write_text("process 1 on elsewhere")  # As a killed run left it.
     dist.barrier()
     go_on = threading.Event()
     with observed(saving, "write_ranges", lambda *_: go_on.wait(20)):
         handle = save(tmp_path, model, step=8, blocking=False)
-        with pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"):
-            other.acquire()
+        with (
+            pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"),
+            locked(tmp_path),
+        ):
+            pass
         go_on.set()
         handle.wait()
     dist.barrier()
-    if is_first:
-        other.acquire()
-    with pytest.raises(CheckpointError, match=f"rank 0: {tmp_path}: process .* is saving here"):
+    is_saving = f"rank 0: {tmp_path}: process .* is saving here"
+    other = locked(tmp_path) if is_first else nullcontext()
+    with other, pytest.raises(CheckpointError, match=is_saving):
         save(tmp_path, model, step=9)
-    other.release()
     save(tmp_path, model, step=9)
     dist.barrier()
     assert _leftovers(tmp_path) == [".lock", "latest", "step-00000008", "step-00000009"]

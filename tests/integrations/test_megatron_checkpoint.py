@@ -526,7 +526,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_that_names_it() -> None:
         save = functools.partial(optimizer_sharded_state_dict, [model], optimizer)
         with pytest.raises(CheckpointError, match="is not in the model's sharded state dict"):
             save({})
-        foreign = r"parameter 0, of shape .* does not belong to the model"
+        foreign = r"has a parameter of shape .* that does not belong to the model"
         with pytest.raises(CheckpointError, match=foreign):
             optimizer_sharded_state_dict([zero3(gpt())], optimizer, own)
         some_model = zero3(gpt())

@@ -108,7 +108,7 @@ def test_a_mistake_is_named_with_file_and_key() -> None:
         ({"transformer_layer": []}, ValueError, "near matches: 'transformer_layers'"),
         ({"zero3_size": "2"}, TypeError, "zero3_size: expected an int or None, got '2'"),
         ({"offload": {"param": True}}, TypeError, "offload: .*unexpected keyword argument 'param'"),
-        ({"ignored_modules": {"a": 1}}, TypeError, "ignored_modules: expected a list of names"),
+        ({"ignored_modules": {"a": 1}}, TypeError, "ignored_modules: expected a list of patterns"),
         ({"optional_modules": ["a["]}, ValueError, "optional_modules: pattern"),
         ({"process_group": 0}, ValueError, "it is Megatron's data-parallel group; use zero3_size"),
         ({"autocast_output": True}, ValueError, "write output_dtype: fp32"),

@@ -55,7 +55,7 @@ def _transfer(
         announces=False,
         replica=0,
     )
-    return Transfer(file, TensorEntry(data.dtype, whole, begin), 0, entry)
+    return Transfer(TensorEntry(data.dtype, whole, begin, file), 0, entry)
 
 
 def _drawn(nbytes: int) -> torch.Tensor:
@@ -275,7 +275,7 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(
         assert max(nbytes) <= most and max(nbytes) - min(nbytes) < PAGE_NBYTES * len(nbytes)
     for transfer in transfers:
         tensor, begin = transfer.entry.tensor, transfer.place.begin + 4 * transfer.entry.start
-        contents[transfer.file][begin : begin + tensor.nbytes] = bytes_of(tensor)
+        contents[transfer.place.file][begin : begin + tensor.nbytes] = bytes_of(tensor)
     for name, content in contents.items():
         assert (tmp_path / name).read_bytes() == content
         _forget(tmp_path / name)

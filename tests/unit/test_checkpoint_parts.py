@@ -261,9 +261,9 @@ def test_names_of_new_folders_are_on_the_disk(
     synced: list[Path] = []
     monkeypatch.setattr(folder, "sync_folder", synced.append)
     root = tmp_path / "runs" / "a"
-    folder.RootLock(root).acquire()
-    assert set(synced) == {tmp_path, tmp_path / "runs"}
-    folder.prepare(root, 0)
+    with folder.locked(root):
+        assert set(synced) == {tmp_path, tmp_path / "runs"}
+        folder.prepare(root, 0)
     assert len(synced) == 2, "what was there before is not synced again"
 
 

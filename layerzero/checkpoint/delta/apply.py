@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from layerzero.checkpoint.delta.patch import DeltaError, Patch
+from layerzero.checkpoint.delta.patch import DeltaError, Link, Patch
 
 _ATTRIBUTE = "_layerzero_delta"
 
@@ -57,8 +57,7 @@ def apply_delta(tensors: Mapping[str, torch.Tensor], patch: Patch) -> None:
             memory.put_(patch.indices.to(memory.device), values)
         _mark_of(memory).follow(link.stream)
     anchor.follow(link.stream)
-    part = link.part if link.part + 1 < link.parts else None
-    anchor.positions[link.sender] = _Position(link.chain, link.number, part)
+    anchor.applied[link.sender] = link
 
 
 def _named(
@@ -115,30 +114,19 @@ def crc_of(values: torch.Tensor) -> int:
 
 
 @dataclass
-class _Position:
-    """How far one sender's patches were applied."""
-
-    chain: str
-    number: int
-    """Of the last patch."""
-    part: int | None = None
-    """The last part of a `full()` that is incomplete; None: it is complete."""
-
-
-@dataclass
 class _Mark:
     """What is known about one tensor of a receiver."""
 
     stream: str | None = None
     """The stream whose values it holds."""
-    positions: dict[int, _Position] = field(default_factory=dict)
-    """By sender, for those whose anchor it is."""
+    applied: dict[int, Link] = field(default_factory=dict)
+    """That of the last patch of each sender whose anchor it is."""
 
     def follow(self, stream: str) -> None:
         """From now on it holds values of `stream`; forgets chains of another one."""
         if self.stream != stream:
             self.stream = stream
-            self.positions.clear()
+            self.applied.clear()
 
 
 def _mark_of(tensor: torch.Tensor) -> _Mark:
@@ -160,10 +148,9 @@ def _check_link(patch: Patch, mark: _Mark, anchor: _Mark) -> bool:
     Raises:
         DeltaError: it is of another stream, or a patch was lost, or it was applied before.
     """
-    link, found = patch.link, anchor.positions.get(patch.link.sender)
+    link, found = patch.link, anchor.applied.get(patch.link.sender)
     if link.parts:
-        before = _Position(link.chain, link.number, link.part - 1)
-        if link.part and (anchor.stream != link.stream or found != before):
+        if link.part and found != link._replace(part=link.part - 1):
             raise DeltaError(
                 f"{patch.where}: a part was lost or repeated; apply all parts of one full(), in "
                 "order"
@@ -172,7 +159,7 @@ def _check_link(patch: Patch, mark: _Mark, anchor: _Mark) -> bool:
     is_of_stream = mark.stream in (None, link.stream)
     if is_of_stream and found is None and link.after == 0:
         return True
-    if is_of_stream and found is not None and found.chain == link.chain and found.part is None:
+    if is_of_stream and found is not None and found.chain == link.chain and found.is_last:
         if link.after <= found.number < link.number:
             return False
         problem = "is repeated" if found.number >= link.number else "patches before it were lost"

@@ -60,6 +60,11 @@ class Link(NamedTuple):
     """How many patches that `full()` has; 0: the patch is one of `changes()`."""
 
     @property
+    def is_last(self) -> bool:
+        """Whether nothing is missing behind it: a patch of `changes()`, or the last part."""
+        return self.part + 1 >= self.parts
+
+    @property
     def where(self) -> str:
         what = f"part {self.part + 1} of {self.parts} of full()" if self.parts else "patch"
         number = "" if self.parts else f" {self.number}"

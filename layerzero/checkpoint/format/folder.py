@@ -25,6 +25,7 @@ import shutil
 import socket
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,49 +252,37 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-class RootLock:
-    """A lock that the first rank holds from the start of a save to its end.
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of a folder of checkpoints, as the first rank does during a save.
 
     Ranks may outlive a killed launcher and run beside the run that replaced it. Both would write
     `.writing-` folders of the same steps, and one would remove or commit what the other writes.
 
     It is an `flock` on a file, so it ends with the process; the file stays. Systems and file
-    systems without such locks get no protection.
+    systems without such locks get no protection. Does not wait for it.
+
+    Raises:
+        CheckpointError: another process holds it; the message names the process.
+        OSError: the folder cannot be created or written.
     """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Take the lock; does not wait for it.
-
-        Raises:
-            CheckpointError: another process holds it; the message names the process.
-            OSError: the folder cannot be created or written.
-        """
-        make_durably(self._root)
-        descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
+    make_durably(root)
+    descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT, FILE_MODE)
+    try:
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:  # Otherwise the file system has no locks.
                 holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
-                os.close(descriptor)
                 raise CheckpointError(
-                    f"{self._root}: {holder} is saving here; two runs cannot save to one folder: "
+                    f"{root}: {holder} is saving here; two runs cannot save to one folder: "
                     "stop one of them, or let it save to another folder"
                 ) from error
-        self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-
-    def release(self) -> None:
-        """Release the lock; does nothing if it is not held."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
+        yield
+    finally:
         if fcntl is not None:
             # Closing is not enough: a process forked in the meantime has the file open as well.
             with contextlib.suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +15,7 @@ from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
-from layerzero.state_dict.names import (
-    Names,
-    extent_of,
-    group_text,
-    name_among_all,
-    named_buffers,
-    names_in_groups,
-)
+from layerzero.state_dict.names import Names, extent_of, group_text, name_among_all, named_buffers
 from layerzero.state_dict.optimizers import (
     Optimizers,
     keeps_whole_states,
@@ -145,7 +138,7 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
     groups = []
     for name, optimizer in optimizers.items():
         of_whom = {OF_OPTIMIZER: name} if name else {}
-        members = names_in_groups(names, optimizer, name)
+        members = names.in_groups(optimizer, name)
         for number, group in enumerate(optimizer.param_groups):
             options = {
                 key: encode(value, f"option {key!r} of {group_text(name, number)}")
@@ -155,31 +148,23 @@ def optimizer_groups(optimizers: Optimizers, names: Names) -> list[dict[str, Any
     return groups
 
 
-class OptimizerParts(NamedTuple):
-    """The state of optimizers: tensors and other values."""
-
-    entries: list[Entry]
-    """State tensors."""
-    scalar_keys: list[str]
-    """Keys whose tensors are scalars and not shaped like the parameter, as `scalar_key` writes
-    them."""
-    values: dict[str, dict[str, Any]]
-    """Other values, encoded, by parameter and key."""
-
-
 def scalar_key(optimizer: str, key: str) -> str:
     """A key of state as the manifest lists it; `optimizer` is "" for one without a name."""
     return f"{optimizer}{_STATE_SEPARATOR}{key}" if optimizer else key
 
 
-def optimizer_parts(optimizers: Optimizers, names: Names) -> OptimizerParts:
-    """List the state of optimizers.
+def optimizer_parts(
+    optimizers: Optimizers, names: Names
+) -> tuple[list[Entry], list[str], dict[str, dict[str, Any]]]:
+    """List the state of optimizers: the entries of its tensors; keys whose tensors are scalars and
+    not shaped like the parameter, as `scalar_key` writes them; and other values, encoded, by
+    parameter and key.
 
     Raises:
         CheckpointError: a tensor is neither shaped like its shard nor a scalar, or another value
             cannot be encoded.
     """
-    parts = OptimizerParts([], [], {})
+    entries, scalar_keys, values = list[Entry](), list[str](), dict[str, dict[str, Any]]()
     for optimizer_name, optimizer in optimizers.items():
         is_whole = keeps_whole_states(optimizer)
         states: Any = optimizer.state
@@ -195,19 +180,19 @@ def optimizer_parts(optimizers: Optimizers, names: Names) -> OptimizerParts:
                         _check_shape(tensor, parameter, where, is_tensor)
                     rest, tensors = value, tensors if is_tensor else {}
                 if not is_tensor:
-                    parts.values.setdefault(owner, {})[key] = encode(rest, where)
+                    values.setdefault(owner, {})[key] = encode(rest, where)
                 for own_key, tensor in tensors.items():
                     name = (f"{owner}{_STATE_SEPARATOR}{own_key}",)
                     _check_key(own_key, where)
-                    parts.entries.append(
+                    entries.append(
                         entry_of(names, OPTIMIZER, name, parameter, tensor, index, is_whole)
                     )
                     listed = scalar_key(optimizer_name, own_key)
                     # Of a scalar parameter, only the usual name tells a number.
                     is_number = own_key == "step" or original_ndim(parameter) > 0
-                    if not tensor.ndim and is_number and listed not in parts.scalar_keys:
-                        parts.scalar_keys.append(listed)
-    return parts
+                    if not tensor.ndim and is_number and listed not in scalar_keys:
+                        scalar_keys.append(listed)
+    return entries, scalar_keys, values
 
 
 def _check_key(key: Any, where: str) -> None:

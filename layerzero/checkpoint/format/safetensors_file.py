@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +26,17 @@ _MAX_HEADER_NBYTES = 100_000_000
 """The library's limit; a longer header counts as damage."""
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Dtype, shape and place of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     """Byte offset in the file."""
+    file: str = ""
+    """Its name."""
+    crc: int | None = None
+    """CRC-32 of the tensor's bytes, if known."""
 
     @property
     def nbytes(self) -> int:

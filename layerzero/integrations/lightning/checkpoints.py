@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from layerzero.checkpoint import CheckpointError
-from layerzero.checkpoint.adapters import Names, decode, names_in_groups, open_source
+from layerzero.checkpoint.adapters import Names, decode, open_source
 
 FOLDER = "layerzero_folder"
 """Key for the path of the folder that has a checkpoint's tensors."""
@@ -43,7 +43,7 @@ def named(
 ) -> dict[str, Any]:
     """The inverse of `numbered`: matches parameters by position in the groups, as torch does."""
     saved = [group["params"] for group in state["param_groups"]]
-    own = names_in_groups(names, optimizer)
+    own = names.in_groups(optimizer)
     sizes, expected = [len(each) for each in saved], [len(each) for each in own]
     if sizes != expected:
         raise ValueError(

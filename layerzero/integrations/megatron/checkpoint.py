@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import nn
 
 from layerzero import ZeRO3
-from layerzero.checkpoint.adapters import Extent, boxes, root_state_of, under_global_names
+from layerzero.checkpoint.adapters import Extent, boxes, root_states_of, under_global_names
 from layerzero.integrations.engine import copy_attributes, get_info, ordered_units
 
 StateDict = dict[str, Any]
@@ -69,7 +69,7 @@ def sharded_state_dict(
             parameters for its sharded state dict, so that a rank cannot find its shard in them.
         RuntimeError: the model is in backward, or inside `summon_full_params`.
     """
-    root = root_state_of(engine, "sharded_state_dict")
+    root = root_states_of(engine, "sharded_state_dict")[0]
     if any(unit.training_state.name == "SUMMON_FULL_PARAMS" for unit in root.units):
         raise RuntimeError("sharded_state_dict: inside summon_full_params; leave the context first")
     given = {} if metadata is None else metadata
@@ -104,7 +104,7 @@ def load_model_state_dict(
     Raises:
         RuntimeError: names or shapes do not fit.
     """
-    root_state_of(engine, "load_model_state_dict")
+    root_states_of(engine, "load_model_state_dict")
     # Called on the module itself: wrappers such as Float16Module may drop a part of the names.
     engine.module.load_state_dict(under_global_names(engine.module, state_dict), strict=strict)
 

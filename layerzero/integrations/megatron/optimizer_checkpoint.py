@@ -64,7 +64,7 @@ def optimizer_sharded_state_dict(
     if optimizer is None:
         return {}
     optimizer = _element_wise(optimizer)
-    names = _names(engines)
+    names = _names(engines, optimizer)
     options = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -77,7 +77,7 @@ def optimizer_sharded_state_dict(
     made, lacking = _states(optimizer, is_loading)
     entries: dict[Any, Any] = {}
     for number, parameter in enumerate(parameters_in(optimizer.param_groups)):
-        name = _name_of(names, parameter, number)
+        name = names.first(parameter)
         state = made.get(parameter, lacking.get(parameter, {}))
         own = {
             key: _state_entry(places, parameter, name, key, value)
@@ -111,7 +111,7 @@ def load_optimizer_state_dict(
     if optimizer is None:
         return
     optimizer = _element_wise(optimizer)
-    names = _names(engines)
+    names = _names(engines, optimizer)
     groups, step = _groups_and_step(state)
     made, lacking = _states(optimizer, False)
     states: dict[nn.Parameter, StateDict] = {}
@@ -125,7 +125,7 @@ def load_optimizer_state_dict(
         missing = sorted(set(expected) - set(loaded))
         if missing:
             raise CheckpointError(
-                f"{_name_of(names, parameter, number)}: optimizer state {missing} was not loaded: "
+                f"{names.first(parameter)}: optimizer state {missing} was not loaded: "
                 "make the state dict to load with is_loading=True"
             )
         states[parameter] = loaded
@@ -151,22 +151,10 @@ def _groups_and_step(state: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, An
     return groups, step
 
 
-def _names(engines: Sequence[ZeRO3]) -> dict[int, str]:
-    return {
-        id(parameter): found[0]
-        for engine in engines
-        for parameter, found in Names(engine).parameters
-    }
-
-
-def _name_of(names: Mapping[int, str], parameter: nn.Parameter, number: int) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise CheckpointError(
-            f"the optimizer's parameter {number}, of shape {tuple(parameter.shape)}, does not "
-            "belong to the model: build the optimizer from the sharded model's parameters()"
-        )
-    return name
+def _names(engines: Sequence[ZeRO3], optimizer: torch.optim.Optimizer) -> Names:
+    names = Names(engines[0] if len(engines) == 1 else nn.ModuleList(engines))
+    names.in_groups(optimizer)  # Raises for a parameter that is not the model's.
+    return names
 
 
 _States = dict[nn.Parameter, dict[str, Any]]
@@ -213,13 +201,11 @@ def _state_entry(
     return replace(place, **changed)
 
 
-def _check_layers(
-    places: Mapping[int, Any], with_state: set[int], names: Mapping[int, str]
-) -> None:
+def _check_layers(places: Mapping[int, Any], with_state: set[int], names: Names) -> None:
     """Megatron saves a parameter of all layers as one tensor, which must not have holes."""
     keys = {places[number].key for number in with_state if number in places}
-    others = [number for number in names if number in places and number not in with_state]
-    frozen = [names[number] for number in others if places[number].key in keys]
+    others = [p for p, _ in names.parameters if id(p) in places and id(p) not in with_state]
+    frozen = [names.first(each) for each in others if places[id(each)].key in keys]
     if frozen:
         raise CheckpointError(
             f"the optimizer has no state for {some(frozen)}, but has it for the same parameter of "
@@ -228,8 +214,8 @@ def _check_layers(
         )
 
 
-def _same_step(states: _States, names: Mapping[int, str]) -> torch.Tensor | None:
-    steps = {names[id(p)]: float(state[_STEP]) for p, state in states.items() if _STEP in state}
+def _same_step(states: _States, names: Names) -> torch.Tensor | None:
+    steps = {names.first(p): float(state[_STEP]) for p, state in states.items() if _STEP in state}
     if not steps:
         return None
     first, value = next(iter(steps.items()))

@@ -38,6 +38,7 @@ from layerzero.integrations.engine import (
     load_yaml,
     near_matches,
     parse_pattern,
+    read_patterns,
     read_plan_options,
     warn_once,
 )
@@ -180,9 +181,9 @@ def read_options(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     for name in given.keys() & _REFUSED.keys():
         raise ValueError(f"{where}: {name}={given[name]!r} cannot be an option: {_REFUSED[name]}")
     patterns = {
-        name: _read_names(where, name, given[name])
+        name: read_patterns(f"{where}: {name}", [value] if isinstance(value, str) else value)
         for name in _NAMES
-        if given.get(name) is not None
+        if (value := given.get(name)) is not None
     }
     values = {name: value for name, value in given.items() if name not in _NAMES}
     arguments = engine_arguments(read_plan_options(where, values, OPTIONS))
@@ -210,19 +211,6 @@ def for_module(options: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
         if key in options:
             resolved[key] = _matching(key, options[key], named)
     return resolved
-
-
-def _read_names(where: str, name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
-        raise TypeError(f"{where}: {name}: expected a list of names or patterns, got {value!r}")
-    texts = tuple(texts)
-    for text in texts:
-        try:
-            parse_pattern(text)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {name}: {error}") from None
-    return texts
 
 
 def _matching(key: str, texts: Iterable[str], named: Sequence[tuple[str, Any]]) -> list[Any]:

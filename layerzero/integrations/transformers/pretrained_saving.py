@@ -26,7 +26,7 @@ from layerzero.checkpoint.adapters import (
     checkpoint_group_of,
     named_buffers,
     refuse_experts,
-    root_state_of,
+    root_states_of,
 )
 from layerzero.integrations.engine import get_info, summoned
 
@@ -63,7 +63,7 @@ def save_pretrained(
         CollectiveError: a rank died or did not take part.
         NotImplementedError: ranks have experts of different names.
     """
-    state = root_state_of(model, "save_pretrained")
+    state = root_states_of(model, "save_pretrained")[0]
     refuse_experts(state, "save_pretrained")
     wrapper = state.wrapper_ref()
     if isinstance(wrapper, ZeRO3) and model is wrapper.module:
