@@ -165,6 +165,7 @@ class EqualDraws:
             if handle.placement.num_main_shards > 1
             and handle.main_shard.numel()
             and handle.main_shard.is_floating_point()
+            and handle.main_shard.itemsize > 1  # torch draws nothing in 8 bits.
         }
         self._windows: dict[FlatParamHandle, torch.Tensor] = {}
 
@@ -173,8 +174,7 @@ class EqualDraws:
         if handle in self._samples and handle not in self._windows:
             full, heads = handle.full.data, _heads(handle)
             # Slices: indices would have to be copied to the device, which blocks the host.
-            found = [full[at : at + numel].view(-1, _WINDOW) for _, _, at, numel in heads]
-            if found:
+            if found := [full[at : at + numel].view(-1, _WINDOW) for _, _, at, numel in heads]:
                 self._windows[handle] = torch.cat(found)
 
     def found(self) -> str | None:
