@@ -64,12 +64,12 @@ def test_act_ckpt_has_the_forms_of_finetuning_scheduler() -> None:
 
 def test_what_fully_shard_takes_is_taken() -> None:
     own = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
         "reshard_after_forward": False,
     }
     expected = {
-        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "offload": OffloadPolicy(params=True, pin_memory=False),
         "reshard_after_forward": False,
     }
