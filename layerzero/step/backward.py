@@ -27,9 +27,10 @@ from layerzero.step.exec_order import Order
 from layerzero.step.operations import remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import BACKWARD, FORWARD, IDLE, Hold, Unit
+from layerzero.step.unit import BACKWARD, FORWARD, IDLE, UNSHARDED, Hold, Unit
 
 _PRE, _POST = BackwardPrefetch  # See the names of states in unit.py.
+_POLICY = int(Hold.POLICY)
 
 
 @dataclass(eq=False)
@@ -210,6 +211,8 @@ class Backward:
             for unit in self._units:
                 # Since the forward, parameters may have been frozen and thawed for another one.
                 unit.follow_requires_grad(lays_out=True)
+                if unit.state is UNSHARDED and unit.is_held(_POLICY):
+                    unit.show_unsharded()  # A recomputation may use what the forward has shown.
             # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to
             # the forward's order.
             is_recorded = not self._scheduler.recorder.is_recording

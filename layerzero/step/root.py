@@ -253,7 +253,7 @@ class RootState:
     def _leave(self, call: ForwardCall) -> None:
         if self._call_depth:
             self._call_depth -= 1
-        call.unit.leave_forward()
+        call.unit.leave_forward(is_outermost=not self._call_depth)
 
     def call_raised(self, call: ForwardCall, error: BaseException) -> None:
         """The forward of `call` raised.

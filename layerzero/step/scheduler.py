@@ -129,8 +129,11 @@ class UnshardScheduler:
         if self.recorder is self._own_recorder and len(order) >= len(self.last_order):
             self.last_order = order
         for unit in self._units:
-            state = unit.state
-            if state is not SHARDED and (state is GATHERING or not grad_enabled):
+            if unit.state is SHARDED:
+                continue
+            if unit.is_held(_POLICY | _OPTIONAL):
+                unit.show_sharded()
+            if unit.state is GATHERING or not grad_enabled:
                 # Prefetched but never used, or no backward follows that would use it.
                 unit.free(_OF_A_FORWARD)
         return order
@@ -196,8 +199,10 @@ class UnshardScheduler:
         """Free what the pass left unsharded, except `first`, which begins the next micro-batch."""
         for unit in self._units:
             # A running forward (`depth`) still uses its unit: `torch.autograd.grad` inside it.
-            if unit is not first and unit.state is not SHARDED and not unit.depth:
-                unit.free(_OF_A_STEP)
+            if unit.state is not SHARDED and not unit.depth:
+                unit.show_sharded()
+                if unit is not first:
+                    unit.free(_OF_A_STEP)
 
     def abort(self) -> None:
         """Return to the state between steps. The caller resets the units themselves."""

@@ -314,13 +314,18 @@ class Unit:
             self.set_training_state(FORWARD)
         self.depth += 1
 
-    def leave_forward(self) -> None:
-        """A forward call has returned or raised."""
+    def leave_forward(self, is_outermost: bool) -> None:
+        """A forward call has returned or raised.
+
+        Where the unit stays until its backward, modules around it may use its parameters until
+        their own calls have ended, as a tied head that is a function does.
+        """
         if self.depth:
             self.depth -= 1
         if self.depth == 0 and self.training_state is FORWARD:
             self.set_training_state(IDLE)
-            self.show_sharded()
+            if is_outermost or self.options.reshard_after_forward:
+                self.show_sharded()
 
     def keep_starts(self, first: int, last: float = inf) -> None:
         """Drop forward calls that began before or after: backward has passed them, or their forward

@@ -381,6 +381,31 @@ def test_a_lists_modules_may_be_used_apart() -> None:
     )
 
 
+class FunctionAsHead(Transformer):
+    """The head is a function of the embedding's weight, recomputed for half of the batch."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        def head(x: Tensor) -> Tensor:
+            return functional.linear(x, self.embed.weight)
+
+        one, other = self.hidden(tokens).chunk(2)
+        return torch.cat([head(one), checkpoint(head, other, use_reentrant=False)])
+
+
+def with_embedding_kept(engine: Engine, model: nn.Module) -> nn.Module:
+    del model.head
+    engine.fully_shard(model.embed, reshard_after_forward=False)
+    return by_blocks(engine, model)
+
+
+@on_ranks(2)
+def test_a_unit_that_stays_for_backward_may_be_used_until_the_forward_ends() -> None:
+    own, _ = assert_alike(FunctionAsHead, with_embedding_kept, train, "a head as a function")
+    with torch.no_grad():
+        own(batches(1)[0][0])
+    assert own.embed.weight.shape[0] < own.embed.num_embeddings  # Rows of this rank again.
+
+
 FLAGS: dict[str, Callable[[Any], object]] = {
     "first waits": lambda model: model.layers[0].set_requires_gradient_sync(False),
     "others wait": lambda model: (
