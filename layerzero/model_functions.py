@@ -150,7 +150,8 @@ def ordered_units(module: nn.Module) -> list[Unit]:
         raise ValueError(f"units: expected a ZeRO3 module, got {type(module).__name__}")
     root = root_of(unit)
     inside = {*root.units_inside(module)}
-    return [each for each in root.scheduler.ordered_units() if each in inside]
+    recorded = map(root.units.__getitem__, root.scheduler.last_order)
+    return [each for each in dict.fromkeys((*recorded, *root.units)) if each in inside]
 
 
 def units(model: nn.Module) -> list[UnitView]:

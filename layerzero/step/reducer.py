@@ -132,11 +132,6 @@ class GradientReducer:
         handles = [reduction.handle for reduction in self._in_flight] + unit.handles
         return sum(h.gradients.in_flight_nbytes for h in handles) <= self._max_in_flight_nbytes
 
-    def _complete_all(self) -> None:
-        """Wait for the reductions in flight and free their input."""
-        while self._in_flight:
-            self._complete_oldest()
-
     def _complete_oldest(self) -> None:
         # Removed only when done: after an error `drop` has to wait for it, too.
         reduction = self._in_flight[0]
@@ -158,13 +153,13 @@ class GradientReducer:
         if self.agreed is not None:
             self.agreed.reduce_the_rest()
         last = self.undelivered()
-        if not last:
-            self._complete_all()
-            return
+        agrees = self.agreed is not None and any(self.agreed.concerns(r.unit) for r in last)
         with torch.no_grad():
-            agrees = self.agreed is not None and any(self.agreed.concerns(r.unit) for r in last)
-            presence = (self.agreed if agrees else self).exchange_presence(last)
-            self._complete_all()
+            presence = (self.agreed if agrees else self).exchange_presence(last) if last else None
+            while self._in_flight:
+                self._complete_oldest()
+            if presence is None:
+                return
             with self._context.profile("wait_for_presence", "model"):
                 arrived = presence()
             judges = self._context.extensions.before_write

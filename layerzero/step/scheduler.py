@@ -81,11 +81,6 @@ class UnshardScheduler:
         model's until the next call of this."""
         self.agreed, self.recorder = agreed, recorder or self._own_recorder
 
-    def ordered_units(self) -> list[Unit]:
-        """Units in the order of the longest recorded forward, then the others as wrapped."""
-        first = [self._units[index] for index in dict.fromkeys(self.last_order)]
-        return first + [unit for unit in self._units if unit not in first]
-
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
         for other in self._units:

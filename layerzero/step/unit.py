@@ -315,11 +315,8 @@ class Unit:
         self.depth += 1
 
     def leave_forward(self, is_outermost: bool) -> None:
-        """A forward call has returned or raised.
-
-        Where the unit stays until its backward, modules around it may use its parameters until
-        their own calls have ended, as a tied head that is a function does.
-        """
+        """A forward call has returned or raised. A unit that stays until its backward is shown
+        until the outermost call ends: modules around it may use its parameters (a tied head)."""
         if self.depth:
             self.depth -= 1
         if self.depth == 0 and self.training_state is FORWARD:

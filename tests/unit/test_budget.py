@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_860,
+    "": 37_848,
     "flat": 2_540,
-    "step": 4_330,
+    "step": 4_317,
     "comm": 1_417,
     "watch": 888,
     "build": 2_207,
