@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from layerzero.build.arguments import Arguments
+from layerzero.build.unwrap import modules_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.step.root import RootState, root_if_alive
-from layerzero.step.unwrap import modules_of
 from layerzero.wrapper import ModuleWrapper
 
 _OF_THE_ROOT = (

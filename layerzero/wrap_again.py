@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from layerzero.build.unwrap import unwrap
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import get_info, info_of
 from layerzero.notices import warn_once
@@ -9,7 +10,6 @@ from layerzero.optional.arguments import optional_now
 from layerzero.state_dict.summon import check_idle
 from layerzero.step.root import root_of
 from layerzero.step.unit import get_unit
-from layerzero.step.unwrap import unwrap
 from layerzero.zero3 import ZeRO3
 
 

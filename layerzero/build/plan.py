@@ -125,7 +125,7 @@ def plan_wrapping(
     ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
     nested: list[nn.Module | nn.Parameter] = []
     if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
-        from layerzero.step.unwrap import left_units, nested_ignored, unwrap
+        from layerzero.build.unwrap import left_units, nested_ignored, unwrap
 
         left = left_units(module)
         if left:

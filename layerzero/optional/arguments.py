@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from layerzero.build.plan import AnyGroup, Feature
+from layerzero.build.unwrap import modules_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
 from layerzero.optional.optional_units import OptionalUnits
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
-from layerzero.step.unwrap import modules_of
 
 names_of: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
 """Names of the optional modules by root unit: after `rewrap` other modules may have them."""

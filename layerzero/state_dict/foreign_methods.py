@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.build.unwrap import units_inside
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.root import root_of
 from layerzero.step.unit import TrainingState
-from layerzero.step.unwrap import units_inside
 
 _METHOD = "save_pretrained"
 _LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")

@@ -20,10 +20,10 @@ PACKAGE = REPOSITORY / "layerzero"
 LINES = {
     "": 37_848,
     "flat": 2_540,
-    "step": 4_317,
+    "step": 4_181,
     "comm": 1_417,
     "watch": 888,
-    "build": 2_207,
+    "build": 2_343,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
