@@ -15,6 +15,11 @@ Note [The first unit stays between micro-batches]
     that is last in backward and first in forward is kept, which saves one gather for each
     micro-batch but the first.
 
+Note [What runs without gradients]
+    A forward that computes gradients may call some units without: a momentum encoder, whose weights
+    the program updates right before, perhaps through `.data`, which changes no version. So the
+    first of these units is gathered by its call, from weights written so far, and never ahead.
+
 Note [Micro-batches in flight]
     A pipeline stage runs forwards of some micro-batches between backwards of others, on the same
     weights. So it keeps units from the first forward to the last backward: each is gathered
@@ -24,6 +29,7 @@ Note [Micro-batches in flight]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -60,6 +66,8 @@ class UnshardScheduler:
     """Agrees with other ranks on what is gathered (`layerzero/optional`); or None."""
     last: Unit | None = None
     """The unit held as `LAST_OF_FORWARD`."""
+    _has_gradients = False
+    """Whether the forward that runs, or the last one, computes gradients."""
 
     def __init__(
         self,
@@ -75,6 +83,8 @@ class UnshardScheduler:
         self._context = context
         self._limiter = context.limiter
         self._units = units
+        self._without_gradients: set[Unit] = set()
+        """See Note [What runs without gradients]."""
 
     def agree(self, agreed: Any, recorder: ExecOrderRecorder | None = None) -> None:
         """Consult `agreed` before each use of a unit; None: nothing. A `recorder` stands in for the
@@ -111,7 +121,8 @@ class UnshardScheduler:
             self.mark_stale()
         if self.unshards_all_before_forward:
             self.unshard_ahead(self._units)
-        self.recorder.begin(("forward", unit.index, torch.is_grad_enabled(), unit.module.training))
+        self._has_gradients = torch.is_grad_enabled()
+        self.recorder.begin(("forward", unit.index, self._has_gradients, unit.module.training))
 
     def end_forward(self, grad_enabled: bool) -> Order:
         """The forward of the model has ended.
@@ -247,6 +258,9 @@ class UnshardScheduler:
             if not unit.is_optional:
                 self.recorder.visit(unit.index)
             if unit.state is SHARDED:
+                if self._has_gradients and not (in_backward or torch.is_grad_enabled()):
+                    self._without_gradients.add(unit)
+                    self._context.note_weights()
                 unit.unshard()
         # After this unit's own gather is queued, so that prefetches cannot delay it; before the
         # wait, so that they are in flight while this unit computes, even where waiting blocks.
@@ -273,6 +287,8 @@ class UnshardScheduler:
             explicit = unit.forward_prefetch
         if explicit is None:  # The user's list wins.
             explicit = [*map(self._units.__getitem__, self.recorder.predict(depth))]
+            if self._without_gradients and not in_backward and torch.is_grad_enabled():
+                explicit = [*takewhile(lambda e: e not in self._without_gradients, explicit)]
         limiter, context = self._limiter, self._context
         behind = in_backward if behind_reductions is None else behind_reductions
         for other in explicit:

@@ -91,6 +91,36 @@ def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
     trained_alike(_ActorCritic, Block, nn.Linear, run=_in_turn_over_one_trunk, regrouped=True)
 
 
+class _Moco(nn.Module):
+    """Its forward writes the weights of a second encoder, from those of the first alone: the one
+    process beside runs it for the batch of each rank."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.own = nn.Sequential(Block(), Block())
+        self.momentum = nn.Sequential(Block(), Block()).requires_grad_(False)
+        self.assigns = assigns
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.own(x)
+        with torch.no_grad():
+            pairs = zip(self.own.parameters(), self.momentum.parameters(), strict=True)
+            for new, old in pairs:
+                if self.assigns:
+                    old.data = new.data * 0.5
+                else:
+                    old.data.copy_(new.data).mul_(0.5)
+            key = self.momentum(x)
+        return query * key
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@on_ranks(2)
+def test_a_forward_may_write_the_weights_of_a_momentum_encoder(assigns: bool) -> None:
+    for options in ({}, {"zero3_size": 1}):
+        trained_alike(functools.partial(_Moco, assigns), Block, **options)
+
+
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -183,6 +183,23 @@ def unused_gathers(model: ZeRO3) -> None:
     train(model, 1)
 
 
+def a_momentum_encoder(model: ZeRO3) -> None:
+    """The forward writes its weights, which changes no version, and runs it without gradients."""
+    *blocks, encoder = model.module.blocks
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        own = functools.reduce(lambda y, block: block(y), blocks, x)
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                parameter.data.mul_(0.5)
+            key = encoder(x)
+        return own * key
+
+    encoder.requires_grad_(False)
+    model.forward = forward  # type: ignore[method-assign]
+    train(model)
+
+
 USES = [
     plain_steps,
     accumulation,
@@ -198,6 +215,7 @@ USES = [
     streaming,
     a_missing_gradient,
     unused_gathers,
+    a_momentum_encoder,
     whole_tensors,
 ]
 BF16 = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
