@@ -1,5 +1,6 @@
 """save and load: any world size to any other, partly, in the background, with all a run needs."""
 
+import copy
 import functools
 import gc
 import json
@@ -112,19 +113,49 @@ def _save_all(root: str) -> list[Whole]:
     return written
 
 
+_WAYS = (3, 2, 1, 0, 1, 2, 3, 0, 2, 1)
+"""By the number of a model. What torch sends from the first rank has each module under one name."""
+
+
 def _check_full_states(
     number: int, model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Whole
 ) -> None:
-    """Streamed, by torch's functions, and sent by the first rank."""
+    """Streamed, and by torch's functions: into a plain model; from the first rank, or from every
+    rank, into a sharded one, for which some models also go by our functions."""
+    name = MODELS[number]
     streamed = {name: value.clone() for name, value in stream_full(model, 200)}
     assert_same_parameters(streamed, {name: expected.model[name] for name in streamed})
-    assert_same(theirs.get_state_dict(model, optimizer, options=FULL), expected, MODELS[number])
+    on_host = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_first = theirs.get_state_dict(model, optimizer, options=on_host)
+    from_all = theirs.get_state_dict(model, optimizer, options=FULL)
+    if dist.get_rank() > 0:
+        assert from_first == ({}, {})
+    else:
+        assert_same(from_first, expected, name)
+        plain, twin = build(
+            CASES[name].build, 97, _kind(number), in_groups=True, wrap=lambda module, **_: module
+        )
+        _set_by_torch(plain, twin, from_first, FULL)
+        assert_same(theirs.get_state_dict(plain, twin), expected, f"{name}, unsharded")
     other, its_optimizer = _make(number, seed=98)
-    given = expected.model if dist.get_rank() == 0 else {}
-    state = get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
-    set_model_state_dict(other, given, broadcast_from_rank0=True)
-    set_optimizer_state_dict(other, its_optimizer, state, broadcast_from_rank0=True)
-    assert_same(everything(other, its_optimizer), expected, f"{MODELS[number]}, broadcast")
+    way = _WAYS[number]
+    if way == 3:
+        state = get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
+        set_model_state_dict(other, from_first[0], broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, its_optimizer, state, broadcast_from_rank0=True)
+    else:
+        sent = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        how = (sent, FULL, theirs.StateDictOptions())[way]
+        _set_by_torch(other, its_optimizer, from_all if way else from_first, how)
+    assert_same(everything(other, its_optimizer), expected, f"{name}, {way}")
+
+
+def _set_by_torch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Any, how: theirs.StateDictOptions
+) -> None:
+    weights, state = copy.deepcopy(given)
+    theirs.set_model_state_dict(model, weights, options=how)
+    theirs.set_optimizer_state_dict(model, optimizer, state, options=how)
 
 
 def _load_all(root: str, expected: list[Whole]) -> None:
