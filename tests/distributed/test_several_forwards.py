@@ -1,6 +1,5 @@
 """A forward call is an object: several may wait for their backward, in any order."""
 
-import functools
 import operator
 from collections.abc import Sequence
 
@@ -9,14 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.checkpoint import checkpoint
 
 from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
-from tests.harness.compare import assert_trains_alike, sharded, trained_alike
-from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
+from tests.harness.compare import assert_trains_alike, sharded
+from tests.harness.models import CASES, WIDTH, Block, loss_of
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import backward_of, in_turn, micro_batches_of, seeded
+from tests.harness.reference import in_turn, micro_batches_of, seeded
 
 
 def run_backward_with_freed_outputs(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -58,37 +56,6 @@ def test_micro_batches_of_a_pipeline_give_the_summed_gradient() -> None:
             how = {"run": run_backward_with_freed_outputs, "reference_run": in_turn}
             model, reference = sharded(case, **options), seeded(case.build)
             assert_trains_alike(model, reference, batches, regrouped=True, **how)
-
-
-class _ActorCritic(nn.Module):
-    """Two heads on one trunk; the program calls the parts, never the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(Block(), Block())
-        self.actor, self.critic = nn.Linear(WIDTH, 3), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("called by parts")
-
-
-def _together(model: nn.Module, x: Tensor) -> Tensor:
-    return loss_of(model.actor(model.trunk(x))) + loss_of(model.critic(model.trunk(x)))
-
-
-def _in_turn_over_one_trunk(model: nn.Module, x: Tensor) -> Tensor:
-    losses = []
-    for head in (model.actor, model.critic):
-        losses.append(loss_of(head(model.trunk(x))))
-        losses[-1].backward()
-    return torch.stack(losses).detach().sum()
-
-
-@on_ranks(2)
-def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
-    trained_alike(_ActorCritic, Block, nn.Linear, run=backward_of(_together))
-    # In turn, each backward reduces: sums over ranks come before those over backwards.
-    trained_alike(_ActorCritic, Block, nn.Linear, run=_in_turn_over_one_trunk, regrouped=True)
 
 
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -187,61 +154,3 @@ def test_models_over_one_trunk_live_and_fail_apart() -> None:
     ZeRO3(before)(x)
     after = ZeRO3(nn.Sequential(trunk, Block()))
     loss_of(after(x)).backward()
-
-
-# Activation checkpointing: recomputation inside backward gives the same bits as no checkpoint -----
-
-
-class _Noisy(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.noise(super().forward(x))
-
-
-class Checkpointed(nn.Module):
-    """An MLP whose recomputed parts are its units, twice; or these once, inside another."""
-
-    def __init__(self, is_nested: bool, use_reentrant: bool) -> None:
-        super().__init__()
-        self.is_nested = is_nested
-        self.checkpoint = functools.partial(checkpoint, use_reentrant=use_reentrant)
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(_Noisy() for _ in range(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.is_nested:
-            return self.checkpoint(self.around_each, x)
-        return self.around_each(self.around_each(x))
-
-    def around_each(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = self.checkpoint(block, x)
-        return x
-
-
-@on_ranks(2)
-def test_recomputation_changes_no_bit() -> None:
-    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-        torch.manual_seed(int(1000 * batch.abs().sum()))  # dropout: the same in both models
-        return model(batch).square().sum()
-
-    def loss_of_recomputed(use_reentrant: bool, model: nn.Module, batch: Tensor) -> Tensor:
-        """A checkpoint around the root; the reentrant one needs an input that requires grad."""
-        batch = batch.clone().requires_grad_()
-        return checkpoint(model, batch, use_reentrant=use_reentrant).square().sum()
-
-    for use_reentrant in (True, False):
-        for is_nested in (True, False):
-            # A reentrant recomputation is a backward pass of its own, and so is its reduction: two
-            # calls of one unit then add up after the mean over ranks and not before.
-            regrouped = use_reentrant and not is_nested
-            build = functools.partial(Checkpointed, is_nested, use_reentrant)
-            with named(f"{use_reentrant=}", f"{is_nested=}"):
-                trained_alike(build, _Noisy, run=backward_of(loss_of), regrouped=regrouped)
-        with named(f"the whole model, {use_reentrant=}"):
-            run = backward_of(functools.partial(loss_of_recomputed, use_reentrant))
-            trained_alike(Mlp, Block, run=run)
