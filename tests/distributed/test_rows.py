@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from layerzero import MixedPrecision, ZeRO3, checkpoint, fully_shard, units
+from layerzero import MixedPrecision, ZeRO3, checkpoint, units
 from layerzero.flat import flatten
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise, assert_same_parameters
@@ -224,18 +224,3 @@ def test_arguments_are_checked() -> None:
 
     with pytest.raises(ValueError, match="arguments differ between ranks"):
         sharded(case, layout=LAYOUTS[dist.get_rank()])
-
-
-# Rules of other projects that go by a parameter's dimensions
-
-
-@on_ranks(2)
-def test_shards_of_two_matrices_do_not_multiply() -> None:
-    """Where each rank has half of the rows, what would be a product of whole matrices raises."""
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
-    for layer in model:
-        fully_shard(layer)
-    first, second = fully_shard(model).parameters()
-    assert first.shape == second.shape == (16, 32)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        first @ second
