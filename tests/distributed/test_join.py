@@ -180,7 +180,7 @@ def test_every_distribution_of_batches_trains_as_one_process() -> None:
             _train(_counts(*counts), clips, active=counts[0] % 2 == 1)
 
 
-def _random_plan(seed: int, settings: list[dict[str, Any]]) -> None:
+def _random_plan(seed: int, **settings: Any) -> None:
     rng = random.Random(seed)
     plan = tuple(
         tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
@@ -188,7 +188,7 @@ def _random_plan(seed: int, settings: list[dict[str, Any]]) -> None:
     )
     plan = plan if any(plan) else ((1,), *plan[1:])
     clips, active = rng.choice([None, 0.05]), rng.random() < 0.5
-    _train(plan, clips, active, **settings[seed % len(settings)])
+    _train(plan, clips, active, **settings)
 
 
 @on_ranks(2)
@@ -196,7 +196,7 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
     group = make_plain_group(TIMEOUT)
     for seed in range(2):
         with simulated_device(on_current_stream=seed == 1) as device:
-            _random_plan(seed, [{"process_group": group}])
+            _random_plan(seed, process_group=group)
             assert device.findings == [], f"seed {seed}"
 
 

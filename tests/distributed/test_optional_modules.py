@@ -46,15 +46,14 @@ REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
 
 
-def three_regions(by_block: bool = True) -> Model:
-    """A text block and three optional regions; all of them are units, perhaps with the regions'
+def three_regions() -> Model:
+    """A text block and three optional regions; all of these are units, and the regions'
     blocks."""
     torch.manual_seed(0)
     slots = [Slot("0", [Region(1, norm=True)]), Slot("1", [Region(2)])]
     module = Backbone(slots, [TextBlock(Slot("inside 0", [Region(1, norm=True)]))])
     units = {"text.0", "slots.0.regions.0", "text.0.slot.regions.0"}
-    blocks = {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
-    units |= blocks if by_block else {REGIONS[2]}
+    units |= {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
     return Model(module, units, list(REGIONS))
 
 
